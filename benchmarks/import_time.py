@@ -1,0 +1,70 @@
+"""How long `import leyden` takes beyond `import torch`, and its rivals where they are installed.
+
+    python benchmarks/import_time.py --repeats 7
+
+Each import runs in a process of its own; the repeats of all of them are interleaved, so that a slow moment of the machine
+hits them alike, and the medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+STATEMENTS = {
+    "leyden": "import leyden",
+    "leyden.Trainer": "from leyden import Trainer, TrainModule",
+    "lightning": "import lightning",
+    "pytorch_lightning": "import pytorch_lightning",
+    "accelerate": "import accelerate",
+    "ignite": "import ignite.engine",
+    "transformers.Trainer": "from transformers import Trainer",
+}
+PROGRAM = "import time; start = time.perf_counter(); {}; print(time.perf_counter() - start)"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def seconds(statement: str) -> float:
+    """Time that a statement takes in a new process, after the interpreter has started."""
+    # The checkout, installed or not; not this folder.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(statement)], env=environment, capture_output=True, text=True, check=True
+    )
+    return float(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", nargs="+", choices=STATEMENTS, help="measure these alone")
+    args = parser.parse_args()
+
+    sys.path.insert(0, str(ROOT))
+    chosen = args.only or list(STATEMENTS)
+    found = [name for name in chosen if importlib.util.find_spec(name.partition(".")[0]) is not None]
+    statements = {"torch": "import torch", **{name: f"import torch; {STATEMENTS[name]}" for name in found}}
+    for statement in statements.values():
+        seconds(statement)  # reads the files into memory, and writes the byte code
+    times: dict[str, list[float]] = {name: [] for name in statements}
+    for _ in range(args.repeats):
+        for name, statement in statements.items():
+            times[name].append(seconds(statement))
+
+    base = statistics.median(times["torch"])
+    print(f"{'import':<22}{'seconds':>9}{'beyond torch':>14}")
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        print(f"{name:<22}{median:>9.3f}{median - base:>+14.3f}")
+    missing = [name for name in chosen if name not in found]
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Callbacks: checkpoints, loggers, bars and everything else that happens beside the training step."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_HOMES = {
+    "Callback": "base",
+    "CSVLogger": "csv_logger",
+    "EarlyStopping": "early_stopping",
+    "GradientAccumulation": "gradient_accumulation",
+    "GradientAccumulationScheduler": "gradient_accumulation",
+    "LambdaCallback": "lambda_callback",
+    "LearningRateMonitor": "lr_monitor",
+    "Logger": "logger",
+    "ModelCheckpoint": "model_checkpoint",
+    "ModelSummary": "model_summary",
+    "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "TQDMProgressBar": "progress_bar",
+    "TensorBoardLogger": "tensorboard",
+    "Timer": "timer",
+    "WandbLogger": "wandb_logger",
+}
+
+if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback as Callback
+    from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
+    from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
+    from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback
+    from leyden.callbacks.logger import Logger as Logger
+    from leyden.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
+    from leyden.callbacks.model_summary import ModelSummary as ModelSummary
+    from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
+    from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from leyden.callbacks.timer import Timer as Timer
+    from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger
+
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a callback when it is first used: a run does not pay for those that it has not."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leyden.callbacks' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"leyden.callbacks.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,72 @@
+"""Names of checkpoints: templates with epoch, step and metrics in them."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+
+from leyden.strategies.errors import ConfigurationError, nearest
+
+_FIELD = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
+COUNTERS = ("epoch", "step")
+
+
+def metrics_in(template: str) -> set[str]:
+    """The metrics that a template names.
+
+    Example:
+        >>> metrics_in("{epoch}-{val/loss:.2f}")
+        {'val/loss'}
+    """
+    return {name for name, _ in _FIELD.findall(template)} - set(COUNTERS)
+
+
+def check_template(template: object) -> None:
+    """Refuses a template that cannot become a folder's name.
+
+    Raises:
+        ConfigurationError: if it is empty, has a folder in it, or a field that cannot be formatted.
+    """
+    if not isinstance(template, str) or not template:
+        raise ConfigurationError(f"filename={template!r}: give a template as '{{epoch}}-{{val_loss:.2f}}', or None.")
+    plain = _FIELD.sub("", template)
+    if "/" in plain or "\\" in plain or template in (".", ".."):
+        raise ConfigurationError(f"filename={template!r} has a folder in it: give one name, and folders in dirpath.")
+    if "{" in plain or "}" in plain:
+        raise ConfigurationError(f"filename={template!r} has a brace without its partner: write fields as {{epoch}}.")
+    for name, spec in _FIELD.findall(template):
+        try:
+            format(0 if name in COUNTERS else 0.0, spec)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"filename={template!r}: {spec!r} cannot format {name!r} ({error}): use a format as {{val_loss:.2f}}."
+            ) from None
+
+
+def format_name(template: str, values: Mapping[str, float], insert_names: bool) -> str:
+    """Fills in a template. A metric that is not there yet is written as `none`, with a warning.
+
+    Args:
+        template: as "{epoch}-{val_loss:.2f}".
+        values: numbers by name, "epoch" and "step" among them.
+        insert_names: write `name=value`, not the value alone.
+
+    Example:
+        >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25}, True)
+        'epoch=3-val_loss=0.25'
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, spec = match.group(1), match.group(2) or ""
+        if name in values:
+            text = format(values[name], spec)
+        else:
+            warnings.warn(
+                f"the checkpoint's filename {template!r} names {name!r}, which was not logged. {nearest(name, values)}",
+                stacklevel=4,
+            )
+            text = "none"
+        return f"{name}={text}" if insert_names else text
+
+    return re.sub(r"[/\\]", "_", _FIELD.sub(fill, template))

@@ -1,0 +1,151 @@
+"""CSVLogger: metrics in a table that everything can read."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from leyden.callbacks.logger import FolderLogger, plain_numbers
+from leyden.strategies.errors import ConfigurationError
+
+METRICS_FILE = "metrics.csv"
+STEP = "step"
+
+
+class CSVLogger(FolderLogger):
+    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row a call, and settings to `hparams.json`.
+
+    A metric that first appears in mid-run gets a column of its own and leaves it empty in the rows above. On a resume
+    the rows after the checkpoint are cut, so the file ends as that of a run that was never interrupted.
+
+    Args:
+        save_dir: None for the Trainer's `default_root_dir`.
+        name: the folder between `save_dir` and the version; "" for none.
+        version: a number or a folder's name; None for the first free number.
+        prefix: put before the names of metrics.
+        flush_logs_every_n_steps: rows reach the disk as often as this, and before each checkpoint.
+
+    Raises:
+        ConfigurationError: if `flush_logs_every_n_steps` is below 1.
+
+    Example:
+        >>> import tempfile
+        >>> logger = CSVLogger(tempfile.mkdtemp())
+        >>> logger.log_metrics({"loss": 0.5}, step=1)
+        >>> logger.save()
+        >>> print(open(logger.metrics_file_path).read())
+        step,loss
+        1,0.5
+        <BLANKLINE>
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if isinstance(flush_logs_every_n_steps, bool) or flush_logs_every_n_steps < 1:
+            raise ConfigurationError(f"flush_logs_every_n_steps={flush_logs_every_n_steps}: give 1 or more.")
+        self._flush_every = flush_logs_every_n_steps
+        self._flushed_at = 0
+        self._buffer: list[dict[str, float]] = []
+        self._columns: list[str] | None = None
+        self._rows = 0
+        """Rows on the disk."""
+        self._keep: int | None = None
+        """Rows to keep of a file found there; None for all."""
+        self._is_durable = True
+
+    @property
+    def metrics_file_path(self) -> str:
+        """Where the rows are."""
+        return os.path.join(self._needed_folder(), METRICS_FILE)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not self.is_writer:
+            return
+        number = self._next_step(step)
+        self._buffer.append({STEP: number, **plain_numbers(metrics, self._prefix)})
+        if number < self._flushed_at or number - self._flushed_at >= self._flush_every:
+            self._flushed_at = number
+            self._flush(durable=False)
+
+    def save(self) -> None:
+        """Brings all rows to the disk."""
+        if self._buffer or self._keep is not None or not self._is_durable:
+            self._flush(durable=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state:
+            kept = self._rows if self._keep is None else self._keep
+            state["rows"] = kept + len(self._buffer)
+        return state
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        self._buffer.clear()
+        self._columns, self._keep = None, int(state["rows"])
+        self._flushed_at = self._last_step
+
+    def _flush(self, durable: bool) -> None:
+        path = Path(self.metrics_file_path)
+        if self._columns is None:
+            self._columns = self._adopt(path)
+        fresh = dict.fromkeys(name for row in self._buffer for name in row if name not in self._columns)
+        if fresh:
+            self._columns += fresh
+            self._rewrite(path, self._columns, self._rows)
+        with path.open("a", newline="", encoding="utf-8") as file:
+            _writer(file).writerows([row.get(name, "") for name in self._columns] for row in self._buffer)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        self._rows += len(self._buffer)
+        self._buffer.clear()
+        self._is_durable = durable
+
+    def _adopt(self, path: Path) -> list[str]:
+        """Goes on with a file that is there already: cut to the rows to keep, and its columns taken over."""
+        keep, self._keep = self._keep, None
+        if not path.exists():
+            return []
+        content = path.read_bytes()
+        if not content.endswith(b"\n"):
+            # What a kill in the middle of a write leaves.
+            os.truncate(path, content.rfind(b"\n") + 1)
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.reader(file)
+            columns = next(reader, [])
+            self._rows = sum(1 for _ in reader)
+        if keep is None and self._rows and self._given_version is not None:
+            warnings.warn(f"{path} has {self._rows} rows of an earlier run: new rows go below them.", stacklevel=5)
+        self._rows = self._rows if keep is None else min(keep, self._rows)
+        self._rewrite(path, columns, self._rows)
+        return columns
+
+    @staticmethod
+    def _rewrite(path: Path, columns: list[str], rows: int) -> None:
+        """Writes the file anew with these columns, of which the file's own are the first, and its first rows."""
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = _writer(file)
+            writer.writerow(columns)
+            if path.exists():
+                with path.open(newline="", encoding="utf-8") as source:
+                    reader = csv.reader(source)
+                    added = [""] * (len(columns) - len(next(reader, [])))
+                    writer.writerows(row + added for row in itertools.islice(reader, rows))
+        os.replace(temporary, path)
+
+
+def _writer(file: TextIO) -> Any:
+    return csv.writer(file, lineterminator="\n")

@@ -1,0 +1,239 @@
+"""EarlyStopping: ends a run whose monitored metric no longer improves."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+MODES = ("min", "max")
+
+
+class EarlyStoppingReason(Enum):
+    """Why a run was stopped."""
+
+    NOT_STOPPED = "not_stopped"
+    NON_FINITE_METRIC = "non_finite_metric"
+    STOPPING_THRESHOLD = "stopping_threshold"
+    DIVERGENCE_THRESHOLD = "divergence_threshold"
+    PATIENCE_EXHAUSTED = "patience_exhausted"
+
+
+class EarlyStopping(Callback):
+    """Stops training when a metric has not improved for a number of checks.
+
+    A run that it has stopped stays stopped when resumed with the same arguments; with other ones it goes on.
+
+    Args:
+        monitor: name of a logged metric.
+        min_delta: the least change that counts as better, in the metric's unit; not negative.
+        patience: so many checks in a row without improvement end the run. A check follows each validation, or each
+            epoch, not each epoch in every case.
+        verbose: prints each improvement and why the run ends.
+        mode: "min" if less is better, "max" if more is.
+        strict: raise if the metric is not there at a check; else warn and go on.
+        check_finite: stop if the metric is nan or infinite.
+        stopping_threshold: stop as soon as the metric is better than this.
+        divergence_threshold: stop as soon as the metric is worse than this.
+        check_on_train_epoch_end: check at the end of training epochs, not of validations. None: at epoch ends where
+            there is one validation at the end of each epoch, or none at all.
+        log_rank_zero_only: print on the first rank alone. All ranks agree on stopping, so it makes no other difference.
+
+    Raises:
+        ConfigurationError: for an argument that cannot be; at a check if `monitor` was never logged (strict).
+
+    Attributes:
+        stopped_epoch: the epoch in which it stopped the run; 0 if it did not.
+        stopping_reason: an `EarlyStoppingReason`.
+        stopping_reason_message: the same in words, or None.
+        best_score: the best value so far (0-d tensor); infinite before the first check.
+        wait_count: checks since then.
+
+    Example:
+        >>> stopping = EarlyStopping("val_loss", patience=5, min_delta=0.01)
+        >>> # Trainer(callbacks=[stopping])
+        >>> stopping.stopping_reason.value
+        'not_stopped'
+    """
+
+    order: ClassVar[int] = 100
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        if not isinstance(monitor, str) or not monitor:
+            raise ConfigurationError(f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric, as 'val_loss'.")
+        if mode not in MODES:
+            raise ConfigurationError(f"EarlyStopping(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
+        if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
+            raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks from 0.")
+        if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
+            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): give a number from 0; mode tells its direction.")
+        self.monitor = monitor
+        self.min_delta = float(min_delta)
+        self.patience = patience
+        self.verbose = verbose
+        self.mode = mode
+        self.strict = strict
+        self.check_finite = check_finite
+        self.stopping_threshold = stopping_threshold
+        self.divergence_threshold = divergence_threshold
+        self.log_rank_zero_only = log_rank_zero_only
+        self._check_on_train_epoch_end = check_on_train_epoch_end
+        self.stopped_epoch = 0
+        self.wait_count = 0
+        self.best_score = self._worst()
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "arguments": self._arguments(),
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self.best_score.clone(),
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wait_count = state["wait_count"]
+        self.best_score = state["best_score"]
+        same = state["arguments"] == self._arguments()
+        self.stopped_epoch = state["stopped_epoch"] if same else 0
+        self.stopping_reason = EarlyStoppingReason(state["stopping_reason"] if same else "not_stopped")
+        self.stopping_reason_message = state["stopping_reason_message"] if same else None
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
+            # It may have been saved between the verdict and the end of the run.
+            trainer.should_stop = True
+            warnings.warn(
+                f"EarlyStopping had ended this run in epoch {self.stopped_epoch} ({self.stopping_reason_message}), so "
+                "it ends again. Give it another patience or threshold to train on.",
+                stacklevel=2,
+            )
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not self._checks_at_epoch_end(trainer):
+            self._check(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._checks_at_epoch_end(trainer):
+            self._check(trainer)
+
+    def _checks_at_epoch_end(self, trainer: Trainer) -> bool:
+        given = self._check_on_train_epoch_end
+        return validates_at_epoch_end(trainer) if given is None else given
+
+    def _check(self, trainer: Trainer) -> None:
+        if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.stage != "fit":
+            return
+        value = trainer.callback_metrics.get(self.monitor)
+        if value is None:
+            message = missing_metric("EarlyStopping", self.monitor, trainer)
+            if self.strict:
+                raise ConfigurationError(f"{message} Or set strict=False to go on without it.")
+            warnings.warn(message, stacklevel=2)
+            return
+        # Every rank must come to the same verdict.
+        current = trainer.strategy.broadcast(trainer.read_metrics({self.monitor: value})[self.monitor])
+        reason, message = self._judge(current)
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            trainer.should_stop = True
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason, self.stopping_reason_message = reason, message
+        if message and self.verbose:
+            if self.log_rank_zero_only or trainer.world_size == 1:
+                trainer.print(message)
+            else:
+                print(f"[rank {trainer.global_rank}] {message}", flush=True)
+
+    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
+        """Takes in a value; gives the verdict, and what there is to say about it."""
+        name, best, reason = self.monitor, float(self.best_score), EarlyStoppingReason
+        if self.check_finite and not math.isfinite(current):
+            return reason.NON_FINITE_METRIC, f"{name} is {current}. The best value was {best:.3f}."
+        if self.stopping_threshold is not None and self._is_better(current, self.stopping_threshold):
+            return (
+                reason.STOPPING_THRESHOLD,
+                f"{name} = {current:.3f} reached the stopping threshold {self.stopping_threshold}.",
+            )
+        if self.divergence_threshold is not None and self._is_better(self.divergence_threshold, current):
+            return (
+                reason.DIVERGENCE_THRESHOLD,
+                f"{name} = {current:.3f} passed the divergence threshold {self.divergence_threshold}.",
+            )
+        if self._is_better(current, best, self.min_delta):
+            gain = f" by {abs(current - best):.3f}" if math.isfinite(best) else ""
+            self.best_score, self.wait_count = torch.tensor(current, dtype=torch.float64), 0
+            return reason.NOT_STOPPED, f"{name} improved{gain}: {current:.3f}."
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            return (
+                reason.PATIENCE_EXHAUSTED,
+                f"{name} did not improve in the last {self.wait_count} checks. The best value was {best:.3f}.",
+            )
+        return reason.NOT_STOPPED, ""
+
+    def _is_better(self, value: float, than: float, by: float = 0.0) -> bool:
+        return value > than + by if self.mode == "max" else value < than - by
+
+    def _worst(self) -> Tensor:
+        return torch.tensor(-math.inf if self.mode == "max" else math.inf, dtype=torch.float64)
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "min_delta": self.min_delta,
+            "patience": self.patience,
+            "check_finite": self.check_finite,
+            "stopping_threshold": self.stopping_threshold,
+            "divergence_threshold": self.divergence_threshold,
+        }
+
+
+def validates(trainer: Trainer) -> bool:
+    """True if the fit has validation batches."""
+    return any(count != 0 for count in trainer.num_val_batches)
+
+
+def validates_at_epoch_end(trainer: Trainer) -> bool:
+    """True where the end of a training epoch has all that a check could want: one validation there, or none at all."""
+    if not validates(trainer):
+        return True
+    # An int counts batches: 1 is every batch, 1.0 the whole epoch.
+    interval = trainer.val_check_interval
+    return trainer.check_val_every_n_epoch == 1 and isinstance(interval, float) and interval == 1.0
+
+
+def missing_metric(callback: str, monitor: str, trainer: Trainer) -> str:
+    """The error about a metric that nobody logged."""
+    known = sorted(trainer.callback_metrics)
+    hint = nearest(monitor, known) if known else "Nothing was logged at all."
+    return f"{callback} monitors {monitor!r}, which was not logged. {hint} Log it with self.log({monitor!r}, value)."

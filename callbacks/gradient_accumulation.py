@@ -1,0 +1,76 @@
+"""GradientAccumulation: how many batches make one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError
+
+
+class GradientAccumulation(Callback):
+    """Says how long the next accumulation window is; it counts nothing itself.
+
+    The last window of an epoch is as long as the batches that are left, and is divided by that true length.
+
+    Args:
+        steps: batches of one optimizer step, or {epoch: batches}: from that epoch on (counted from 0). Epochs before
+            the first one named take one batch a step.
+
+    Raises:
+        ConfigurationError: if `steps` is of another kind, empty, or has an epoch below 0 or a length below 1.
+
+    Example:
+        >>> accumulation = GradientAccumulation({2: 4, 8: 16})
+        >>> [accumulation.length(epoch) for epoch in (0, 2, 7, 8, 100)]
+        [1, 4, 4, 16, 16]
+    """
+
+    def __init__(self, steps: int | Mapping[int, int]) -> None:
+        schedule = {0: steps} if not isinstance(steps, Mapping) else dict(steps)
+        name = type(self).__name__
+        if not schedule:
+            raise ConfigurationError(f"{name} was given an empty schedule: write {{0: 4}}, say, or a number.")
+        for epoch, length in schedule.items():
+            if not _is_whole(epoch) or epoch < 0:
+                raise ConfigurationError(f"{name}: {epoch!r} is no epoch. Epochs are whole numbers from 0, as in {{0: 4}}.")
+            if not _is_whole(length) or length < 1:
+                raise ConfigurationError(f"{name}: {length!r} is no number of batches. Give a whole number from 1.")
+        self.scheduling: dict[int, int] = dict(sorted({0: 1, **schedule}.items()))
+
+    @property
+    def longest(self) -> int:
+        """The longest window of all epochs, in batches."""
+        return max(self.scheduling.values())
+
+    def length(self, epoch: int) -> int:
+        """Batches of a window in this epoch.
+
+        Args:
+            epoch: counted from 0.
+        """
+        return next(length for start, length in reversed(self.scheduling.items()) if start <= epoch)
+
+
+class GradientAccumulationScheduler(GradientAccumulation):
+    """Lightning's name for `GradientAccumulation` with a schedule.
+
+    Args:
+        scheduling: {epoch: batches}, as `GradientAccumulation`'s `steps`.
+
+    Example:
+        >>> GradientAccumulationScheduler(scheduling={0: 8, 4: 4}).length(5)
+        4
+    """
+
+    def __init__(self, scheduling: Mapping[int, int]) -> None:
+        if not isinstance(scheduling, Mapping):
+            raise ConfigurationError(
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict as {{0: 4}}, or use "
+                "GradientAccumulation for one number."
+            )
+        super().__init__(scheduling)
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,45 @@
+"""LambdaCallback: hooks from plain functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+
+HOOKS = tuple(
+    name
+    for name, member in vars(Callback).items()
+    if name in ("setup", "teardown") or name.startswith("on_")
+    if inspect.isfunction(member)
+)
+
+
+class LambdaCallback(Callback):
+    """A callback made of functions, one a hook. Each takes what the hook of that name takes, without `self`.
+
+    Args:
+        **hooks: hook name → function; None for none.
+
+    Raises:
+        ConfigurationError: if there is no hook of that name, or its value cannot be called.
+
+    Example:
+        >>> callback = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("an epoch is over"))
+        >>> # Trainer(callbacks=[callback])
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        for name, function in hooks.items():
+            if name not in HOOKS:
+                raise ConfigurationError(f"LambdaCallback knows no hook '{name}'. {nearest(name, HOOKS)}")
+            if function is None:
+                continue
+            if not callable(function):
+                raise ConfigurationError(
+                    f"LambdaCallback({name}=...) takes a function, not a {type(function).__name__}: write "
+                    f"{name}=lambda {', '.join(list(inspect.signature(getattr(Callback, name)).parameters)[1:])}: ..."
+                )
+            setattr(self, name, function)

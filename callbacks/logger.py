@@ -1,0 +1,404 @@
+"""Logger: where metrics and hyper-parameters go. Loggers need no Trainer, so they serve a loop of one's own too."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import numbers as abstract_numbers
+import os
+import uuid
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+RUN_FILE = "run.json"
+HPARAMS_FILE = "hparams.json"
+
+
+class Logger(Callback, ABC):
+    """Base class of loggers. A subclass of one's own needs `log_metrics`; everything else has a default.
+
+    The Trainer calls `log_hyperparams` at the start of a fit, `log_metrics` with plain numbers (it has read them back
+    from the device, all at once), `save` before a checkpoint is committed and `finalize` at the end of a run. Only
+    the first rank is asked to write.
+
+    Example:
+        >>> class PrintLogger(Logger):
+        ...     def log_metrics(self, metrics, step=None):
+        ...         print(step, dict(metrics))
+        >>> PrintLogger().log_metrics({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
+    """
+
+    is_writer: bool = True
+    """False on the ranks that write nothing."""
+    _stage: str | None = None
+    _default_root_dir: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The experiment's name; None if it has none."""
+        return None
+
+    @property
+    def version(self) -> int | str | None:
+        """The run's number or name among those of the experiment."""
+        return None
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder below which everything is written."""
+        return None
+
+    @property
+    def log_dir(self) -> str | None:
+        """This run's own folder."""
+        return self.save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """What does the writing: a SummaryWriter, a W&B run, …. It is made when it is first asked for."""
+        return self
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Records numbers.
+
+        Args:
+            metrics: name → number (nan and inf too).
+            step: optimizer steps done; None for the one after the last recorded.
+        """
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Records the settings of the run, and the metrics to compare runs by."""
+
+    def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
+        """Records the module's graph, where the logger can show one."""
+
+    def save(self) -> None:
+        """Brings everything that was logged to the disk."""
+
+    def finalize(self, status: str) -> None:
+        """Closes what is open, after which logging may go on all the same.
+
+        Args:
+            status: "success", "failed" or "interrupted".
+        """
+        self.save()
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._stage = stage
+        self.is_writer = trainer.is_global_zero
+        self._default_root_dir = str(trainer.default_root_dir)
+
+
+class FolderLogger(Logger):
+    """Base class of loggers that write to a run folder `<save_dir>/<name>/version_N`.
+
+    The number is the first one free, taken when it is first needed: two processes that start at once get two folders,
+    and a resumed run goes on in its own. Loggers of one Trainer with the same `save_dir` and `name` share a folder. A
+    small `run.json` in it says which run it belongs to, so that a resume never touches the folder of another run.
+
+    Args:
+        save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
+        name: None or "" for no folder between `save_dir` and the version.
+        version: a number, or a string that is the folder's name as it stands; None for the first free number.
+        prefix: put before the names of metrics, with a "-" between.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "logs",
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        self._name = name or ""
+        self._given_version = version
+        self._prefix = prefix
+        self._version: int | str | None = None
+        self._run: str | None = None
+        self._claimed: Path | None = None
+        self._peers: list[FolderLogger] = []
+        self._last_step = -1
+        self.hparams: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
+
+    @property
+    def root_dir(self) -> str:
+        """`<save_dir>/<name>`: the folder of all versions."""
+        if "://" in self.save_dir:
+            raise ConfigurationError(
+                f"{type(self).__name__} writes to a folder of this machine, not to {self.save_dir}: "
+                f"give {type(self).__name__}(save_dir=...) a local folder."
+            )
+        return os.path.join(self.save_dir, self._name)
+
+    @property
+    def version(self) -> int | str | None:
+        if self._version is None and self.is_writer:
+            self._version, self._run = self._open_folder()
+        return self._given_version if self._version is None else self._version
+
+    @property
+    def log_dir(self) -> str | None:
+        version = self.version
+        return None if version is None else str(self._folder(version))
+
+    @property
+    def state_key(self) -> str:
+        given = {"save_dir": self._save_dir, "version": self._given_version}
+        told = {"name": self._name} | {key: value for key, value in given.items() if value is not None}
+        return f"{type(self).__qualname__}({', '.join(f'{key}={value!r}' for key, value in told.items())})"
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self._peers = [peer for peer in trainer.loggers if isinstance(peer, FolderLogger) and peer is not self]
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._version is None:
+            return {}
+        return {"version": self._version, "run": self._run, "last_step": self._last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state or not self.is_writer:
+            return
+        version, run = state["version"], state["run"]
+        if self._given_version not in (None, version) or _read_run(self._folder(version)) != run:
+            return
+        self._leave_claimed_folder(version)
+        self._version, self._run = version, run
+        if self._stage in (None, "fit"):
+            self._last_step = int(state["last_step"])
+            self._resume(state)
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Adds the settings to the run folder's `hparams.json`."""
+        self.hparams.update(as_dict(params))
+        if self.is_writer and self.hparams:
+            _write_hparams(Path(self._needed_folder()) / HPARAMS_FILE, self.hparams)
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        """Drops what was logged after the checkpoint."""
+
+    def _needed_folder(self) -> str:
+        """The run folder, which exists."""
+        folder = self.log_dir
+        assert folder is not None, "only the writing rank asks for the folder"
+        os.makedirs(folder, exist_ok=True)
+        return folder
+
+    def _next_step(self, step: int | None) -> int:
+        """The step that is logged now. What is logged has a folder, which a checkpoint must name."""
+        if self._version is None:
+            self._version, self._run = self._open_folder()
+        number = self._last_step + 1 if step is None else int(step)
+        self._last_step = max(self._last_step, number)
+        return number
+
+    def _folder(self, version: int | str) -> Path:
+        return Path(self.root_dir) / (version if isinstance(version, str) else f"version_{version}")
+
+    def _open_folder(self) -> tuple[int | str, str]:
+        if self._given_version is not None:
+            folder = self._folder(self._given_version)
+            folder.mkdir(parents=True, exist_ok=True)
+            return self._given_version, _read_run(folder) or _write_run(folder)
+        for peer in self._peers:
+            # Two loggers of one kind would write the same files.
+            same = type(peer) is not type(self) and os.path.abspath(peer.root_dir) == os.path.abspath(self.root_dir)
+            if same and peer._version is not None and peer._run is not None:
+                return peer._version, peer._run
+        version = claim_version(self.root_dir)
+        self._claimed = self._folder(version)
+        return version, _write_run(self._claimed)
+
+    def _leave_claimed_folder(self, version: int | str) -> None:
+        """Removes the folder that was taken before the resume named the right one, if nothing was written there."""
+        claimed, self._claimed = self._claimed, None
+        if claimed is None or claimed == self._folder(version):
+            return
+        with contextlib.suppress(OSError):
+            if os.listdir(claimed) == [RUN_FILE]:
+                (claimed / RUN_FILE).unlink()
+                claimed.rmdir()
+
+
+class SilentExperiment:
+    """Stands in for a writer on the ranks that write nothing: every call is taken and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._nothing
+
+    @staticmethod
+    def _nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def claim_version(root: str | os.PathLike[str]) -> int:
+    """Makes the folder `version_N` with the first free N above all others, and gives back N.
+
+    Making it is what takes the number: of two processes that try the same one, only one can.
+    """
+    os.makedirs(root, exist_ok=True)
+    taken = [int(entry[8:]) for entry in os.listdir(root) if entry.startswith("version_") and entry[8:].isdecimal()]
+    version = max(taken, default=-1) + 1
+    while True:
+        try:
+            os.mkdir(os.path.join(root, f"version_{version}"))
+            return version
+        except FileExistsError:
+            version += 1
+
+
+def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """The metrics as plain numbers, nested ones under "outer/inner".
+
+    Raises:
+        ConfigurationError: if a value is not one number.
+    """
+    plain: dict[str, float] = {}
+    for key, value in metrics.items():
+        name = f"{prefix}-{key}" if prefix else str(key)
+        if type(value) is float or type(value) is int:
+            plain[name] = value
+        elif isinstance(value, Mapping):
+            plain.update({f"{name}/{inner}": number for inner, number in plain_numbers(value).items()})
+        else:
+            plain[name] = _one_number(name, value)
+    return plain
+
+
+def _one_number(name: str, value: Any) -> float:
+    # Tensors, and NumPy's arrays and scalars, whose size is a number.
+    if (isinstance(value, Tensor) and value.numel() == 1) or getattr(value, "size", 0) == 1:
+        value = value.item()
+    if isinstance(value, abstract_numbers.Integral):
+        return int(value)
+    if isinstance(value, abstract_numbers.Real):
+        return float(value)
+    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+    raise ConfigurationError(
+        f"the metric '{name}' is a {type(value).__name__}{shape}, and loggers take single numbers: log its mean or "
+        "sum; for text, images and the like call logger.experiment."
+    )
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """A mapping, a Namespace or a dataclass as a dict; None as an empty one.
+
+    Raises:
+        ConfigurationError: if it is none of them.
+    """
+    if params is None:
+        return {}
+    if isinstance(params, Mapping):
+        return {str(key): value for key, value in params.items()}
+    if isinstance(params, Namespace):
+        return dict(vars(params))
+    if dataclasses.is_dataclass(params) and not isinstance(params, type):
+        return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    raise ConfigurationError(
+        f"hyper-parameters are a dict, an argparse.Namespace or a dataclass, not a {type(params).__name__}: "
+        "log_hyperparams({'name': value})."
+    )
+
+
+def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
+    """Nested settings as one level, `{"optimizer/lr": 0.1}`; what is no number, bool or string is written as a string.
+
+    Example:
+        >>> flatten_hparams({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "name": None})
+        {'optimizer/lr': 0.1, 'optimizer/betas': '(0.9, 0.99)', 'name': 'None'}
+    """
+    flat: dict[str, bool | int | float | str] = {}
+    for key, value in as_dict(params).items():
+        if isinstance(value, Mapping | Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+            flat.update({f"{key}/{inner}": leaf for inner, leaf in flatten_hparams(value).items()})
+        else:
+            leaf = _json_value(value)
+            flat[key] = leaf if isinstance(leaf, bool | int | float | str) and _finite(leaf) else _text(value)
+    return flat
+
+
+def _finite(value: object) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "__name__", value)) if callable(value) else str(value)
+
+
+def _json_value(value: Any) -> Any:
+    """The value as strict JSON: for people and their scripts to read, not for loading it back."""
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping | Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        return {key: _json_value(item) for key, item in as_dict(value).items()}
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_json_value(item) for item in value), key=str)
+    if hasattr(value, "dtype") and hasattr(value, "tolist") and getattr(value, "ndim", 1) == 0:
+        return _json_value(value.tolist())
+    return _text(value)
+
+
+def _write_hparams(path: Path, hparams: Mapping[str, Any]) -> None:
+    # Loggers that share the folder each add theirs.
+    before: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads(path.read_text(encoding="utf-8"))
+    _write_json(path, before | _json_value(hparams))
+
+
+def _write_json(path: Path, value: Any) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _read_run(folder: Path) -> str | None:
+    try:
+        run = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(run)
+
+
+def _write_run(folder: Path) -> str:
+    run = uuid.uuid4().hex
+    _write_json(folder / RUN_FILE, {"run": run})
+    return run

@@ -1,0 +1,123 @@
+"""LearningRateMonitor: learning rates among the logged metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+
+class LearningRateMonitor(Callback):
+    """Logs the learning rate that each step used, under the step's number.
+
+    Names are `lr-SGD`; `lr-SGD/pg1`, `lr-SGD/pg2` for several parameter groups (a group's own "name" where it has one);
+    `lr-SGD`, `lr-SGD-1` for several optimizers of one kind; or the `name` of the scheduler's configuration in place of
+    `lr-SGD`. Momentum and weight decay add `-momentum` and `-weight_decay`.
+
+    Args:
+        logging_interval: "step" for steps that the Trainer logs, "epoch" for the start of each epoch, None for each
+            scheduler's own interval (optimizers without a scheduler: steps).
+        log_momentum: also logs the momentum, or the first beta of Adam and its kin.
+        log_weight_decay: also logs the weight decay.
+
+    Raises:
+        ConfigurationError: if `logging_interval` is of another form; when a fit starts without a logger.
+
+    Attributes:
+        lrs: name → every learning rate logged so far.
+
+    Example:
+        >>> callback = LearningRateMonitor(logging_interval="step")
+        >>> # Trainer(callbacks=[callback])
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            hint = nearest(str(logging_interval), ("step", "epoch"))
+            raise ConfigurationError(f"LearningRateMonitor(logging_interval={logging_interval!r}): {hint}")
+        self.logging_interval = logging_interval
+        self.log_momentum = log_momentum
+        self.log_weight_decay = log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self._named: list[tuple[str, Optimizer, str]] = []
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.loggers and not trainer.fast_dev_run:
+            raise ConfigurationError(
+                "LearningRateMonitor needs a logger to write to: give Trainer(logger=True), or leave the callback out."
+            )
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._named = list(self._names(trainer))
+        self.lrs = {name: [] for named, optimizer, _ in self._named for name in _group_names(named, optimizer)}
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.logging_interval != "step":
+            self._log(trainer, "epoch", trainer.global_step)
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        # The step that this window makes is logged under its own number, once it is done.
+        step = trainer.global_step + 1
+        if step % trainer.log_every_n_steps == 0 and trainer.window.index == 0 and self.logging_interval != "epoch":
+            self._log(trainer, "step", step)
+
+    def _names(self, trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
+        """Each optimizer with its name and the interval at which it is logged."""
+        seen: Counter[str] = Counter()
+        configs = {id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs}
+        named: list[tuple[str, Optimizer, str]] = []
+        for optimizer in trainer.optimizers:
+            config = configs.get(id(optimizer))
+            base = config.name if config is not None and config.name else f"lr-{type(optimizer).__name__}"
+            name = f"{base}-{seen[base]}" if seen[base] else base
+            seen[base] += 1
+            interval = self.logging_interval or (config.interval if config is not None else "step")
+            named.append((name, optimizer, interval))
+        return named
+
+    def _log(self, trainer: Trainer, interval: str, step: int) -> None:
+        values: dict[str, float] = {}
+        for name, optimizer, at in self._named:
+            if at != interval:
+                continue
+            for label, group in zip(_group_names(name, optimizer), optimizer.param_groups, strict=True):
+                values[label] = float(group["lr"])
+                self.lrs.setdefault(label, []).append(values[label])
+                if self.log_momentum:
+                    values[f"{label}-momentum"] = _momentum(group)
+                if self.log_weight_decay:
+                    values[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        if values:
+            for logger in trainer.loggers:
+                logger.log_metrics(values, step=step)
+
+
+def _group_names(name: str, optimizer: Optimizer) -> list[str]:
+    groups = optimizer.param_groups
+    if len(groups) == 1:
+        own = groups[0].get("name")
+        return [name if own is None else f"{name}/{own}"]
+    names = [f"{name}/{group.get('name', f'pg{index}')}" for index, group in enumerate(groups, start=1)]
+    twice = [label for label, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ConfigurationError(f"two parameter groups are both called '{twice[0]}': give each a 'name' of its own.")
+    return names
+
+
+def _momentum(group: dict[str, Any]) -> float:
+    if "momentum" in group:
+        return float(group["momentum"])
+    return float(group["betas"][0]) if "betas" in group else 0.0

@@ -1,0 +1,547 @@
+"""ModelCheckpoint: when a checkpoint is saved, under which name, and which ones are kept."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Collection, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpoint_name import check_template, format_name, metrics_in
+from leyden.callbacks.early_stopping import MODES, missing_metric, validates, validates_at_epoch_end
+from leyden.callbacks.on_exception_checkpoint import save_after
+from leyden.callbacks.timer import parse_duration
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.checkpoint import staging
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.folder import delete, is_checkpoint
+from leyden.trainer.checkpoint.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+# What a failed save must leave as it was.
+BOOKS = (
+    *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
+    *("_recent", "_doomed", "_saved_step", "_saved_at"),
+)
+
+
+class ModelCheckpoint(Callback):
+    """Saves checkpoints during fit and keeps the best, or the newest, of them.
+
+    A checkpoint is a folder. An old one is deleted only after the new one is committed, and each checkpoint holds the
+    books as they stand with itself counted, so a resumed run ranks and deletes as one that was never interrupted.
+    Checkpoints of other runs in the same folder are neither ranked nor deleted.
+
+    Args:
+        dirpath: where to save. None for `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
+        filename: the name's template: `{epoch}`, `{step}` and logged metrics, as "{epoch}-{val_loss:.2f}". None for
+            "{epoch}-{step}". A `/` of a metric's name becomes `_`.
+        monitor: the metric to rank by. None to keep the newest ones.
+        verbose: prints what is saved.
+        save_last: also keeps the newest checkpoint, whether it is among the best or not, saves at the end of the run (Ctrl-C
+            included), and lets the link `last` point to it where the file system has links. "link" means the same.
+        save_top_k: how many to keep; -1 for all, 0 for none (but `save_last`'s).
+        save_on_exception: also saves when fit ends by an exception.
+        save_weights_only: leaves out optimizers, progress and random numbers; such a checkpoint cannot be resumed from.
+        mode: "min" if less of the metric is better, "max" if more is.
+        auto_insert_metric_name: "{epoch}" becomes `epoch=3`; else `3`.
+        every_n_train_steps: save after every n-th optimizer step; 0 for not. With a `monitor` and a validation due after the
+            same step, it saves after that validation.
+        train_time_interval: save when so much time has gone by since the last one: a timedelta, "DD:HH:MM:SS" or a dict.
+        every_n_epochs: save in every n-th epoch; 0 for not. 1 if none of these three is given; only one may be.
+        save_on_train_epoch_end: `every_n_epochs` saves at the end of training epochs, not of validations. None: at
+            epoch ends where there is one validation at the end of each epoch, or none at all.
+        enable_version_counter: a name that is taken gets `-v1` and so on; False replaces what stands there.
+
+    Raises:
+        ConfigurationError: for an argument or a combination that cannot be; at a save if `monitor` was never logged.
+        CheckpointError: if a checkpoint cannot be written. The previous ones are whole.
+
+    Attributes:
+        best_model_path: the best one kept (without `monitor`: the newest); "" if there is none.
+        best_model_score: its score, a 0-d tensor, or None.
+        last_model_path: the newest one; "" if there is none.
+        current_score: the last score seen, saved or not.
+        best_k_models: path → score of those kept for their score.
+
+    Example:
+        >>> checkpoint = ModelCheckpoint(filename="{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max", save_top_k=3)
+        >>> checkpoint.format_checkpoint_name({"epoch": 2, "val_acc": 0.98412})
+        'epoch=2-val_acc=0.984'
+    """
+
+    order: ClassVar[int] = 200
+    CHECKPOINT_NAME_LAST = "last"
+    """Template of the link's name."""
+    STARTING_VERSION = 1
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: Literal["min", "max"] = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | str | Mapping[str, float] | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        _check(monitor, mode, save_top_k, save_last)
+        self._given_dirpath = None if dirpath is None else os.path.abspath(os.fspath(dirpath))
+        self.dirpath = self._given_dirpath
+        self.filename = "{epoch}-{step}" if filename is None else filename
+        check_template(self.filename)
+        self.monitor = monitor
+        self.verbose = verbose
+        self.save_last = save_last
+        self.save_top_k = save_top_k
+        self.save_on_exception = save_on_exception
+        self.save_weights_only = save_weights_only
+        self.mode = mode
+        self.auto_insert_metric_name = auto_insert_metric_name
+        self.enable_version_counter = enable_version_counter
+        self._on_train_epoch_end = save_on_train_epoch_end
+        self._every_n_train_steps, self._every_n_epochs, self._interval = _triggers(
+            every_n_train_steps, every_n_epochs, train_time_interval
+        )
+        self.load_state_dict({})
+
+    @property
+    def state_key(self) -> str:
+        parts = {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "filename": self.filename,
+            "every_n_train_steps": self._every_n_train_steps,
+            "every_n_epochs": self._every_n_epochs,
+            "train_time_interval": self._interval,
+            "save_weights_only": self.save_weights_only,
+        }
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in parts.items())})"
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The worst of those kept for their score, once there are `save_top_k`; "" before."""
+        full = 0 < self.save_top_k <= len(self.best_k_models)
+        return self._worst_of(self.best_k_models) if full else ""
+
+    @property
+    def kth_value(self) -> Tensor:
+        """Its score: what a new one must beat."""
+        path = self.kth_best_model_path
+        return self.best_k_models[path] if path else torch.tensor(math.inf if self.mode == "min" else -math.inf)
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Epochs between saves; 0 for none."""
+        return self._every_n_epochs
+
+    # state ------------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "dirpath": self.dirpath,
+            "best_model_path": self._relative(self.best_model_path),
+            "best_model_score": _number(self.best_model_score),
+            "current_score": _number(self.current_score),
+            "last_model_path": self._relative(self.last_model_path),
+            "best_k_models": {self._relative(path): float(score) for path, score in self.best_k_models.items()},
+            "recent": [self._relative(path) for path in self._recent],
+            "doomed": {self._relative(path): identity for path, identity in self._doomed.items()},
+            "saved_step": self._saved_step,
+            "seconds_since_save": None if self._saved_at is None else time.monotonic() - self._saved_at,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        home = self._home(state)
+        at = self._absolute
+        self.best_model_path = at(state.get("best_model_path", ""), home)
+        self.best_model_score = _tensor(state.get("best_model_score"))
+        self.current_score = _tensor(state.get("current_score"))
+        self.last_model_path = at(state.get("last_model_path", ""), home)
+        own = home == self.dirpath
+        # What was deleted since, by hand or by another run, is not ranked any more.
+        self.best_k_models: dict[str, Tensor] = {
+            path: torch.tensor(score, dtype=torch.float64)
+            for path, score in ((at(name, home), score) for name, score in state.get("best_k_models", {}).items())
+            if own and os.path.isdir(path)
+        }
+        self._recent: list[str] = [
+            path for path in (at(name, home) for name in state.get("recent", ())) if own and os.path.isdir(path)
+        ]
+        self._doomed: dict[str, str | None] = {at(name, home): who for name, who in state.get("doomed", {}).items() if own}
+        self._saved_step: int = state.get("saved_step", -1)
+        ago = state.get("seconds_since_save")
+        self._saved_at: float | None = None if ago is None else time.monotonic() - ago
+
+    def _home(self, state: Mapping[str, Any]) -> str | None:
+        """Where the state's paths are: here, also if the folder was moved; or where they were, if it was not."""
+        before, here, last = state.get("dirpath"), self.dirpath, state.get("last_model_path", "")
+        if before is None or here is None or before == here or not last:
+            return here
+        if os.path.isdir(os.path.join(here, last)) or not os.path.isdir(os.path.join(before, last)):
+            return here
+        warnings.warn(
+            f"checkpoints were saved in {before} and go to {here} now: the earlier ones are neither ranked nor deleted.",
+            stacklevel=2,
+        )
+        return str(before)
+
+    def _relative(self, path: str) -> str:
+        inside = self.dirpath is not None and os.path.dirname(path) == self.dirpath
+        return os.path.basename(path) if inside else path
+
+    def _absolute(self, name: str, home: str | None) -> str:
+        return os.path.join(home, name) if name and home is not None else name
+
+    # when -------------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        chosen = self._given_dirpath
+        if chosen is None:
+            chosen = os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
+        self.dirpath = trainer.strategy.broadcast(chosen)
+        if stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
+            # A folder that cannot be made is better known now than after the first epoch.
+            try:
+                os.makedirs(self.dirpath, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(self.dirpath, f"cannot be made: {error.strerror}. Choose another dirpath.") from error
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._saved_at is None:
+            self._saved_at = time.monotonic()
+        if trainer.is_global_zero:
+            self._delete_doomed()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.window.closes and self._is_due_by_step(trainer) and not self._waits_for_validation(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.sanity_checking or trainer.state.stage != "fit":
+            return
+        by_step = self.monitor is not None and self._is_due_by_step(trainer)
+        if by_step or (not self._saves_at_epoch_end(trainer) and self._is_due_by_epoch(trainer)):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._saves_at_epoch_end(trainer) and self._is_due_by_epoch(trainer):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.save_last:
+            # Metrics may be older than the weights here, so it is not ranked.
+            self._save(trainer, may_rank=False)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
+            return
+        # Metrics are left alone: after an error of the device nothing can be read back.
+        counters = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        path = self._free_path(format_name("{epoch}-{step}", counters, self.auto_insert_metric_name))
+        written = save_after(trainer, path, exception, self.save_weights_only)
+        if written is not None and self.verbose:
+            trainer.print(f"saved {written} after {type(exception).__name__}")
+
+    def _is_due_by_step(self, trainer: Trainer) -> bool:
+        if self._every_n_train_steps:
+            return trainer.global_step % self._every_n_train_steps == 0
+        if self._interval is None or self._saved_at is None:
+            return False
+        due = time.monotonic() - self._saved_at >= self._interval
+        # Clocks differ by rank: the first one's decides.
+        return due if trainer.world_size == 1 else trainer.strategy.broadcast(due)
+
+    def _waits_for_validation(self, trainer: Trainer) -> bool:
+        return self.monitor is not None and trainer.progress.validation_due
+
+    def _is_due_by_epoch(self, trainer: Trainer) -> bool:
+        return self._every_n_epochs > 0 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+
+    def _saves_at_epoch_end(self, trainer: Trainer) -> bool:
+        return validates_at_epoch_end(trainer) if self._on_train_epoch_end is None else self._on_train_epoch_end
+
+    # what -------------------------------------------------------------------------------------------------------------
+    def _save(self, trainer: Trainer, may_rank: bool = True) -> None:
+        """Saves if there is a reason to, once at a step."""
+        if trainer.fast_dev_run or self._saved_step == trainer.global_step:
+            return
+        values = self._values(trainer)
+        ranks = may_rank and self._is_among_best(self._score(trainer, values))
+        if not (ranks or self.save_last):
+            return
+        path = self._path(trainer, values, ranks)
+        with self._rolling_back(), self._making_room(trainer, path):
+            self._book(path, trainer.global_step, ranks)
+            written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
+            if written != path:
+                self._rename(path, written)
+        if trainer.is_global_zero:
+            self._link_last(written, values)
+            self._delete_doomed()
+        if self.verbose:
+            trainer.print(self._report(written, trainer.global_step, ranks))
+
+    def _values(self, trainer: Trainer) -> dict[str, float]:
+        """Epoch, step, and the metrics that the name or the ranking wants, in one read-back."""
+        logged = trainer.callback_metrics
+        wanted = {*metrics_in(self.filename), *metrics_in(self.CHECKPOINT_NAME_LAST), self.monitor}
+        found = {name: logged[name] for name in sorted(logged) if name in wanted}
+        values = trainer.read_metrics(found) if found else {}
+        # Ranks must agree on names and ranking, also where each logged its own value.
+        values = dict(trainer.strategy.broadcast(values))
+        return {**values, "epoch": trainer.current_epoch, "step": trainer.global_step}
+
+    def _score(self, trainer: Trainer, values: Mapping[str, float]) -> float | None:
+        """The monitored value; nan counts as the worst there is. None if there is nothing to rank by."""
+        if self.monitor is None:
+            return None
+        if self.monitor not in trainer.callback_metrics:
+            message = missing_metric("ModelCheckpoint", self.monitor, trainer)
+            if validates(trainer) and trainer.progress.validations == 0:
+                # The first validation may still bring it.
+                warnings.warn(f"{message} This checkpoint is not ranked.", stacklevel=4)
+                self.current_score = None
+                return None
+            raise ConfigurationError(message)
+        score = values[self.monitor]
+        if math.isnan(score):
+            score = math.inf if self.mode == "min" else -math.inf
+        self.current_score = torch.tensor(score, dtype=torch.float64)
+        return score
+
+    def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
+        """True if a checkpoint with this score would be kept for it."""
+        return self._is_among_best(None if current is None else float(current))
+
+    def _is_among_best(self, score: float | None) -> bool:
+        if self.save_top_k == 0 or (self.monitor is not None and score is None):
+            return False
+        if score is None or self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        worst = float(self.kth_value)
+        return score < worst if self.mode == "min" else score > worst
+
+    # the books --------------------------------------------------------------------------------------------------------
+    def _book(self, path: str, step: int, ranks: bool) -> None:
+        """Enters a checkpoint that is about to be written, and dooms those that it replaces."""
+        before = self._kept()
+        if ranks and self.monitor is None:
+            self._recent = [*(old for old in self._recent if old != path), path]
+            if self.save_top_k > 0:
+                self._recent = self._recent[-self.save_top_k :]
+            self.best_model_path = path
+        elif ranks:
+            assert self.current_score is not None
+            self.best_k_models = {**self.best_k_models, path: self.current_score}
+            if 0 < self.save_top_k < len(self.best_k_models):
+                del self.best_k_models[self._worst_of({k: v for k, v in self.best_k_models.items() if k != path})]
+            self.best_model_path = self._best_of(self.best_k_models)
+            self.best_model_score = self.best_k_models[self.best_model_path]
+        self.last_model_path = path
+        self._saved_step = step
+        self._saved_at = time.monotonic()
+        kept = self._kept()
+        for old in before:
+            if old not in kept:
+                self._doomed[old] = _identity(old)
+
+    def _kept(self) -> set[str]:
+        """Every checkpoint that is not to be deleted."""
+        newest = {self.last_model_path} if self.save_last and self.last_model_path else set()
+        return {*self.best_k_models, *self._recent} | newest
+
+    def _best_of(self, scores: Mapping[str, Tensor]) -> str:
+        return (min if self.mode == "min" else max)(scores, key=lambda path: float(scores[path]))
+
+    def _worst_of(self, scores: Mapping[str, Tensor]) -> str:
+        # Of equal ones the newer counts as the worse, as the one that came first keeps its place.
+        newest_first = list(scores)[::-1]
+        return (max if self.mode == "min" else min)(newest_first, key=lambda path: float(scores[path]))
+
+    def _rename(self, path: str, written: str) -> None:
+        """Another process took the name between our look and the commit."""
+        self.best_k_models = {written if key == path else key: score for key, score in self.best_k_models.items()}
+        self._recent = [written if key == path else key for key in self._recent]
+        self.last_model_path = written
+        if self.best_model_path == path:
+            self.best_model_path = written
+
+    @contextmanager
+    def _rolling_back(self) -> Iterator[None]:
+        """A save that fails leaves the books as they were."""
+        before = {name: copy.copy(getattr(self, name)) for name in BOOKS}
+        try:
+            yield
+        except BaseException:
+            for name, value in before.items():
+                setattr(self, name, value)
+            raise
+
+    def _delete_doomed(self) -> None:
+        """Deletes what was replaced. One that cannot be deleted is tried again with the next."""
+        for path, identity in list(self._doomed.items()):
+            # By another run the name may have been given to another checkpoint.
+            if identity is not None and _identity(path) == identity:
+                try:
+                    delete(path)
+                except CheckpointError as error:
+                    warnings.warn(f"an old checkpoint stays: {error}", stacklevel=2)
+                    continue
+            del self._doomed[path]
+
+    # names ------------------------------------------------------------------------------------------------------------
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, float | Tensor],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """The name that a checkpoint with these metrics gets, with its folder once that is known.
+
+        Args:
+            metrics: values for the template, with "epoch" and "step".
+            filename: another template.
+            ver: appended as `-v<ver>`.
+            prefix: put before it, with a dash.
+        """
+        template = self.filename if filename is None else filename
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        name = format_name(template, values, self.auto_insert_metric_name)
+        name = f"{prefix}-{name}" if prefix else name
+        name = name if ver is None else f"{name}-v{ver}"
+        return name if self.dirpath is None else os.path.join(self.dirpath, name)
+
+    def _path(self, trainer: Trainer, values: Mapping[str, float], ranks: bool) -> str:
+        name = format_name(self.filename, values, self.auto_insert_metric_name)
+        return trainer.strategy.broadcast(self._free_path(name, self._may_take(name, ranks)))
+
+    def _may_take(self, name: str, ranks: bool) -> set[str]:
+        """Paths of that name which the new checkpoint may take over: those that go when it comes."""
+        assert self.dirpath is not None
+        kept = {*self.best_k_models, *self._recent}
+        is_full = 0 < self.save_top_k <= len(self._recent)
+        loser = (self._recent[0] if is_full else self.kth_best_model_path) if ranks else ""
+        stays = kept - {loser}
+        goes = {loser, self.last_model_path} if self.save_last else {loser}
+        if not self.enable_version_counter:
+            goes.add(os.path.join(self.dirpath, name))
+            # One that does not rank must not stand where one is that was kept for its score.
+            stays = set() if ranks else stays
+        return goes - stays
+
+    def _free_path(self, name: str, may_take: Collection[str] = ()) -> str:
+        assert self.dirpath is not None
+        path = os.path.join(self.dirpath, name)
+        version = self.STARTING_VERSION
+        while os.path.lexists(path) and path not in may_take:
+            path = os.path.join(self.dirpath, f"{name}-v{version}")
+            version += 1
+        return path
+
+    @contextmanager
+    def _making_room(self, trainer: Trainer, path: str) -> Iterator[None]:
+        """Moves aside what is to be replaced, until the new one is committed. If killed, the next run puts it back."""
+        if not trainer.is_global_zero or not os.path.lexists(path):
+            yield
+            return
+        if not is_checkpoint(path):
+            raise CheckpointError(path, "is no checkpoint and is not overwritten. Choose another filename or dirpath.")
+        aside = staging.sibling(Path(path), "old")
+        os.rename(path, aside)
+        try:
+            yield
+        except BaseException:
+            os.rename(aside, path)
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def _link_last(self, written: str, values: Mapping[str, float]) -> None:
+        """Lets the link point to the newest checkpoint, from one instant to the next."""
+        assert self.dirpath is not None
+        name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
+        link = Path(self.dirpath, name)
+        if not self.save_last or (os.path.lexists(link) and not link.is_symlink()):
+            return
+        new = staging.sibling(link, "tmp")
+        try:
+            os.symlink(os.path.basename(written), new, target_is_directory=True)
+            os.replace(new, link)
+        except OSError:
+            # No links here: the checkpoint itself is kept, and ckpt_path="last" finds it.
+            new.unlink(missing_ok=True)
+
+    def _report(self, path: str, step: int, ranks: bool) -> str:
+        if self.monitor is None or self.current_score is None:
+            return f"step {step}: saved {path}"
+        place = f"among the best {self.save_top_k}" if ranks and self.save_top_k > 0 else "kept" if ranks else "not among the best"
+        return f"step {step}: {self.monitor} = {float(self.current_score):.5f}, {place}: saved {path}"
+
+
+def _check(monitor: Any, mode: Any, save_top_k: Any, save_last: Any) -> None:
+    if monitor is not None and (not isinstance(monitor, str) or not monitor):
+        raise ConfigurationError(f"ModelCheckpoint(monitor={monitor!r}): give the name of a logged metric, or None.")
+    if mode not in MODES:
+        raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
+    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
+        raise ConfigurationError(f"ModelCheckpoint(save_top_k={save_top_k!r}): give a whole number from 0, or -1 for all.")
+    if save_last not in (None, True, False, "link"):
+        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'.")
+
+
+def _triggers(steps: Any, epochs: Any, interval: Any) -> tuple[int, int, float | None]:
+    """Steps, epochs and seconds between saves, of which at most one is given."""
+    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ConfigurationError(f"ModelCheckpoint({name}={value!r}): give a whole number from 1, or 0 for not.")
+    seconds = None if interval is None else parse_duration(interval, "train_time_interval").total_seconds()
+    if bool(steps) + bool(epochs) + (seconds is not None) > 1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(every_n_train_steps={steps!r}, every_n_epochs={epochs!r}, train_time_interval={interval!r}): "
+            "give one of the three, and one ModelCheckpoint for each."
+        )
+    if steps is None and epochs is None and seconds is None:
+        epochs = 1
+    return steps or 0, epochs or 0, seconds
+
+
+def _identity(path: str) -> str | None:
+    """What tells a checkpoint from another one of the same name; None if there is none that can be read."""
+    try:
+        manifest = read_manifest(Path(path))
+    except CheckpointError:
+        return None
+    return f"{manifest.save_counter} {manifest.saved_at}"
+
+
+def _number(value: Tensor | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _tensor(value: float | None) -> Tensor | None:
+    return None if value is None else torch.tensor(value, dtype=torch.float64)

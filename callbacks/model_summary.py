@@ -1,0 +1,282 @@
+"""ModelSummary: what a module is made of, as a table."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One row of the table. Sizes are shapes, lists of shapes, or None where they are not known."""
+
+    name: str
+    type: str
+    num_parameters: int
+    num_trainable: int
+    training: bool | None
+    uninitialized: bool = False
+    in_size: Any = None
+    out_size: Any = None
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What `summarize` found; `str()` of it is the table.
+
+    Attributes:
+        layers: one row a submodule, down to the depth that was asked for.
+        total_parameters: every parameter once, however many modules share it.
+        trainable_parameters: those that require a gradient.
+        model_bytes: what the parameters take in memory, in their own data types.
+        modules_in_train_mode: submodules at any depth, without the module itself.
+        modules_in_eval_mode: likewise.
+        uninitialized: parameters of lazy modules, whose size is not known before the first batch.
+    """
+
+    layers: list[LayerSummary] = field(default_factory=list)
+    total_parameters: int = 0
+    trainable_parameters: int = 0
+    model_bytes: int = 0
+    modules_in_train_mode: int = 0
+    modules_in_eval_mode: int = 0
+    uninitialized: int = 0
+
+    def __str__(self) -> str:
+        lines = _table(self.layers) if self.layers else []
+        if self.uninitialized:
+            lines.append(f"{self.uninitialized} parameters of lazy modules are not counted: the first batch sizes them")
+        megabytes = self.model_bytes / 1e6
+        frozen = self.total_parameters - self.trainable_parameters
+        totals = (
+            (_count(self.trainable_parameters), "trainable parameters"),
+            (_count(frozen), "frozen parameters"),
+            (_count(self.total_parameters), "parameters in total"),
+            (f"{megabytes:,.3f}" if megabytes < 10 else f"{megabytes:,.1f}", "MB of parameters"),
+            (str(self.modules_in_train_mode), "modules in train mode"),
+            (str(self.modules_in_eval_mode), "modules in eval mode"),
+        )
+        width = max(len(number) for number, _ in totals)
+        return "\n".join(lines + [f"{number:<{width}}  {what}" for number, what in totals])
+
+
+class ModelSummary(Callback):
+    """Prints a table of the module's layers and parameters at the start of a fit.
+
+    Args:
+        max_depth: levels of submodules to show: 1 for the module's own, 0 for the totals alone, -1 for all.
+
+    Raises:
+        ConfigurationError: if `max_depth` is not -1, 0 or above.
+
+    Example:
+        >>> callback = ModelSummary(max_depth=2)
+        >>> # Trainer(callbacks=[callback])
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        check_depth(max_depth)
+        self._max_depth = max_depth
+
+    @property
+    def max_depth(self) -> int:
+        """Levels of submodules that are shown."""
+        return self._max_depth
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.is_global_zero:
+            trainer.print(summarize(module, self._max_depth))
+
+
+def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
+    """Counts a module's parameters, layer by layer.
+
+    A module with an `example_input_array` is run on it once, for the sizes of what goes in and out of each layer: in
+    eval mode, without gradients, and without drawing from the run's random numbers.
+
+    Args:
+        module: any module.
+        max_depth: as in `ModelSummary`.
+
+    Raises:
+        ConfigurationError: if `max_depth` is not -1, 0 or above.
+
+    Example:
+        >>> print(summarize(nn.Sequential(nn.Linear(4, 2), nn.ReLU())))
+          | Name | Type   | Params | Trainable | Mode
+        ----------------------------------------------
+        0 | 0    | Linear | 10     | 10        | train
+        1 | 1    | ReLU   | 0      | 0         | train
+        ----------------------------------------------
+        10     trainable parameters
+        0      frozen parameters
+        10     parameters in total
+        0.000  MB of parameters
+        2      modules in train mode
+        0      modules in eval mode
+    """
+    check_depth(max_depth)
+    shown = [
+        (name, layer)
+        for name, layer in module.named_modules(remove_duplicate=False)
+        if name and (max_depth == -1 or name.count(".") < max_depth)
+    ]
+    sizes = _sizes(module, {layer for _, layer in shown}) if shown else {}
+    layers = [_row(name, layer, layer.parameters(), *sizes.get(layer, (None, None))) for name, layer in shown]
+    own = list(module.parameters(recurse=False))
+    if own and max_depth:
+        layers.append(_row("(own)", "parameters", own))
+    parameters = list(module.parameters())
+    known = [parameter for parameter in parameters if not is_lazy(parameter)]
+    modes = [layer.training for layer in module.modules() if layer is not module]
+    return Summary(
+        layers,
+        total_parameters=sum(_numel(parameter) for parameter in known),
+        trainable_parameters=sum(_numel(parameter) for parameter in known if parameter.requires_grad),
+        model_bytes=sum(_numel(parameter) * parameter.element_size() for parameter in known),
+        modules_in_train_mode=sum(modes),
+        modules_in_eval_mode=len(modes) - sum(modes),
+        uninitialized=len(parameters) - len(known),
+    )
+
+
+@contextlib.contextmanager
+def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
+    """A trial run of a module that leaves no trace: eval mode, no gradients, the random numbers as they were.
+
+    Yields:
+        The inputs on the module's device, their floats in its parameters' type.
+    """
+    from leyden.strategies.batch import convert_floats, move_to_device
+    from leyden.trainer.data.rng import isolated_rng
+
+    modes = [(layer, layer.training) for layer in module.modules()]
+    first = next((tensor for tensor in module.parameters() if tensor.is_floating_point()), None)
+    if first is not None:
+        inputs = convert_floats(move_to_device(inputs, first.device), first.dtype)
+    try:
+        module.eval()
+        with torch.no_grad(), isolated_rng():
+            yield inputs
+    finally:
+        for layer, training in modes:
+            layer.training = training
+
+
+def check_depth(max_depth: int) -> None:
+    """Refuses what is no depth."""
+    if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
+        raise ConfigurationError(
+            f"max_depth={max_depth!r}: give the levels to show, 0 for totals alone, or -1 for all."
+        )
+
+
+def _row(
+    name: str, layer: nn.Module | str, parameters: Iterable[nn.Parameter], in_size: Any = None, out_size: Any = None
+) -> LayerSummary:
+    found = list(parameters)
+    known = [parameter for parameter in found if not is_lazy(parameter)]
+    return LayerSummary(
+        name,
+        layer if isinstance(layer, str) else type(layer).__name__,
+        sum(_numel(parameter) for parameter in known),
+        sum(_numel(parameter) for parameter in known if parameter.requires_grad),
+        None if isinstance(layer, str) else layer.training,
+        len(known) < len(found),
+        in_size,
+        out_size,
+    )
+
+
+def _numel(parameter: Tensor) -> int:
+    # DeepSpeed's stage 3 keeps an empty tensor in place of a parameter that lies on other ranks.
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[Any, Any]]:
+    example = getattr(module, "example_input_array", None)
+    if example is None or any(is_lazy(parameter) for parameter in module.parameters()):
+        return {}
+    sizes: dict[nn.Module, tuple[Any, Any]] = {}
+
+    def note(layer: nn.Module) -> Callable[..., None]:
+        def hook(_: nn.Module, inputs: Any, outputs: Any) -> None:
+            sizes.setdefault(layer, (_size(inputs[0] if len(inputs) == 1 else inputs), _size(outputs)))
+
+        return hook
+
+    handles = [layer.register_forward_hook(note(layer)) for layer in layers]
+    try:
+        with undisturbed(module, example) as inputs:
+            if isinstance(inputs, tuple):
+                module(*inputs)
+            elif isinstance(inputs, dict):
+                module(**inputs)
+            else:
+                module(inputs)
+    except Exception as error:  # a summary must not end a run that would train
+        warnings.warn(f"the summary shows no sizes, as forward(example_input_array) raised {error!r}.", stacklevel=4)
+        return {}
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
+
+
+def _size(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    if isinstance(value, list | tuple):
+        return [_size(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _size(item) for key, item in value.items()}
+    return "?"
+
+
+def _table(layers: list[LayerSummary]) -> list[str]:
+    modes = {True: "train", False: "eval", None: ""}
+    titles = ["", "Name", "Type", "Params", "Trainable", "Mode"]
+    rows = [
+        [
+            str(index),
+            layer.name,
+            layer.type,
+            "?" if layer.uninitialized else _count(layer.num_parameters),
+            "?" if layer.uninitialized else _count(layer.num_trainable),
+            modes[layer.training],
+        ]
+        for index, layer in enumerate(layers)
+    ]
+    if any(layer.in_size is not None for layer in layers):
+        titles += ["In sizes", "Out sizes"]
+        for row, layer in zip(rows, layers, strict=True):
+            row += ["" if size is None else str(size) for size in (layer.in_size, layer.out_size)]
+    widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
+    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]]
+    rule = "-" * len(lines[0])
+    lines = [line.rstrip() for line in lines]
+    return [lines[0], rule, *lines[1:], rule]
+
+
+def _count(number: int) -> str:
+    """Three digits and a unit: 66, 1.2 K, 34.5 M, 7.2 B."""
+    size = float(number)
+    for unit in ("", " K", " M", " B"):
+        if size < 1000 or unit == " B":
+            break
+        size /= 1000
+    return f"{number}" if not unit else f"{size:.0f}{unit}" if size >= 100 else f"{size:.1f}{unit}"

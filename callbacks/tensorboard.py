@@ -1,0 +1,146 @@
+"""TensorBoardLogger: metrics as TensorBoard event files."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from leyden.callbacks.logger import FolderLogger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.callbacks.model_summary import undisturbed
+from leyden.strategies.errors import ConfigurationError, MissingExtraError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+
+class TensorBoardLogger(FolderLogger):
+    """Writes to `<save_dir>/<name>/version_N`; look at it with `tensorboard --logdir <save_dir>`.
+
+    TensorBoard is imported at the first write. A resumed run goes on in the same folder, and TensorBoard is told to
+    drop what was logged after the checkpoint (`purge_step`).
+
+    Args:
+        save_dir: None for the Trainer's `default_root_dir`.
+        name: the folder between `save_dir` and the version; "" for none.
+        version: a number or a folder's name; None for the first free number.
+        log_graph: records the module's graph at the start of a fit; it needs `module.example_input_array`.
+        default_hp_metric: gives runs logged without metrics a stand-in `hp_metric` of -1, without which TensorBoard's
+            page of hyper-parameters stays empty.
+        prefix: put before the names of metrics.
+        sub_dir: a folder inside the run folder for the event files.
+        **kwargs: handed to `torch.utils.tensorboard.SummaryWriter`: `max_queue`, `flush_secs`, `filename_suffix`, ….
+
+    Example:
+        >>> import tempfile
+        >>> logger = TensorBoardLogger(tempfile.mkdtemp())
+        >>> logger.log_metrics({"loss": 0.5}, step=1)
+        >>> logger.experiment.add_text("note", "the SummaryWriter itself")
+        >>> logger.finalize("success")
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str] | None = None,
+        name: str | None = "logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        if "log_dir" in kwargs:
+            raise ConfigurationError("TensorBoardLogger makes its log_dir of save_dir, name and version: give those.")
+        self._sub_dir = None if sub_dir is None else os.path.expanduser(os.fspath(sub_dir))
+        self._log_graph = log_graph
+        self._default_hp_metric = default_hp_metric
+        self._kwargs = kwargs
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+
+    @property
+    def log_dir(self) -> str | None:
+        folder = super().log_dir
+        return folder if folder is None or self._sub_dir is None else os.path.join(folder, self._sub_dir)
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """The SummaryWriter, for images, texts, histograms, …; on ranks that do not write, calls do nothing."""
+        if not self.is_writer:
+            return SilentExperiment()  # type: ignore[return-value]
+        if self._writer is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise MissingExtraError("tensorboard", None, "TensorBoardLogger") from error
+            kwargs = {"purge_step": self._purge_step} | self._kwargs
+            self._writer = SummaryWriter(log_dir=self._needed_folder(), **kwargs)
+            self._purge_step = None
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not self.is_writer:
+            return
+        number = self._next_step(step)
+        writer = self.experiment
+        for name, value in plain_numbers(metrics, self._prefix).items():
+            writer.add_scalar(name, value, number)
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Records settings for TensorBoard's HPARAMS page, nested ones as "outer/inner", and in `hparams.json`."""
+        super().log_hyperparams(params)
+        if not self.is_writer:
+            return
+        if metrics is None:
+            metrics = {"hp_metric": -1} if self._default_hp_metric else {}
+        if not metrics or not self.hparams:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        self.log_metrics(metrics, max(self._last_step, 0))
+        flat = flatten_hparams(self.hparams)
+        file_writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
+        named = {name: 0 for name in plain_numbers(metrics, self._prefix)}
+        for summary in hparams(flat, named):  # type: ignore[no-untyped-call]
+            file_writer.add_summary(summary)
+
+    def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
+        """Traces the module on `input_array`, or on its `example_input_array`, in eval mode and without drawing from
+        the run's random numbers. Does nothing unless the logger was made with `log_graph=True`."""
+        if not self._log_graph or not self.is_writer:
+            return
+        example = getattr(module, "example_input_array", None) if input_array is None else input_array
+        if example is None:
+            warnings.warn("log_graph=True needs module.example_input_array: no graph was logged.", stacklevel=2)
+            return
+        with undisturbed(module, example) as inputs:
+            self.experiment.add_graph(module, inputs)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.log_graph(module)
+
+    def save(self) -> None:
+        """Writes out the events that are queued."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        """Closes the event file; logging more opens another one in the same folder."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        self.finalize("interrupted")
+        self._purge_step = self._last_step + 1

@@ -1,0 +1,213 @@
+"""Timer: how long each stage took, and a limit on the time to train."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+Duration: TypeAlias = "str | timedelta | Mapping[str, float]"
+Stage: TypeAlias = Literal["train", "sanity_check", "validate", "test", "predict"]
+STAGES: tuple[str, ...] = get_args(Stage)
+UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "microseconds")
+
+
+class Timer(Callback):
+    """Measures the stages of a run, and ends training when its time is over.
+
+    Time spent before a resume counts. The training's time includes the validations inside it.
+
+    Args:
+        duration: the longest that training may take: "DD:HH:MM:SS", a timedelta, or a dict such as {"hours": 8}; None
+            for no limit.
+        interval: where the limit is looked at: at the end of each "step" or of each "epoch".
+        verbose: says so when the limit is reached.
+
+    Raises:
+        ConfigurationError: if `duration` or `interval` is of another form.
+
+    Example:
+        >>> timer = Timer(duration="00:12:00:00")
+        >>> # Trainer(callbacks=[timer]).fit(module, loader)
+        >>> timer.time_elapsed("train"), timer.time_remaining("train")
+        (0.0, 43200.0)
+    """
+
+    def __init__(
+        self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ConfigurationError(f"Timer(interval={interval!r}): {nearest(str(interval), ('step', 'epoch'))}")
+        self._duration = None if duration is None else parse_duration(duration).total_seconds()
+        self._interval = interval
+        self._verbose = verbose
+        self._start: dict[str, float] = {}
+        self._end: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        """Seconds of each stage before the last resume."""
+        self._deadline = float("inf")
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}(duration={self._duration}, interval={self._interval!r})"
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When the stage began, by `time.monotonic()`; None if it has not.
+
+        Args:
+            stage: "train", "sanity_check", "validate", "test" or "predict".
+        """
+        return self._start.get(_stage(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When the stage ended; None while it runs and before."""
+        return self._end.get(_stage(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds that the stage has taken, over all resumes; of an evaluation, its last pass."""
+        name = _stage(stage)
+        before, start = self._before.get(name, 0.0), self._start.get(name)
+        return before if start is None else before + self._end.get(name, time.monotonic()) - start
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds left of `duration`; None if there is no limit."""
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._start.clear()
+        self._end.clear()
+        self._before = {_stage(stage): float(seconds) for stage, seconds in state["time_elapsed"].items()}
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        # A fit that goes on where the last one ended adds to its time; one that begins anew had its state reset.
+        self._before["train"] = self.time_elapsed("train")
+        self._begin("train")
+        if self._duration is not None:
+            self._deadline = self._start["train"] + self._duration - self._before["train"]
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("train")
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if time.monotonic() >= self._deadline and self._interval == "step" and trainer.window.closes:
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if time.monotonic() >= self._deadline:
+            self._stop(trainer)
+
+    def on_sanity_check_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("sanity_check")
+
+    def on_sanity_check_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("sanity_check")
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._begin("validate", anew=True)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.sanity_checking:
+            self._finish("validate")
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("test", anew=True)
+
+    def on_test_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("test")
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin("predict", anew=True)
+
+    def on_predict_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._finish("predict")
+
+    def _begin(self, stage: str, anew: bool = False) -> None:
+        self._start[stage] = time.monotonic()
+        self._end.pop(stage, None)
+        if anew:
+            self._before.pop(stage, None)
+
+    def _finish(self, stage: str) -> None:
+        self._end[stage] = time.monotonic()
+
+    def _stop(self, trainer: Trainer) -> None:
+        # Clocks differ by rank: the first one's decides, and the Trainer brings its wish to the others.
+        if not trainer.is_global_zero or trainer.should_stop:
+            return
+        trainer.should_stop = True
+        if self._verbose:
+            elapsed = timedelta(seconds=int(self.time_elapsed("train")))
+            trainer.print(f"The time limit is reached after {elapsed}: training ends at step {trainer.global_step}.")
+
+
+def parse_duration(value: Duration, name: str = "duration") -> timedelta:
+    """Reads a length of time.
+
+    Args:
+        value: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments.
+        name: what errors call it.
+
+    Raises:
+        ConfigurationError: if it is of another form, or negative.
+
+    Example:
+        >>> parse_duration("00:12:30:00") == parse_duration({"hours": 12, "minutes": 30})
+        True
+    """
+    if isinstance(value, timedelta):
+        duration = value
+    elif isinstance(value, str):
+        match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip(), flags=re.ASCII)
+        if match is None:
+            raise ConfigurationError(
+                f"{name}={value!r} is not of the form 'DD:HH:MM:SS': write days, hours, minutes and seconds, as "
+                "'00:12:00:00' for twelve hours."
+            )
+        days, hours, minutes, seconds = (int(part) for part in match.groups())
+        duration = _timedelta(name, value, days=days, hours=hours, minutes=minutes, seconds=seconds)
+    elif isinstance(value, Mapping):
+        for unit, amount in value.items():
+            if unit not in UNITS:
+                raise ConfigurationError(f"{name} has no unit {unit!r}. {nearest(str(unit), UNITS)}")
+            if isinstance(amount, bool) or not isinstance(amount, int | float):
+                raise ConfigurationError(f"{name}[{unit!r}]={amount!r} is not a number: write {{{unit!r}: 8}}.")
+        if not value:
+            raise ConfigurationError(f"{name} is an empty dict: write {{'hours': 8}}, say, or None for no limit.")
+        duration = _timedelta(name, value, **value)
+    else:
+        raise ConfigurationError(
+            f"{name}={value!r} is a {type(value).__name__}: give 'DD:HH:MM:SS', a datetime.timedelta, or a dict such "
+            "as {'hours': 8}."
+        )
+    if duration < timedelta(0):
+        raise ConfigurationError(f"{name}={value!r} is negative: give a length of time, or None for no limit.")
+    return duration
+
+
+def _timedelta(name: str, value: object, **parts: float) -> timedelta:
+    try:
+        return timedelta(**parts)
+    except (OverflowError, ValueError) as error:
+        raise ConfigurationError(f"{name}={value!r} is too long ({error}): give None for no limit.") from None
+
+
+def _stage(stage: str) -> str:
+    name = str(getattr(stage, "value", stage))
+    if name not in STAGES:
+        raise ConfigurationError(f"Timer knows no stage {name!r}. {nearest(name, STAGES)}")
+    return name

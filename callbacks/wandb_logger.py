@@ -1,0 +1,244 @@
+"""WandbLogger: metrics to Weights & Biases, or to a folder that can be sent there later."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from leyden.callbacks.logger import Logger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.strategies.errors import ConfigurationError, MissingExtraError
+
+if TYPE_CHECKING:
+    from wandb import Run
+
+GLOBAL_STEP = "trainer/global_step"
+
+
+class WandbLogger(Logger):
+    """Logs to a run of Weights & Biases. wandb is imported, and the run begun, at the first write.
+
+    Offline it needs no account: the run lies in `<save_dir>/wandb`, and `wandb sync` sends it later. A resumed run
+    goes on under its run id; what was logged after the checkpoint stays on the server beside what is logged again, on
+    the same `trainer/global_step`. (Offline, each resume writes a folder of its own under the same id, which
+    `wandb sync --append` puts together.) The run stays open after a fit, so that a test goes to the same one; `finish`
+    ends it, or the end of the process.
+
+    Args:
+        name: the run's name on the page; None lets W&B choose one.
+        save_dir: where W&B keeps its `wandb` folder; None for the Trainer's `default_root_dir`.
+        version: the same as `id`.
+        offline: writes to the folder only; the same as `mode="offline"`.
+        dir: the same as `save_dir`.
+        id: the run's id, to go on with a run.
+        project: None for the variable WANDB_PROJECT, or "leyden".
+        log_model: must be False: checkpoints are not uploaded. To upload one, pass its folder to
+            `wandb.Artifact(name, "model").add_dir(path)` and that to `logger.experiment.log_artifact`.
+        experiment: a run of yours, begun with `wandb.init`.
+        prefix: put before the names of metrics.
+        mode: "online", "offline", "disabled" or "shared"; None for the variable WANDB_MODE, or online.
+        **kwargs: handed to `wandb.init`: `entity`, `group`, `tags`, `config`, `settings`, ….
+
+    Raises:
+        ConfigurationError: if two arguments contradict each other, or `log_model` is set.
+
+    Example:
+        >>> logger = WandbLogger(project="digits", offline=True)
+        >>> # Trainer(logger=logger)
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | os.PathLike[str] | None = None,
+        id: str | None = None,
+        *,
+        project: str | None = None,
+        log_model: bool | Literal["all"] = False,
+        experiment: Run | None = None,
+        prefix: str = "",
+        mode: Literal["online", "offline", "disabled", "shared"] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if log_model:
+            raise ConfigurationError(
+                "WandbLogger uploads no checkpoints: leave log_model out, and upload the folder that you want with "
+                "wandb.Artifact(name, 'model').add_dir(path) and logger.experiment.log_artifact."
+            )
+        if offline and mode not in (None, "offline"):
+            raise ConfigurationError(f"WandbLogger(offline=True, mode={mode!r}) contradicts itself: give one of them.")
+        if version is not None and id is not None and version != id:
+            raise ConfigurationError("WandbLogger's version and id both name the run: give one of them.")
+        folder = save_dir if save_dir is not None else dir
+        self._save_dir = None if folder is None else os.path.expanduser(os.fspath(folder))
+        self._name = name
+        self._project = project
+        self._given_id = id if id is not None else version
+        self._id = self._given_id
+        self._mode = "offline" if offline else mode
+        self._prefix = prefix
+        self._kwargs = kwargs
+        self._run = experiment
+        self._is_own = experiment is None
+        self._is_defined = False
+        self._last_step = -1
+
+    @property
+    def name(self) -> str | None:
+        """The project."""
+        return self._project or os.environ.get("WANDB_PROJECT") or "leyden"
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None before the run has begun."""
+        return self._id if self._run is None else str(self._run.id)
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
+
+    @property
+    def log_dir(self) -> str | None:
+        """W&B's folder of this run; None before the run has begun."""
+        return None if self._run is None else os.path.dirname(str(self._run.dir))
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}(project={self._project!r}, name={self._name!r})"
+
+    @property
+    def experiment(self) -> Run:
+        """The W&B run; on ranks that do not write, calls do nothing."""
+        if not self.is_writer:
+            return SilentExperiment()  # type: ignore[return-value]
+        if self._run is None:
+            self._run = self._begin()
+        if not self._is_defined:
+            self._is_defined = True
+            self._run.define_metric(GLOBAL_STEP)
+            self._run.define_metric("*", step_metric=GLOBAL_STEP, step_sync=True)
+        return self._run
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not self.is_writer:
+            return
+        number = self._last_step + 1 if step is None else int(step)
+        self._last_step = max(self._last_step, number)
+        self.experiment.log({**plain_numbers(metrics, self._prefix), GLOBAL_STEP: number})
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Adds the settings to the run's config, nested ones as "outer/inner", and the metrics to its summary."""
+        if not self.is_writer:
+            return
+        if flat := flatten_hparams(params):
+            self.experiment.config.update(flat, allow_val_change=True)  # type: ignore[no-untyped-call]
+        if metrics:
+            self.experiment.summary.update(plain_numbers(metrics, self._prefix))
+
+    def log_table(
+        self,
+        key: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Logs a table of rows, which may hold media; or a pandas DataFrame."""
+        if not self.is_writer:
+            return
+        from wandb import Table
+
+        rows = None if data is None else [list(row) for row in data]
+        self._log_media(key, Table(None if columns is None else list(columns), rows, dataframe=dataframe), step)
+
+    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Logs images: arrays, tensors, PIL images or paths.
+
+        Args:
+            key: their name.
+            images: the images.
+            step: optimizer steps done; None for the last recorded.
+            **kwargs: lists as long as `images`, each image's value handed to `wandb.Image`: `caption`, `masks`, ….
+        """
+        for name, values in kwargs.items():
+            if len(values) != len(images):
+                raise ConfigurationError(f"log_image got {len(images)} images and {len(values)} {name}: give one each.")
+        if not self.is_writer:
+            return
+        from wandb import Image
+
+        each = [{name: values[index] for name, values in kwargs.items()} for index in range(len(images))]
+        self._log_media(key, [Image(image, **own) for image, own in zip(images, each, strict=True)], step)
+
+    def watch(
+        self,
+        model: nn.Module,
+        log: Literal["gradients", "parameters", "all"] | None = "gradients",
+        log_freq: int = 100,
+        log_graph: bool = True,
+    ) -> None:
+        """Logs histograms of gradients or parameters every `log_freq` batches. It reads them back from the device."""
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def unwatch(self, model: nn.Module) -> None:
+        """Ends `watch`."""
+        self.experiment.unwatch(model)
+
+    def finalize(self, status: str) -> None:
+        """Ends a run that failed, as failed; the others stay open (`finish`)."""
+        if status == "failed" and self._is_own:
+            self.finish(exit_code=1)
+
+    def finish(self, exit_code: int = 0) -> None:
+        """Ends the run, and waits until all of it is written or sent. Logging more goes on with the same id."""
+        if self._run is not None and self.is_writer:
+            self._id = str(self._run.id)
+            self._run.finish(exit_code=exit_code)
+            self._run, self._is_own, self._is_defined = None, True, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.version is None else {"id": self.version, "last_step": self._last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not state or self._run is not None or self._given_id not in (None, state["id"]):
+            return
+        self._id, self._last_step = str(state["id"]), int(state["last_step"])
+
+    def _log_media(self, key: str, value: Any, step: int | None) -> None:
+        name = f"{self._prefix}-{key}" if self._prefix else key
+        self.experiment.log({name: value, GLOBAL_STEP: max(self._last_step, 0) if step is None else step})
+
+    def _begin(self) -> Run:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingExtraError("wandb", None, "WandbLogger") from error
+        if wandb.run is not None and self._id in (None, wandb.run.id):
+            if self._id is None:
+                warnings.warn(
+                    f"WandbLogger goes on with the run {wandb.run.id}, which is open: call wandb.finish() first for a "
+                    "new one, or pass experiment=wandb.run to mean this one.",
+                    stacklevel=4,
+                )
+            self._is_own = False
+            return wandb.run
+        os.makedirs(self.save_dir, exist_ok=True)
+        settings: dict[str, Any] = {
+            "name": self._name,
+            "project": self.name,
+            "dir": self.save_dir,
+            "id": self._id,
+            "mode": self._mode,
+            # Offline there is no server to ask, and wandb only warns.
+            "resume": "allow" if self._id is not None and self._mode != "offline" else None,
+        }
+        return wandb.init(**settings | self._kwargs)

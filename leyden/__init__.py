@@ -1,0 +1,48 @@
+"""Leyden: a trainer for PyTorch whose numbers are right, that costs nothing, and that can be read."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Accelerator": "leyden.trainer.accelerator",
+    "Callback": "leyden.callbacks.base",
+    "CheckpointError": "leyden.trainer.checkpoint.errors",
+    "CombinedLoader": "leyden.trainer.data.combined",
+    "ConfigurationError": "leyden.strategies.errors",
+    "DataModule": "leyden.trainer.datamodule",
+    "LeydenError": "leyden.strategies.errors",
+    "TrainModule": "leyden.trainer.module",
+    "Trainer": "leyden.trainer.trainer",
+    "seed_everything": "leyden.trainer.data.rng",
+}
+
+if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback as Callback
+    from leyden.strategies.errors import ConfigurationError as ConfigurationError
+    from leyden.strategies.errors import LeydenError as LeydenError
+    from leyden.trainer.accelerator import Accelerator as Accelerator
+    from leyden.trainer.checkpoint.errors import CheckpointError as CheckpointError
+    from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
+    from leyden.trainer.data.rng import seed_everything as seed_everything
+    from leyden.trainer.datamodule import DataModule as DataModule
+    from leyden.trainer.module import TrainModule as TrainModule
+    from leyden.trainer.trainer import Trainer as Trainer
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a public name when it is first used, so that `import leyden` costs next to nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leyden' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

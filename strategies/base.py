@@ -1,0 +1,381 @@
+"""Strategy: where a model lives, how a batch goes forward and backward, and how ranks talk."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies.batch import move_to_device
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.precision import Precision
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+T = TypeVar("T")
+StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
+ClipAlgorithm: TypeAlias = Literal["norm", "value"]
+
+
+@dataclass(slots=True)
+class Window:
+    """One accumulation window: the batches whose gradients make one optimizer step.
+
+    The Accelerator owns it and strategies are handed it, so nobody else counts batches.
+
+    Attributes:
+        index: position of the current batch in the window, from 0.
+        length: number of batches in the window; the last window of an epoch may be shorter than the others.
+        closes: the current batch is the window's last. Known before its forward pass.
+        is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
+        num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
+            where the loss is a mean, and the number of batches divides it.
+        first_items: `num_items` of the window's first batch, by which backward divides (see `Strategy.loss_to_backward`).
+    """
+
+    index: int = 0
+    length: int = 1
+    closes: bool = True
+    is_open: bool = False
+    num_items: Tensor | float | None = None
+    first_items: Tensor | float | None = None
+
+    def open(self, length: int) -> None:
+        """Begins a new window."""
+        self.index, self.length, self.is_open = 0, length, True
+        self.num_items = self.first_items = None
+
+
+class BackwardHooks(Protocol):
+    """What a strategy calls around backward. Empty tuples and None cost nothing."""
+
+    @property
+    def on_before_backward(self) -> Sequence[Callable[[Tensor], Any]]: ...
+    @property
+    def on_after_backward(self) -> Sequence[Callable[[], Any]]: ...
+    @property
+    def backward(self) -> Callable[[Tensor], Any] | None: ...
+
+
+class StateWriter(Protocol):
+    """The part of a checkpoint writer that a strategy fills."""
+
+    def model(self, state_dict: Mapping[str, Tensor]) -> None: ...
+    def optimizers(self, states: list[dict[str, Any]]) -> None: ...
+
+
+class StateReader(Protocol):
+    """The part of a checkpoint reader that a strategy reads."""
+
+    def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
+    def optimizers(self) -> list[dict[str, Any]]: ...
+
+
+def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
+    """Takes loss and num_items from what `training_step` returned.
+
+    Raises:
+        ConfigurationError: if there is no scalar loss with a gradient in it.
+    """
+    num_items = None
+    if isinstance(outputs, Tensor):
+        loss = outputs
+    elif isinstance(outputs, Mapping):
+        if "loss" not in outputs:
+            raise ConfigurationError(
+                f"training_step returned a dict with the keys {list(outputs)}, and none is 'loss'. Return "
+                "{'loss': loss, ...}, or set automatic_optimization = False and call manual_backward yourself."
+            )
+        loss, num_items = outputs["loss"], outputs.get("num_items")
+    else:
+        raise ConfigurationError(
+            f"training_step returned {_kind(outputs)}, not a loss. Return a scalar tensor or a dict with the key 'loss', "
+            "or set automatic_optimization = False and call manual_backward yourself."
+        )
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"the loss that training_step returned is {_kind(loss)}, not a tensor: return it before any float() or .item()."
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "the loss that training_step returned has no gradient. Compute it from the module's parameters, without "
+            "torch.no_grad(), detach() or .item() on the way, and leave at least one parameter trainable."
+        )
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            f"the loss that training_step returned has the shape {tuple(loss.shape)}: return one number, as loss.mean()."
+        )
+    return loss, num_items
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+class Strategy(ABC):
+    """Base class of strategies, and the place of everything that they share.
+
+    A strategy owns the device, the process group, the form in which modules and optimizers run, and their state in a
+    checkpoint. It knows no Trainer, module hook or callback. A class of your own is a first-class argument of
+    `Trainer(strategy=...)`: what replicates the model needs to override little more than set-up and the collectives;
+    an engine that fuses passes overrides `forward_backward`, `clip` and `step`.
+
+    The order of calls: `setup_environment`, `setup_modules`, weights restored (`load_modules`), `setup_optimizers`,
+    `load_optimizers`, then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
+    `before_step`, `clip` and `step` for each optimizer, `end_step`; at last `teardown`.
+    """
+
+    name: str = ""
+    supports_inference_mode: bool = True
+    """False where tensors made in validation take part in a later backward (FSDP2): no_grad is used then."""
+    supports_closure: bool = True
+    """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
+    restores_after_setup: bool = True
+    """Weights are loaded into modules that are set up; False where loading must come first."""
+
+    def __init__(self, precision: Precision | None = None) -> None:
+        self.precision = precision if precision is not None else Precision()
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+
+    # environment ------------------------------------------------------------------------------------------------------
+    @property
+    @abstractmethod
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+
+    @property
+    def global_rank(self) -> int:
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those that see different samples. Sampling, weighting and metrics use these two."""
+        return self.global_rank
+
+    @property
+    def data_size(self) -> int:
+        return self.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def setup_environment(self) -> None:
+        """Makes the device current and joins the process group; raises where the precision cannot run there."""
+        self.precision.check(self.root_device)
+
+    def teardown(self) -> None:
+        """Lets go of modules and optimizers and leaves the process group. May be called twice."""
+        self.modules, self.optimizers = [], []
+
+    # modules and optimizers -------------------------------------------------------------------------------------------
+    @contextmanager
+    def init_module(self) -> Iterator[None]:
+        """Modules built in this context come with the precision's dtype, on this rank's device."""
+        with self.precision.init_context(), self.root_device:
+            yield
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        """Brings modules to where they run. Called before their optimizers exist."""
+        self.modules = [self.precision.convert_module(module).to(self.root_device) for module in modules]
+        return self.modules
+
+    def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Prepares optimizers of modules that are set up."""
+        self.optimizers = list(optimizers)
+        for optimizer in self.optimizers:
+            self.precision.register(optimizer)
+        return self.optimizers
+
+    def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
+        """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
+        return step_fn
+
+    def to_device(self, batch: T) -> T:
+        """Brings a batch of any nested structure to this rank's device, in the precision of the inputs."""
+        return self.precision.convert_input(move_to_device(batch, self.root_device))
+
+    @property
+    def leaves_batches(self) -> bool:
+        """True where `to_device` has nothing to do to a batch of CPU tensors, so that the loop need not call it."""
+        return self.root_device.type == "cpu" and not self.precision.converts_input
+
+    def wrap_loader(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Gives the loader the form that the device wants (XLA's parallel loader); most leave it as it is."""
+        return loader
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    def forward_backward(
+        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
+    ) -> Any:
+        """Runs `step_fn(batch, *extra)` and backward, as one call, so that an engine may fuse them.
+
+        Returns:
+            What the step function returned: the user's own value, its loss never scaled.
+        """
+        context = self.precision.forward_context
+        if context is None:
+            outputs = step_fn(batch, *extra)
+        else:
+            with context():
+                outputs = step_fn(batch, *extra)
+        loss, num_items = read_loss(outputs)
+        for hook in hooks.on_before_backward:
+            hook(loss)
+        scaled = self.precision.scale_loss(self.loss_to_backward(loss, num_items, window))
+        if hooks.backward is None:
+            scaled.backward()
+        else:
+            hooks.backward(scaled)
+        for hook in hooks.on_after_backward:
+            hook()
+        return outputs
+
+    def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
+        """Divides a loss so that the window's gradient is the mean over its batches, or over its items.
+
+        Items are only known when the window ends: backward divides by those of the first batch, which keeps the
+        gradients in range, and `Accelerator.close_window` corrects by first / total.
+
+        Raises:
+            ConfigurationError: if only some batches of a window come with num_items.
+        """
+        if (num_items is None) != (window.first_items is None) and window.index > 0:
+            raise ConfigurationError(
+                "training_step returned num_items for some batches of an accumulation window and not for others: "
+                "return it always or never."
+            )
+        if num_items is None:
+            return loss / window.length if window.length > 1 else loss
+        if window.index == 0:
+            window.first_items = window.num_items = num_items
+        else:
+            window.num_items = window.num_items + num_items  # type: ignore[operator]
+        return loss / window.first_items  # type: ignore[operator]
+
+    def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        """The training step of manual optimisation: forward only, in the precision's context."""
+        context = self.precision.forward_context
+        if context is None:
+            return step_fn(batch, *extra)
+        with context():
+            return step_fn(batch, *extra)
+
+    def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        """A validation, test or prediction step on one batch."""
+        return self.forward(step_fn, batch, extra)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of a loss that the user divided himself (manual optimisation, loops of one's own)."""
+        self.precision.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiplies every gradient by a factor, on the device."""
+        grads = [p.grad for module in self.modules for p in module.parameters() if p.grad is not None]
+        if not grads:
+            return
+        if isinstance(factor, Tensor):
+            factor = factor.to(grads[0].device, non_blocking=True)
+        torch._foreach_mul_([grad for grad in grads if not grad.is_sparse], factor)
+        for grad in grads:
+            if grad.is_sparse:
+                grad.mul_(factor)
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Brings the optimizer's gradients to their true scale, before hooks and clipping see them."""
+        self.precision.unscale(optimizer)
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
+        """Clips the gradients of the optimizer's parameters, after bringing them to their true scale.
+
+        Returns:
+            The total norm before clipping, a 0-d tensor on the device, or None for clipping by value.
+        """
+        self.before_step(optimizer)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if algorithm == "value":
+            nn.utils.clip_grad_value_(parameters, value)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Steps one optimizer; False where the gradient scaler skipped the step."""
+        return self.precision.step(optimizer, closure)
+
+    def end_step(self) -> None:
+        """After all optimizers of a window: the scaler takes its new scale."""
+        self.precision.end_step()
+
+    # collectives: one rank has nothing to exchange ---------------------------------------------------------------------
+    def barrier(self) -> None:
+        """Waits for every rank."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank `src`."""
+        return obj
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stacks the tensors of all ranks: shape (world_size, *tensor.shape)."""
+        return tensor.unsqueeze(0)
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean") -> Tensor:
+        """Reduces a tensor over the ranks by "mean", "sum", "max" or "min"; every rank gets the result."""
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if it is true on one."""
+        return flag
+
+    # state ------------------------------------------------------------------------------------------------------------
+    def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
+        """Writes the module's tensors, and the optimizers' named states unless they are None."""
+        writer.model(module.state_dict())
+        if optimizers is not None:
+            writer.optimizers(optimizers)
+
+    def load_module(self, reader: StateReader, module: nn.Module, strict: bool = True) -> None:
+        """Loads the module's tensors.
+
+        Raises:
+            ConfigurationError: if names or shapes do not fit; names the first of them.
+        """
+        load_weights(module, reader.model(), strict)
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        """Within it, backward sends gradients to the other ranks only if enabled."""
+        return nullcontext()
+
+
+def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Loads a state dict and names what does not fit, in words that a user can act on.
+
+    Raises:
+        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
+    """
+    try:
+        module.load_state_dict(dict(state), strict=strict)
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"the checkpoint's weights do not fit {type(module).__name__}: {error}. Build the module as it was saved, or "
+            "set strict_loading = False on it to load what fits by name."
+        ) from error

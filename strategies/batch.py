@@ -1,0 +1,237 @@
+"""Batches of any nested structure: brought to a device, converted in dtype, and measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from leyden.strategies.errors import ConfigurationError
+
+T = TypeVar("T")
+
+BUILTIN = frozenset({dict, list, tuple, set, frozenset, str, bytes, int, float, bool, complex, type(None)})
+PLAIN = (str, bytes, int, float, complex, type(None), type)
+COPIES_BESIDE = ("cuda", "xpu")
+"""Devices to which a copy may run beside the host. A copy to the CPU may not: its values could be read too early."""
+
+
+def move_to_device(batch: T, device: torch.device | str, non_blocking: bool | None = None) -> T:
+    """Brings every tensor of a batch to a device.
+
+    Structure and types are kept: dicts and other mappings, lists, tuples, named tuples, sets, dataclasses, and
+    subclasses of these. An object of another kind is moved if it has a method `to(device)`, as graphs and encodings do;
+    else it stays. A tensor that stands in the batch twice is moved once. What has nothing to move is returned as the
+    very same object.
+
+    Args:
+        batch: any nested structure.
+        device: where to.
+        non_blocking: let the copy run beside the host; None for yes on cuda and xpu, where it helps pinned memory, and
+            no elsewhere.
+
+    Example:
+        >>> batch = {"x": torch.zeros(2), "name": "a"}
+        >>> move_to_device(batch, "cpu") is batch
+        True
+    """
+    if not isinstance(device, torch.device):
+        device = torch.device(device)
+    beside = device.type in COPIES_BESIDE if non_blocking is None else non_blocking
+    # The usual forms on the CPU are done here: a loop of microseconds per step should not pay for those that are not.
+    kind = type(batch)
+    if kind is Tensor:
+        parts: Any = (batch,)
+    elif kind is tuple or kind is list:
+        parts = batch
+    else:
+        parts = batch.values() if kind is dict else (None,)  # type: ignore[attr-defined]
+    for part in parts:
+        if type(part) is not Tensor or part.device != device:
+            break
+    else:
+        return batch
+    return _Move(device, beside).visit(batch)  # type: ignore[no-any-return]
+
+
+def map_tensors(data: T, function: Callable[[Tensor], Any]) -> T:
+    """Replaces every tensor of a nested structure by `function(tensor)`; the structure is kept, and so is the original.
+
+    Example:
+        >>> map_tensors({"x": [torch.ones(2)]}, lambda tensor: tensor.sum().item())
+        {'x': [2.0]}
+    """
+    return _Apply(function).visit(data)  # type: ignore[no-any-return]
+
+
+class _Apply:
+    """A visitor is an object: a closure that calls itself is a cycle, and would keep each batch until it is
+    collected.
+    """
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        self.function = function
+
+    def visit(self, item: Any) -> Any:
+        return self.function(item) if isinstance(item, Tensor) else _map_children(item, self.visit)
+
+
+class _Move:
+    __slots__ = ("beside", "device", "moved")
+
+    def __init__(self, device: torch.device, beside: bool) -> None:
+        self.device = device
+        self.beside = beside
+        self.moved: dict[int, Tensor] = {}
+
+    def visit(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            if item.device == self.device:
+                return item
+            known = self.moved.get(id(item))
+            if known is None:
+                known = self.moved[id(item)] = item.to(self.device, non_blocking=self.beside)
+            return known
+        kind = type(item)
+        if kind in BUILTIN:
+            return _map_children(item, self.visit)
+        if isinstance(item, PackedSequence):
+            if item.data.device == self.device:
+                return item
+            return item.to(self.device, non_blocking=self.beside)  # type: ignore[arg-type]
+        if not isinstance(item, type) and callable(getattr(item, "to", None)):
+            result = item.to(self.device)
+            # A `to` that forgets its `return self` has moved in place.
+            return item if result is None else result
+        return _map_children(item, self.visit)
+
+
+def convert_floats(batch: T, dtype: torch.dtype) -> T:
+    """Converts the floating-point tensors of a batch; integers, bools and complex numbers stay as they are."""
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _map_children(item: Any, visit: Callable[[Any], Any]) -> Any:
+    """Rebuilds a container from its visited children, or returns it as it is if none of them changed."""
+    kind = type(item)
+    if kind is tuple or kind is list:
+        new = [visit(child) for child in item]
+        if all(a is b for a, b in zip(new, item, strict=True)):
+            return item
+        return tuple(new) if kind is tuple else new
+    if kind is dict:
+        values = {key: visit(value) for key, value in item.items()}
+        return item if all(values[key] is value for key, value in item.items()) else values
+    if isinstance(item, PLAIN):
+        return item
+    if isinstance(item, Mapping):
+        return _map_mapping(item, visit)
+    if isinstance(item, (list, tuple, set, frozenset)):
+        return _map_subclass(item, visit)
+    if dataclasses.is_dataclass(item):
+        return _map_dataclass(item, visit)
+    return item
+
+
+def _map_mapping(item: Mapping[Any, Any], visit: Callable[[Any], Any]) -> Any:
+    changed = {key: new for key, value in item.items() if (new := visit(value)) is not value}
+    if not changed:
+        return item
+    try:
+        # A copy keeps what a constructor would lose: a default factory, attributes of a subclass.
+        result: Any = copy(item)
+        for key, value in changed.items():
+            result[key] = value
+    except TypeError:
+        kind: Any = type(item)
+        return kind({**item, **changed})
+    return result
+
+
+def _map_subclass(item: Any, visit: Callable[[Any], Any]) -> Any:
+    old = list(item)
+    new = [visit(child) for child in old]
+    if all(a is b for a, b in zip(new, old, strict=True)):
+        return item
+    if isinstance(item, list):
+        result = copy(item)
+        result[:] = new
+        return result
+    kind: Any = type(item)
+    return kind._make(new) if hasattr(kind, "_make") else kind(new)
+
+
+def _map_dataclass(item: Any, visit: Callable[[Any], Any]) -> Any:
+    result = item
+    for field in dataclasses.fields(item):
+        if not hasattr(item, field.name):
+            continue
+        value = getattr(item, field.name)
+        new = visit(value)
+        if new is not value:
+            if result is item:
+                result = copy(item)
+            # Frozen dataclasses refuse the ordinary way.
+            object.__setattr__(result, field.name, new)
+    return result
+
+
+def batch_size_of(batch: Any) -> int:
+    """The number of samples in a batch: the first dimension of the first tensor in it; 1 for a tensor of no dimension.
+
+    Raises:
+        ConfigurationError: if there is no tensor in the batch.
+
+    Example:
+        >>> batch_size_of({"name": ["a", "b"], "x": torch.zeros(2, 3)})
+        2
+    """
+    # The usual forms, without a generator's cost.
+    first = batch
+    kind = type(first)
+    if (kind is tuple or kind is list) and first:
+        first = first[0]
+    elif kind is dict:
+        first = next(iter(first.values()), None)
+    if isinstance(first, Tensor):
+        return first.shape[0] if first.ndim else 1
+    for size in _sizes(batch):
+        return size
+    raise ConfigurationError(
+        f"a batch of the type {type(batch).__name__} has no tensor in it to tell its size: pass batch_size= to "
+        "self.log."
+    )
+
+
+def batch_sizes_of(batch: Any) -> list[int]:
+    """The different sizes that the tensors of a batch tell, in their order; more than one is ambiguous."""
+    return list(dict.fromkeys(_sizes(batch)))
+
+
+def _sizes(item: Any) -> Iterator[int]:
+    if isinstance(item, PackedSequence):
+        yield int(item.batch_sizes[0])
+    elif isinstance(item, Tensor):
+        yield item.size(0) if item.ndim else 1
+    elif isinstance(item, PLAIN):
+        return
+    elif isinstance(item, Mapping):
+        for value in item.values():
+            yield from _sizes(value)
+    elif isinstance(item, (list, tuple, set, frozenset)):
+        for value in item:
+            yield from _sizes(value)
+    elif dataclasses.is_dataclass(item):
+        for field in dataclasses.fields(item):
+            yield from _sizes(getattr(item, field.name, None))
+    elif isinstance(getattr(item, "batch_size", None), int):
+        yield item.batch_size
+    elif isinstance(getattr(item, "shape", None), tuple):
+        yield int(item.shape[0]) if item.shape else 1

@@ -1,0 +1,50 @@
+"""Precision plugins, and the names by which users choose them."""
+
+from __future__ import annotations
+
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.precision.amp import MixedPrecision
+from leyden.strategies.precision.base import Precision
+from leyden.strategies.precision.true import DoublePrecision, HalfPrecision
+
+ALIASES = {
+    "no": "32-true",
+    "fp32": "32-true",
+    "32": "32-true",
+    "64": "64-true",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
+NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
+
+
+def find_precision(precision: str | int | Precision | None) -> Precision:
+    """The plugin that a precision's name means.
+
+    Args:
+        precision: a name of `NAMES`, one of the short names `no fp32 fp16 bf16 16 32 64`, a plugin, or None for 32-true.
+
+    Raises:
+        ConfigurationError: if the name is unknown; names the nearest.
+
+    Example:
+        >>> find_precision("bf16").name
+        'bf16-mixed'
+    """
+    if isinstance(precision, Precision):
+        return precision
+    name = "32-true" if precision is None else str(precision)
+    name = ALIASES.get(name, name)
+    if name == "32-true":
+        return Precision()
+    if name == "64-true":
+        return DoublePrecision()
+    if name in ("16-mixed", "bf16-mixed"):
+        return MixedPrecision("16" if name.startswith("16") else "bf16")
+    if name in ("16-true", "bf16-true"):
+        return HalfPrecision("16" if name.startswith("16") else "bf16")
+    raise ConfigurationError(f"precision={precision!r} is not known. {nearest(name, (*NAMES, *ALIASES))}")
+
+
+__all__ = ["ALIASES", "NAMES", "DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision", "find_precision"]

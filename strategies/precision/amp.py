@@ -1,0 +1,124 @@
+"""Mixed precision: float32 parameters, half-precision forward by autocast, a gradient scaler for float16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.precision.base import Precision
+
+SKIPS_IN_A_ROW = 40
+"""From the default scale of 2^16 this many halvings end at 2^-24: no gradient is left to find by going on."""
+
+
+class MixedPrecision(Precision):
+    """`16-mixed` and `bf16-mixed`.
+
+    Args:
+        dtype: "16" for float16 with a gradient scaler, "bf16" for bfloat16 without one.
+        init_scale: first scale of the gradient scaler.
+        growth_factor: by which the scale grows after `growth_interval` windows without inf or nan.
+        backoff_factor: by which it shrinks after a window with one; that window's step is skipped.
+        growth_interval: number of windows between two growths.
+        scaler: a GradScaler of your own, in place of the four arguments above.
+
+    The scaler is `torch.amp.GradScaler`; reading back whether it found inf is the one device sync of a window.
+    """
+
+    def __init__(
+        self,
+        dtype: Literal["16", "bf16"],
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        if dtype not in ("16", "bf16"):
+            raise ConfigurationError(f"MixedPrecision(dtype={dtype!r}): use '16' or 'bf16'.")
+        if scaler is not None and dtype == "bf16":
+            raise ConfigurationError("bf16-mixed has the range of float32 and needs no scaler: leave scaler out.")
+        self.name = f"{dtype}-mixed"
+        self.dtype = torch.float16 if dtype == "16" else torch.bfloat16
+        self.may_skip = dtype == "16"
+        self.scaler = scaler
+        self._scaler_arguments = {
+            "init_scale": init_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+        }
+        self.forward_context = self._autocast
+        self._device_type = "cpu"
+        self._stepped = False
+        self._skips = 0
+        self._unscaled: set[int] = set()
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._device_type, dtype=self.dtype)
+
+    def check(self, device: torch.device) -> None:
+        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise ConfigurationError(
+                f"{torch.cuda.get_device_name(device)} has no bfloat16: use precision='16-mixed' or '32-true'."
+            )
+        self._device_type = device.type
+        if self.may_skip and self.scaler is None:
+            self.scaler = GradScaler(device.type, **self._scaler_arguments)  # type: ignore[arg-type]
+
+    def register(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None:
+            # The hook runs only if the scaler really steps: no second read-back is needed to learn that.
+            optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: Any) -> None:
+        self._stepped = True
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        # Clipping by hand and the step itself both ask for it, and the scaler refuses the second time.
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if self.scaler is None:
+            return super().step(optimizer, closure)
+        if closure is not None:
+            raise ConfigurationError(
+                f"{type(optimizer).__name__} evaluates the loss again in its step, which a gradient scaler cannot follow: "
+                "use precision='bf16-mixed' or '32-true'."
+            )
+        self._stepped = False
+        self._unscaled.discard(id(optimizer))
+        self.scaler.step(optimizer)
+        self._skips = 0 if self._stepped else self._skips + 1
+        if self._skips >= SKIPS_IN_A_ROW:
+            raise LeydenError(
+                f"the gradient scaler has skipped {self._skips} steps in a row, since the gradients hold inf or nan at every "
+                "scale. Look for a nan in the loss (detect_anomaly=True), use precision='bf16-mixed', or give "
+                f"MixedPrecision('16', init_scale=...) a smaller init_scale than {self._scaler_arguments['init_scale']:g}."
+            )
+        return self._stepped
+
+    def end_step(self) -> None:
+        if self.scaler is not None:
+            self.scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.scaler is None:
+            return {}
+        return {"scaler": self.scaler.state_dict(), "skips": self._skips}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(state["scaler"])
+            self._skips = state["skips"]

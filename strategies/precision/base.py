@@ -1,0 +1,84 @@
+"""Precision: what parameters, inputs and the forward pass are held in. The base class is plain float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+T = TypeVar("T")
+
+
+class Precision:
+    """Plain float32 (`32-true`), and the contract of every other precision.
+
+    Subclass it for a precision of your own and hand it to `Trainer(precision=...)`.
+    """
+
+    name: str = "32-true"
+    converts_input: bool = False
+    """True where `convert_input` has work to do."""
+    forward_context: Callable[[], AbstractContextManager[Any]] | None = None
+    """Opens the context of a forward pass; None where there is none, which costs nothing."""
+    may_skip: bool = False
+    """True where a step can be skipped (a gradient scaler found inf or nan)."""
+
+    def check(self, device: torch.device) -> None:
+        """Raises ConfigurationError where the device cannot run this precision."""
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Modules built in it have the precision's parameter dtype from the start."""
+        return nullcontext()
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Gives parameters and buffers their dtype, in place."""
+        return module
+
+    def convert_input(self, batch: T) -> T:
+        """Gives the floating tensors of a batch their dtype."""
+        return batch
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Tells the plugin of an optimizer that it will step."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss that goes into backward."""
+        return loss
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Brings the gradients of the optimizer to their true scale; does nothing if they are."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Steps the optimizer; False if the step was skipped."""
+        if closure is None:
+            optimizer.step()
+        else:
+            optimizer.step(closure)
+        return True
+
+    def end_step(self) -> None:
+        """After all optimizers of a window."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+
+class DefaultDtype(AbstractContextManager[None]):
+    """Makes a dtype torch's default inside the block, so that `torch.zeros(...)` in a step has it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.previous = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self.previous)

@@ -1,0 +1,65 @@
+"""Parameters and inputs held in another dtype than float32: `64-true`, `16-true`, `bf16-true`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from leyden.strategies.batch import convert_floats
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.precision.base import DefaultDtype, Precision
+
+T = TypeVar("T")
+
+
+class TruePrecision(Precision):
+    """Parameters, buffers, inputs and new tensors in one floating dtype."""
+
+    converts_input = True
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.forward_context = self.init_context
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        return DefaultDtype(self.dtype)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return module.to(self.dtype)
+
+    def convert_input(self, batch: T) -> T:
+        return convert_floats(batch, self.dtype)
+
+
+class DoublePrecision(TruePrecision):
+    """`64-true`: everything in float64."""
+
+    def __init__(self) -> None:
+        super().__init__("64-true", torch.float64)
+
+    def check(self, device: torch.device) -> None:
+        if device.type == "mps":
+            raise ConfigurationError("mps has no float64: use precision='32-true', or accelerator='cpu'.")
+
+
+class HalfPrecision(TruePrecision):
+    """`16-true` and `bf16-true`: parameters, gradients and optimizer state in half precision, without a scaler.
+
+    Args:
+        dtype: "16" for float16, "bf16" for bfloat16.
+    """
+
+    def __init__(self, dtype: Literal["16", "bf16"]) -> None:
+        if dtype not in ("16", "bf16"):
+            raise ConfigurationError(f"HalfPrecision(dtype={dtype!r}): use '16' or 'bf16'.")
+        super().__init__(f"{dtype}-true", torch.float16 if dtype == "16" else torch.bfloat16)
+
+    def check(self, device: torch.device) -> None:
+        if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
+            raise ConfigurationError(
+                f"{torch.cuda.get_device_name(device)} has no bfloat16: use precision='16-true' or '32-true'."
+            )

@@ -1,0 +1,85 @@
+"""One process on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.precision import Precision
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+
+
+def find_device(accelerator: str = "auto", index: int = 0) -> torch.device:
+    """The device that an accelerator's name means on this machine.
+
+    Args:
+        accelerator: "cpu", "gpu" (cuda, else mps), "cuda", "mps", or "auto" for the best there is.
+        index: which of several.
+
+    Raises:
+        ConfigurationError: if the name is unknown or the machine has no such device.
+    """
+    if accelerator not in ACCELERATORS:
+        raise ConfigurationError(f"accelerator={accelerator!r} is not known. {nearest(accelerator, ACCELERATORS)}")
+    if accelerator == "tpu":
+        raise ConfigurationError("accelerator='tpu' needs strategy='xla' and torch_xla, which this process does not have.")
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    if accelerator in ("auto", "gpu"):
+        if not cuda and not mps:
+            if accelerator == "gpu":
+                raise ConfigurationError("accelerator='gpu', but torch finds no GPU here: use accelerator='auto' or 'cpu'.")
+            return torch.device("cpu")
+        accelerator = "cuda" if cuda else "mps"
+    if (accelerator == "cuda" and not cuda) or (accelerator == "mps" and not mps):
+        raise ConfigurationError(
+            f"accelerator={accelerator!r}, but torch {torch.__version__} finds none here: use accelerator='auto' or 'cpu'."
+        )
+    if accelerator == "cpu":
+        return torch.device("cpu")
+    if accelerator == "cuda" and index >= torch.cuda.device_count():
+        raise ConfigurationError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} GPU(s).")
+    return torch.device(accelerator, index)
+
+
+class SingleDeviceStrategy(Strategy):
+    """The model on one device: cpu, cuda or mps.
+
+    Args:
+        device: a torch device or its name.
+        precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
+
+    Example:
+        >>> SingleDeviceStrategy("cpu").root_device
+        device(type='cpu')
+    """
+
+    name = "single_device"
+
+    def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
+        super().__init__(precision)
+        self._device = torch.device(device)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._device
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        modules = super().setup_modules(modules)
+        for module in modules:
+            for name, tensor in module.named_parameters():
+                if tensor.is_meta:
+                    raise ConfigurationError(
+                        f"the parameter {name!r} is on the meta device and has no values. Build the module on a real device, "
+                        "or in configure_model, which a sharding strategy fills."
+                    )
+        return modules

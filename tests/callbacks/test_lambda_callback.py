@@ -1,0 +1,68 @@
+"""LambdaCallback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.lambda_callback import HOOKS, LambdaCallback
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_functions_are_called_with_what_the_hooks_get(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    callback = LambdaCallback(
+        setup=lambda trainer, module, stage: seen.append((stage, 0)),
+        on_train_batch_end=lambda trainer, module, outputs, batch, batch_idx: seen.append(("batch", batch_idx)),
+        on_train_epoch_end=lambda trainer, module: seen.append(("epoch", trainer.current_epoch)),
+        on_fit_end=None,
+    )
+    trainer = Trainer(
+        max_epochs=2,
+        callbacks=callback,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=str(tmp_path),
+    )
+    trainer.fit(Net(), [torch.ones(1, 2)] * 2)
+    assert seen == [("fit", 0), ("batch", 0), ("batch", 1), ("epoch", 0), ("batch", 0), ("batch", 1), ("epoch", 1)]
+
+
+def test_every_hook_of_callbacks_is_known() -> None:
+    hooks = {name for name in dir(Callback) if name.startswith("on_")} | {"setup", "teardown"}
+    assert set(HOOKS) == hooks
+    LambdaCallback(**{name: print for name in hooks})
+
+
+def test_an_unknown_hook_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigurationError, match=r"no hook 'on_epoch_train_end'\. Did you mean 'on_train_end'"):
+        LambdaCallback(on_epoch_train_end=print)
+    with pytest.raises(ConfigurationError, match="Did you mean 'on_train_start'"):
+        LambdaCallback(on_train_strat=print)
+    with pytest.raises(ConfigurationError, match="no hook 'state_dict'"):
+        LambdaCallback(state_dict=dict)
+
+
+def test_what_is_no_function_is_refused_with_the_form() -> None:
+    with pytest.raises(ConfigurationError, match=r"write on_fit_start=lambda trainer, module: \.\.\."):
+        LambdaCallback(on_fit_start="print")  # type: ignore[arg-type]

@@ -1,0 +1,292 @@
+"""Loggers' common ground: run folders, what a resume takes over, numbers and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import multiprocessing
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.logger import Logger, claim_version, flatten_hparams, plain_numbers
+from leyden.callbacks.tensorboard import TensorBoardLogger
+from leyden.strategies.errors import ConfigurationError
+
+
+def handed(root: Path, *loggers: Logger, zero: bool = True) -> Any:
+    """What loggers read of a trainer in `setup`."""
+    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=list(loggers), is_global_zero=zero)
+    for logger in loggers:
+        logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    return trainer
+
+
+def _claim(root: str, count: int, taken: Any) -> None:
+    for _ in range(count):
+        taken.put(claim_version(root))
+
+
+class TestRunFolder:
+    def test_versions_count_up_past_gaps_and_strangers(self, tmp_path: Path) -> None:
+        (tmp_path / "version_7").mkdir()
+        (tmp_path / "version_x").mkdir()
+        (tmp_path / "other").mkdir()
+        assert [claim_version(tmp_path) for _ in range(3)] == [8, 9, 10]
+
+    def test_processes_never_share_a_number(self, tmp_path: Path) -> None:
+        context = multiprocessing.get_context("fork")
+        taken: Any = context.SimpleQueue()
+        workers = [context.Process(target=_claim, args=(str(tmp_path), 40, taken)) for _ in range(3)]
+        for worker in workers:
+            worker.start()
+        numbers = [taken.get() for _ in range(120)]
+        for worker in workers:
+            worker.join()
+        assert sorted(numbers) == list(range(120))
+
+    def test_nothing_is_made_before_it_is_needed(self, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path / "runs")
+        handed(tmp_path, logger)
+        assert logger.state_dict() == {}
+        assert list(tmp_path.iterdir()) == []
+        assert logger.version == 0
+        assert logger.log_dir == str(tmp_path / "runs" / "logs" / "version_0")
+        assert (tmp_path / "runs" / "logs" / "version_0").is_dir()
+
+    def test_save_dir_defaults_to_the_trainers_folder(self, tmp_path: Path) -> None:
+        logger = CSVLogger()
+        handed(tmp_path, logger)
+        assert logger.log_dir == str(tmp_path / "logs" / "version_0")
+
+    def test_save_dir_without_trainer_is_the_working_directory(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert CSVLogger(name="").log_dir == str(tmp_path / "version_0")
+
+    @pytest.mark.parametrize(
+        ("name", "version", "folder"),
+        [("mine", None, "mine/version_0"), (None, 3, "version_3"), ("mine", "baseline", "mine/baseline")],
+    )
+    def test_name_and_version(self, tmp_path: Path, name: str | None, version: Any, folder: str) -> None:
+        assert CSVLogger(tmp_path, name=name, version=version).log_dir == str(tmp_path / folder)
+
+    def test_loggers_of_one_trainer_share_a_folder(self, tmp_path: Path) -> None:
+        table, board, elsewhere = CSVLogger(), TensorBoardLogger(), CSVLogger(name="other")
+        handed(tmp_path, table, board, elsewhere)
+        assert board.log_dir == table.log_dir == str(tmp_path / "logs" / "version_0")
+        assert elsewhere.log_dir == str(tmp_path / "other" / "version_0")
+
+    def test_two_of_a_kind_do_not_share(self, tmp_path: Path) -> None:
+        first, second = CSVLogger(), CSVLogger()
+        handed(tmp_path, first, second)
+        assert (first.version, second.version) == (0, 1)
+
+    def test_a_second_trainer_takes_the_next_folder(self, tmp_path: Path) -> None:
+        for expected in range(2):
+            logger = CSVLogger()
+            handed(tmp_path, logger)
+            assert logger.version == expected
+
+    def test_ranks_that_do_not_write_make_nothing(self, tmp_path: Path) -> None:
+        loggers: list[Logger] = [CSVLogger(), TensorBoardLogger()]
+        handed(tmp_path, *loggers, zero=False)
+        for logger in loggers:
+            logger.log_metrics({"loss": 1.0}, 1)
+            logger.log_hyperparams({"lr": 0.1})
+            logger.save()
+            logger.finalize("success")
+            assert logger.log_dir is None
+        assert loggers[1].experiment.add_text("note", "nobody writes this") is None
+        assert list(tmp_path.iterdir()) == []
+
+    def test_a_remote_folder_is_refused(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"CSVLogger\(save_dir=\.\.\.\) a local folder"):
+            _ = CSVLogger("s3://bucket/logs").log_dir
+
+
+class TestResume:
+    def saved(self, root: Path) -> dict[str, Any]:
+        logger = CSVLogger()
+        handed(root, logger)
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.save()
+        return json.loads(json.dumps(logger.state_dict()))  # type: ignore[no-any-return]
+
+    def test_the_folder_is_used_again(self, tmp_path: Path) -> None:
+        state = self.saved(tmp_path)
+        logger = CSVLogger()
+        handed(tmp_path, logger)
+        logger.load_state_dict(state)
+        assert logger.version == 0
+        assert [entry.name for entry in (tmp_path / "logs").iterdir()] == ["version_0"]
+
+    def test_a_folder_taken_too_early_is_given_back(self, tmp_path: Path) -> None:
+        state = self.saved(tmp_path)
+        logger = CSVLogger()
+        handed(tmp_path, logger)
+        assert logger.version == 1
+        logger.load_state_dict(state)
+        assert logger.version == 0
+        assert [entry.name for entry in (tmp_path / "logs").iterdir()] == ["version_0"]
+
+    def test_another_runs_folder_of_the_same_number_is_left_alone(self, tmp_path: Path) -> None:
+        state = self.saved(tmp_path / "here")
+        self.saved(tmp_path / "there")
+        logger = CSVLogger()
+        handed(tmp_path / "there", logger)
+        logger.load_state_dict(state)
+        assert logger.version == 1
+        assert len((tmp_path / "there/logs/version_0/metrics.csv").read_text().splitlines()) == 2
+
+    def test_a_lost_folder_is_made_anew(self, tmp_path: Path) -> None:
+        state = self.saved(tmp_path / "here")
+        logger = CSVLogger()
+        handed(tmp_path / "there", logger)
+        logger.load_state_dict(state)
+        logger.log_metrics({"loss": 2.0}, 2)
+        logger.save()
+        assert (tmp_path / "there/logs/version_0/metrics.csv").read_text() == "step,loss\n2,2.0\n"
+
+    def test_a_version_that_was_given_wins(self, tmp_path: Path) -> None:
+        state = self.saved(tmp_path)
+        logger = CSVLogger(version="new")
+        handed(tmp_path, logger)
+        logger.load_state_dict(state)
+        assert logger.log_dir == str(tmp_path / "logs" / "new")
+
+    def test_state_keys_tell_loggers_apart(self) -> None:
+        loggers = [CSVLogger(), CSVLogger(name="b"), CSVLogger("d"), CSVLogger(version=1), TensorBoardLogger()]
+        assert len({logger.state_key for logger in loggers}) == len(loggers)
+        assert CSVLogger().state_key == CSVLogger().state_key
+
+
+class TestNumbers:
+    def test_all_kinds_of_numbers(self) -> None:
+        plain = plain_numbers(
+            {
+                "float": 0.5,
+                "int": 3,
+                "bool": True,
+                "tensor": torch.tensor([2.5]),
+                "half": torch.tensor(1.5, dtype=torch.bfloat16),
+                "scalar": np.float32(0.25),
+                "array": np.array([4]),
+                "inf": -float("inf"),
+                "outer": {"inner": 1},
+            }
+        )
+        assert plain == {
+            "float": 0.5,
+            "int": 3,
+            "bool": 1,
+            "tensor": 2.5,
+            "half": 1.5,
+            "scalar": 0.25,
+            "array": 4,
+            "inf": -float("inf"),
+            "outer/inner": 1,
+        }
+        assert {type(value) for value in plain.values()} == {int, float}
+
+    def test_prefix(self) -> None:
+        assert plain_numbers({"a": 1, "b": {"c": 2}}, "run") == {"run-a": 1, "run-b/c": 2}
+
+    @pytest.mark.parametrize("value", ["0.5", None, torch.ones(2), np.ones(3), [1.0], 1 + 2j])
+    def test_what_is_no_number_is_refused_by_name(self, value: Any) -> None:
+        with pytest.raises(ConfigurationError, match=r"the metric 'loss' is a .* single numbers"):
+            plain_numbers({"loss": value})
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Optim:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+
+
+class TestHparams:
+    params: ClassVar[dict[str, Any]] = {
+        "optim": Optim(),
+        "data": {"path": Path("a/b"), "size": np.int64(3), "deep": Namespace(x=None)},
+        "colour": Colour.RED,
+        "act": torch.relu,
+        "nan": float("nan"),
+        "flag": True,
+    }
+
+    def test_flat(self) -> None:
+        assert flatten_hparams(self.params) == {
+            "optim/lr": 0.1,
+            "optim/betas": "(0.9, 0.99)",
+            "data/path": "a/b",
+            "data/size": 3,
+            "data/deep/x": "None",
+            "colour": "RED",
+            "act": "relu",
+            "nan": "nan",
+            "flag": True,
+        }
+
+    def test_file_is_strict_json_and_keeps_the_nesting(self, tmp_path: Path) -> None:
+        logger = CSVLogger(tmp_path)
+        logger.log_hyperparams(self.params)
+        logger.log_hyperparams(Namespace(more={1, 2}))
+        text = (tmp_path / "logs/version_0/hparams.json").read_text()
+        read = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+        assert read["optim"] == {"lr": 0.1, "betas": [0.9, 0.99]}
+        assert read["data"] == {"path": "a/b", "size": 3, "deep": {"x": None}}
+        assert (read["nan"], read["colour"], read["more"]) == ("nan", "RED", [1, 2])
+
+    def test_loggers_in_one_folder_add_up(self, tmp_path: Path) -> None:
+        table, board = CSVLogger(), TensorBoardLogger()
+        handed(tmp_path, table, board)
+        table.log_hyperparams({"a": 1})
+        board.log_hyperparams({"b": 2})
+        board.finalize("success")
+        assert json.loads((tmp_path / "logs/version_0/hparams.json").read_text()) == {"a": 1, "b": 2}
+
+    def test_what_has_no_names_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigurationError, match=r"not a list: log_hyperparams\(\{'name': value\}\)"):
+            CSVLogger(tmp_path).log_hyperparams([1, 2])  # type: ignore[arg-type]
+
+
+def test_a_logger_of_ones_own_needs_one_method() -> None:
+    class Mine(Logger):
+        def __init__(self) -> None:
+            self.seen: list[tuple[dict[str, float], int | None]] = []
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            self.seen.append((dict(metrics), step))
+
+    mine = Mine()
+    mine.log_metrics({"a": 1.0}, 2)
+    mine.log_hyperparams({"lr": 1})
+    mine.save()
+    mine.finalize("success")
+    assert mine.seen == [({"a": 1.0}, 2)]
+    assert mine.experiment is mine
+    assert (mine.name, mine.version, mine.log_dir, mine.state_dict()) == (None, None, None, {})
+
+
+def test_loggers_leave_the_random_numbers_alone(tmp_path: Path) -> None:
+    import random
+
+    before = (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    table, board = CSVLogger(tmp_path), TensorBoardLogger(tmp_path)
+    for logger in (table, board):
+        logger.log_hyperparams({"lr": 0.1})
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.finalize("success")
+    assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())  # type: ignore[index]

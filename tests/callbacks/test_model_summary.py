@@ -1,0 +1,181 @@
+"""ModelSummary: the table, its counts, and that looking changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden.callbacks.model_summary import ModelSummary, Summary, summarize
+from leyden.strategies.errors import ConfigurationError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        self.decoder = nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.decoder.weight.requires_grad = False
+        self.encoder[1].eval()
+        self.example_input_array: Any = torch.ones(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        torch.rand(1)
+        return self.decoder(self.encoder(x))  # type: ignore[no-any-return]
+
+
+def rows(summary: Summary) -> dict[str, tuple[Any, ...]]:
+    return {
+        layer.name: (
+            layer.type,
+            layer.num_parameters,
+            layer.num_trainable,
+            layer.training,
+            layer.in_size,
+            layer.out_size,
+        )
+        for layer in summary.layers
+    }
+
+
+def test_rows_and_totals() -> None:
+    summary = summarize(Net())
+    assert rows(summary) == {
+        "encoder": ("Sequential", 56, 56, True, [2, 4], [2, 8]),
+        "decoder": ("Linear", 36, 4, True, [2, 8], [2, 4]),
+        "(own)": ("parameters", 3, 3, None, None, None),
+    }
+    assert (summary.total_parameters, summary.trainable_parameters) == (95, 63)
+    assert summary.model_bytes == 95 * 4
+    assert (summary.modules_in_train_mode, summary.modules_in_eval_mode) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("depth", "names"),
+    [
+        (0, []),
+        (1, ["encoder", "decoder", "(own)"]),
+        (2, ["encoder", "encoder.0", "encoder.1", "encoder.2", "decoder", "(own)"]),
+        (-1, ["encoder", "encoder.0", "encoder.1", "encoder.2", "decoder", "(own)"]),
+    ],
+)
+def test_depth(depth: int, names: list[str]) -> None:
+    summary = summarize(Net(), depth)
+    assert [layer.name for layer in summary.layers] == names
+    assert summary.total_parameters == 95
+
+
+def test_looking_changes_nothing() -> None:
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    numbers = torch.get_rng_state()
+    modes = [layer.training for layer in net.modules()]
+    summarize(net, -1)
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert [layer.training for layer in net.modules()] == modes
+    assert not any(layer._forward_hooks for layer in net.modules())
+
+
+def test_shared_parameters_count_once() -> None:
+    net = nn.ModuleDict({"embedding": nn.Embedding(10, 4), "head": nn.Linear(4, 10, bias=False)})
+    net["head"].weight = net["embedding"].weight  # type: ignore[assignment]
+    summary = summarize(net)
+    assert [layer.num_parameters for layer in summary.layers] == [40, 40]
+    assert summary.total_parameters == 40
+
+
+def test_lazy_modules_are_told_apart() -> None:
+    net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
+    net.example_input_array = torch.ones(1, 2)  # type: ignore[assignment]
+    summary = summarize(net)
+    assert (summary.total_parameters, summary.uninitialized) == (4, 2)
+    assert "2 parameters of lazy modules are not counted" in str(summary)
+    assert str(summary).splitlines()[2].split("|")[3].strip() == "?"
+    assert isinstance(net[0], nn.LazyLinear)
+
+
+def test_bytes_follow_the_data_type_and_inputs_too() -> None:
+    net = Net().to(torch.bfloat16)
+    summary = summarize(net)
+    assert summary.model_bytes == 95 * 2
+    assert rows(summary)["decoder"][5] == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        ((torch.ones(2, 3), torch.ones(2, 3)), [[2, 3], [2, 3]]),
+        ({"a": torch.ones(5, 3), "b": torch.ones(5, 3)}, [[5, 3], [5, 3]]),
+    ],
+)
+def test_examples_of_several_inputs(example: Any, expected: Any) -> None:
+    class Inner(nn.Module):
+        def forward(self, a: Tensor, b: Tensor) -> dict[str, Any]:
+            return {"sum": a + b, "parts": (a, "text")}
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Inner()
+            self.example_input_array = example
+
+        def forward(self, a: Tensor, b: Tensor) -> Any:
+            return self.inner(a, b)
+
+    (layer,) = summarize(Two()).layers
+    assert layer.in_size == expected
+    assert layer.out_size == {"sum": expected[0], "parts": [expected[0], "?"]}
+
+
+def test_an_example_that_does_not_fit_is_told_and_costs_the_sizes_only() -> None:
+    net = Net()
+    net.example_input_array = torch.ones(2, 5)
+    with pytest.warns(UserWarning, match=r"the summary shows no sizes, as forward\(example_input_array\) raised"):
+        summary = summarize(net)
+    assert rows(summary)["decoder"] == ("Linear", 36, 4, True, None, None)
+    assert net.training
+
+
+def test_the_table() -> None:
+    lines = str(summarize(Net())).splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")] == [
+        "",
+        "Name",
+        "Type",
+        "Params",
+        "Trainable",
+        "Mode",
+        "In sizes",
+        "Out sizes",
+    ]
+    assert [cell.strip() for cell in lines[3].split("|")] == [
+        "1",
+        "decoder",
+        "Linear",
+        "36",
+        "4",
+        "train",
+        "[2, 8]",
+        "[2, 4]",
+    ]
+    assert [line.split()[0] for line in lines[6:]] == ["63", "32", "95", "0.000", "4", "1"]
+
+
+@pytest.mark.parametrize(
+    ("numel", "text"), [(999, "999"), (1000, "1.0 K"), (123_456, "123 K"), (7_250_000_000, "7.2 B")]
+)
+def test_large_counts_get_a_unit(numel: int, text: str) -> None:
+    net = nn.ParameterList([nn.Parameter(torch.empty(numel, device="meta"))])
+    assert str(summarize(net, 0)).splitlines()[2].split("  ")[0] == text
+
+
+@pytest.mark.parametrize("depth", [-2, 1.0, "1", True])
+def test_what_is_no_depth_is_refused(depth: Any) -> None:
+    for make in (ModelSummary, lambda depth: summarize(nn.Linear(1, 1), depth)):
+        with pytest.raises(ConfigurationError, match="give the levels to show"):
+            make(depth)

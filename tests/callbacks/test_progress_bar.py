@@ -1,0 +1,311 @@
+"""TQDMProgressBar: on a real pseudo-terminal, and without one."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+from tqdm import tqdm
+
+from leyden.callbacks import progress_bar
+from leyden.callbacks.base import Callback
+from leyden.callbacks.progress_bar import TQDMProgressBar, format_number, is_interactive
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.layer(batch).mean()
+        self.log("loss", loss, prog_bar=True)
+        self.log("quiet", loss)
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val", 0.5, prog_bar=True, batch_size=2, add_dataloader_idx=False)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test", 0.25, batch_size=2)
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter([torch.ones(2)] * 6)
+
+
+DATA = [torch.ones(2, 2)] * 10
+
+
+def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
+    return Trainer(default_root_dir=str(root), callbacks=list(callbacks), **(quiet | arguments))
+
+
+class Terminal:
+    """A pseudo-terminal of 40 lines by 140 columns in place of stderr, which keeps what is written to it."""
+
+    def __enter__(self) -> Terminal:
+        # Not in a fixture: pytest sets sys.stderr anew before the test itself.
+        self.reading, writing = pty.openpty()
+        fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 140, 0, 0))
+        self.before, sys.stderr = sys.stderr, os.fdopen(writing, "w")
+        self.bytes = b""
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.stderr.close()
+        sys.stderr = self.before
+        self.reader.join()
+        os.close(self.reading)
+        assert not tqdm._instances, "a bar was left open"
+
+    def read(self) -> None:
+        while True:
+            try:
+                data = os.read(self.reading, 65536)
+            except OSError:  # how Linux says that the other end was closed
+                return
+            if not data:
+                return
+            self.bytes += data
+
+    def drawn(self) -> list[str]:
+        """Everything that was drawn, a line each."""
+        return [line.strip() for line in re.split(r"[\r\n]|\x1b\[A", self.bytes.decode()) if line.strip()]
+
+
+@pytest.fixture
+def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws at every batch, however fast they are."""
+    monkeypatch.setattr(progress_bar, "DRAW_SECONDS", 0.0)
+    monkeypatch.setattr(progress_bar, "DRAW_SHARE", 0)
+    monkeypatch.setattr(progress_bar, "LINE_SECONDS", 0.0)
+
+
+def numbers(lines: list[str], title: str) -> list[str]:
+    """The "3/10" of each drawing with that title, without repeats."""
+    found = [match[1] for line in lines if (match := re.search(rf"^{title}: .* (\d+/[\d?]+) \[", line))]
+    return [text for index, text in enumerate(found) if index == 0 or found[index - 1] != text]
+
+
+def test_every_stage_has_its_bar(tmp_path: Path, every_batch: None) -> None:
+    run = trainer(tmp_path)
+    with Terminal() as terminal:
+        run.fit(Net(), DATA, [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 8)])
+        run.test(Net(), DATA[:5], verbose=False)
+        run.predict(Net(), DATA[:6])
+    lines = terminal.drawn()
+    assert numbers(lines, "Sanity") == [f"{done}/4" for done in range(5)]
+    for epoch in ("Epoch 0/1", "Epoch 1/1"):
+        assert numbers(lines, epoch) == [f"{done}/10" for done in range(11)]
+    assert numbers(lines, "Validation")[:8] == [f"{done}/7" for done in range(8)]
+    assert numbers(lines, "Test") == [f"{done}/5" for done in range(6)]
+    assert numbers(lines, "Predict") == [f"{done}/6" for done in range(7)]
+    last = [line for line in lines if line.startswith("Epoch 1/1")][-1]
+    assert re.search(r"100%\|█+\| 10/10 \[.*it/s, loss=-?\d\.\d+, val=0\.500\]$", last) or re.search(
+        r"100%\|█+\| 10/10 \[.*it/s, val=0\.500, loss=-?\d\.\d+\]$", last
+    )
+    assert not any("quiet" in line for line in lines)
+
+
+def test_refresh_rate(tmp_path: Path, every_batch: None) -> None:
+    with Terminal() as terminal:
+        trainer(tmp_path, TQDMProgressBar(refresh_rate=4), max_epochs=1).fit(Net(), DATA)
+    assert numbers(terminal.drawn(), "Epoch 0/0") == ["0/10", "4/10", "8/10", "10/10"]
+
+
+def test_without_a_length(tmp_path: Path, every_batch: None) -> None:
+    with Terminal() as terminal:
+        trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(Stream(), batch_size=2))
+    lines = terminal.drawn()
+    assert any(re.search(r"^Epoch 0/0: 3it \[", line) for line in lines)
+
+
+class Counting(TQDMProgressBar):
+    reads = 0
+
+    def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+        self.reads += 1
+        return super().get_metrics(trainer, module) | {"mine": 1}
+
+
+def test_it_reads_and_draws_no_more_than_ten_times_a_second(tmp_path: Path) -> None:
+    bar = Counting()
+    with Terminal() as terminal:
+        start = time.perf_counter()
+        trainer(tmp_path, bar, max_epochs=3).fit(Net(), DATA * 100, DATA)
+        seconds = time.perf_counter() - start
+    # One at each end of an epoch, one after each validation or start of an epoch, and ten a second.
+    assert 3 <= bar.reads <= 10 * seconds + 3 * 3
+    drawn = [line for line in terminal.drawn() if line.startswith("Epoch")]
+    assert len(drawn) <= 10 * seconds + 3 * 8
+    assert any("mine=1" in line for line in drawn)
+
+
+def test_a_slow_terminal_is_drawn_less_often() -> None:
+    class Slow:
+        n = 0
+
+        def update(self, done: int) -> None:
+            until = time.perf_counter() + 0.02
+            while time.perf_counter() < until:
+                pass
+
+    start = time.perf_counter()
+    assert progress_bar.draw(Slow(), 1) >= start + 0.02 + 0.02 * progress_bar.DRAW_SHARE
+
+
+def test_a_fit_that_goes_on_in_mid_epoch_begins_there(tmp_path: Path, every_batch: None) -> None:
+    run, net = trainer(tmp_path), Net()
+    with Terminal() as terminal:
+        run.fit(net, DATA, max_steps=6, max_epochs=1)
+        run.fit(net, DATA, max_steps=-1, max_epochs=1, ckpt_path="current")
+    shown = numbers(terminal.drawn(), "Epoch 0/0")
+    assert shown[:7] == [f"{done}/10" for done in range(7)]
+    assert shown[-5:] == [f"{done}/10" for done in range(6, 11)]
+
+
+def test_leave_keeps_each_epochs_bar(tmp_path: Path) -> None:
+    made: list[Any] = []
+
+    class Kept(TQDMProgressBar):
+        def init_train_tqdm(self) -> Any:
+            made.append(super().init_train_tqdm())
+            return made[-1]
+
+    for leave, bars in ((True, 3), (False, 1)):
+        made.clear()
+        with Terminal():
+            trainer(tmp_path, Kept(leave=leave), max_epochs=3).fit(Net(), DATA)
+        assert len(made) == bars
+
+
+def test_an_error_closes_the_bars(tmp_path: Path) -> None:
+    class Fails(Net):
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            raise RuntimeError("in validation")
+
+    bar = TQDMProgressBar()
+    with Terminal(), pytest.raises(RuntimeError, match="in validation"):
+        trainer(tmp_path, bar, num_sanity_val_steps=0).fit(Fails(), DATA, DATA)
+    assert (bar._train_bar, bar._eval_bar) == (None, None)
+
+
+def test_printing_leaves_the_bar_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bar = TQDMProgressBar()
+
+    class Speaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 5:
+                bar.print("hello", 5, sep="-")
+
+    with Terminal() as terminal:
+        monkeypatch.setattr(sys, "stdout", sys.stderr)
+        trainer(tmp_path, bar, max_epochs=1).fit(Speaks(), DATA)
+        monkeypatch.undo()
+    lines = terminal.drawn()
+    assert "hello-5" in lines
+    assert lines.index("hello-5") < len(lines) - 1
+
+
+def test_lines_where_there_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = trainer(tmp_path, max_epochs=2)
+    run.fit(Net(), DATA, DATA)
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for epoch, line in enumerate(lines):
+        found = re.fullmatch(r"Epoch (\d)/1  batch 10/10  step (\d+)  [\d.]+ it/s  (.*)", line)
+        assert found, line
+        assert (int(found[1]), int(found[2])) == (epoch, 10 * (epoch + 1))
+        assert sorted(part.split("=")[0] for part in found[3].split(", ")) == ["loss", "val"]
+    run.validate(Net(), DATA, verbose=False)
+    assert re.fullmatch(r"validation  batch 10/10  [\d.]+ it/s\n", capfd.readouterr().err)
+
+
+def test_lines_within_an_epoch(tmp_path: Path, capfd: pytest.CaptureFixture[str], every_batch: None) -> None:
+    trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(Stream(), batch_size=2))
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split("  ")[:3] for line in lines[:3]] == [["Epoch 0/0", f"batch {n}", f"step {n}"] for n in (1, 2, 3)]
+
+
+def test_nothing_is_shown_when_it_is_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    off = TQDMProgressBar()
+    off.disable()
+    for bar in (off, TQDMProgressBar(refresh_rate=0)):
+        run = trainer(tmp_path, bar)
+        run.fit(Net(), DATA, DATA)
+        run.test(Net(), DATA, verbose=False)
+        assert bar.is_disabled
+    other = TQDMProgressBar()
+    other.setup(SimpleNamespace(is_global_zero=False), None, "fit")  # type: ignore[arg-type]
+    assert other.is_disabled
+    assert capfd.readouterr().err == ""
+
+
+def test_a_notebook_counts_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    assert not is_interactive()
+    ipython = ModuleType("IPython")
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    for config, expected in (({"IPKernelApp": {}}, True), ({}, False)):
+        ipython.get_ipython = lambda config=config: SimpleNamespace(config=config)  # type: ignore[attr-defined]
+        assert is_interactive() is expected
+    monkeypatch.setattr(sys, "stderr", None)
+    assert not is_interactive()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (0.12345, "0.123"),
+        (-1.5, "-1.500"),
+        (999.9999, "1000.000"),
+        (12345.678, "12345.7"),
+        (1e6, "1.00e+06"),
+        (9.9e-4, "9.90e-04"),
+        (float("nan"), "nan"),
+        (-float("inf"), "-inf"),
+        (7, "7"),
+        ("text", "text"),
+    ],
+)
+def test_numbers_are_short(value: Any, text: str) -> None:
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"refresh_rate": -1}, {"refresh_rate": 0.5}, {"process_position": -1}, {"refresh_rate": True}]
+)
+def test_bad_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match="give a whole number of 0 or more"):
+        TQDMProgressBar(**arguments)

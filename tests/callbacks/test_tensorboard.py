@@ -1,0 +1,164 @@
+"""TensorBoardLogger: event files, read back by TensorBoard itself."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+from leyden.callbacks.tensorboard import TensorBoardLogger
+from leyden.strategies.errors import ConfigurationError
+
+
+def read(logger: TensorBoardLogger) -> Any:
+    events = EventAccumulator(str(logger.log_dir), size_guidance={"scalars": 0})  # type: ignore[no-untyped-call]
+    events.Reload()  # type: ignore[no-untyped-call]
+    return events
+
+
+def scalars(logger: TensorBoardLogger, name: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in read(logger).Scalars(name)]
+
+
+def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
+    logger = TensorBoardLogger(**arguments)
+    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=[logger], is_global_zero=True)
+    logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    return logger
+
+
+def test_scalars(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, name="mine", prefix="p")
+    for step in (10, 20):
+        logger.log_metrics({"loss": 1 / step, "bad": float("nan"), "huge": float("inf")}, step)
+    logger.save()
+    assert logger.log_dir == str(tmp_path / "mine" / "version_0")
+    assert scalars(logger, "p-loss") == [(10, pytest.approx(0.1)), (20, pytest.approx(0.05))]
+    assert all(math.isnan(value) for _, value in scalars(logger, "p-bad"))
+    assert [value for _, value in scalars(logger, "p-huge")] == [float("inf")] * 2
+    logger.finalize("success")
+
+
+def test_logging_goes_on_after_finalize(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.finalize("success")
+    logger.log_metrics({"a": 2.0}, 2)
+    logger.finalize("success")
+    assert scalars(logger, "a") == [(1, 1.0), (2, 2.0)]
+
+
+def test_a_resume_purges_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    first = in_trainer(tmp_path)
+    first.log_metrics({"loss": 1.0}, 1)
+    first.log_metrics({"loss": 2.0}, 2)
+    state = first.state_dict()
+    first.save()
+    first.log_metrics({"loss": 3.0}, 3)
+    first.log_metrics({"loss": 4.0}, 4)
+    first.finalize("failed")
+    second = in_trainer(tmp_path)
+    second.load_state_dict(state)
+    second.log_metrics({"loss": 30.0}, 3)
+    second.finalize("success")
+    assert second.log_dir == first.log_dir
+    assert scalars(second, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_writer_that_is_open_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
+    logger = in_trainer(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    state = logger.state_dict()
+    logger.log_metrics({"loss": 2.0}, 2)
+    logger.load_state_dict(state)
+    logger.log_metrics({"loss": 20.0}, 2)
+    logger.finalize("success")
+    assert scalars(logger, "loss") == [(1, 1.0), (2, 20.0)]
+
+
+def test_hparams(tmp_path: Path) -> None:
+    from tensorboard.plugins.hparams import plugin_data_pb2
+
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_hyperparams({"optim": {"lr": 0.1}, "layers": [1, 2], "name": None}, {"val_loss": 0.5})
+    logger.finalize("success")
+    assert scalars(logger, "val_loss") == [(0, 0.5)]
+    summary = read(logger).summary_metadata["_hparams_/session_start_info"]
+    data = plugin_data_pb2.HParamsPluginData.FromString(summary.plugin_data.content)
+    found = {name: value for name, value in data.session_start_info.hparams.items()}
+    assert found["optim/lr"].number_value == 0.1
+    assert found["layers"].string_value == "[1, 2]"
+    assert found["name"].string_value == "None"
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_default_hp_metric(tmp_path: Path, default: bool) -> None:
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=default)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"x": 1.0}, 1)
+    logger.finalize("success")
+    assert ("hp_metric" in read(logger).Tags()["scalars"]) is default
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Dropout(0.5))
+        self.layers[1].eval()
+        self.example_input_array = torch.ones(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*weights_only.*")
+def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
+    net = Net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    random_numbers = torch.get_rng_state()
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    logger.on_fit_start(None, net)  # type: ignore[arg-type]
+    logger.finalize("success")
+    assert read(logger).Tags()["graph"] is True
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert [net.training, net.layers[1].training, net.layers[2].training] == [True, False, True]
+
+
+def test_no_graph_unless_asked(tmp_path: Path) -> None:
+    TensorBoardLogger(tmp_path).log_graph(Net())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_graph_needs_an_example(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="needs module.example_input_array"):
+        TensorBoardLogger(tmp_path, log_graph=True).log_graph(nn.Linear(1, 1))
+
+
+def test_the_writers_own_arguments_and_a_sub_folder(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, sub_dir="train", filename_suffix=".mine", max_queue=1)
+    logger.experiment.add_text("note", "hello")  # type: ignore[no-untyped-call]
+    logger.finalize("success")
+    assert logger.log_dir == str(tmp_path / "logs" / "version_0" / "train")
+    files = [entry.name for entry in Path(logger.log_dir).iterdir()]
+    assert [name.endswith(".mine") for name in files] == [True]
+    with pytest.raises(ConfigurationError, match="save_dir, name and version"):
+        TensorBoardLogger(tmp_path, log_dir="x")
+
+
+def test_tensorboard_is_imported_at_the_first_write(tmp_path: Path) -> None:
+    code = (
+        "import sys; from leyden.callbacks.tensorboard import TensorBoardLogger as L; l = L(sys.argv[1]); l.log_dir;"
+        "assert 'tensorboard' not in sys.modules; l.log_metrics({'a': 1.0}, 1); l.finalize('success');"
+        "assert 'tensorboard' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

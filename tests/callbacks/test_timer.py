@@ -1,0 +1,187 @@
+"""Timer and parse_duration."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.timer import Timer, parse_duration
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+DATA = [torch.ones(2, 2)] * 5
+
+
+def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(default_root_dir=str(root), callbacks=list(callbacks), **(quiet | arguments))
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("00:00:01:30", 90),
+        (" 01:02:03:04 ", 93784),
+        ("100:00:00:00", 8640000),
+        (timedelta(minutes=2), 120),
+        ({"hours": 1.5}, 5400),
+        ({"weeks": 1, "seconds": 1}, 604801),
+        (timedelta(0), 0),
+    ],
+)
+def test_durations(value: Any, seconds: float) -> None:
+    assert parse_duration(value).total_seconds() == seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("12:00:00", "is not of the form 'DD:HH:MM:SS'"),
+        ("1 day", "is not of the form 'DD:HH:MM:SS'"),
+        ("00:1:00:00", "is not of the form 'DD:HH:MM:SS'"),
+        ("-1:00:00:00", "is not of the form 'DD:HH:MM:SS'"),
+        ({"hour": 1}, "no unit 'hour'. Did you mean 'hours'"),
+        ({"hours": "1"}, r"max_time\['hours'\]='1' is not a number"),
+        ({"hours": True}, "is not a number"),
+        ({}, "is an empty dict"),
+        ({"hours": -1}, "is negative"),
+        (timedelta(seconds=-1), "is negative"),
+        (3600, "is a int: give 'DD:HH:MM:SS', a datetime.timedelta, or a dict"),
+        (None, "is a NoneType"),
+        ({"days": 1e12}, "is too long"),
+        ({"days": float("nan")}, "is too long"),
+    ],
+)
+def test_durations_that_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        parse_duration(value, "max_time")
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ConfigurationError, match="Did you mean 'step'"):
+        Timer(interval="steps")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"no stage 'training'\. Did you mean 'train'"):
+        Timer().time_elapsed("training")
+
+
+def test_every_stage_is_measured(tmp_path: Path) -> None:
+    timer = Timer()
+    run = trainer(tmp_path, timer, max_epochs=1)
+    assert (timer.start_time(), timer.end_time(), timer.time_elapsed(), timer.time_remaining()) == (
+        None,
+        None,
+        0.0,
+        None,
+    )
+    before = time.monotonic()
+    run.fit(Net(), DATA, DATA)
+    run.validate(Net(), DATA)
+    run.test(Net(), DATA)
+    run.predict(Net(), DATA)
+    total = time.monotonic() - before
+    stages = ("sanity_check", "train", "validate", "test", "predict")
+    for stage in stages:
+        start, end = timer.start_time(stage), timer.end_time(stage)
+        assert start is not None
+        assert end is not None
+        assert before < start < end
+        assert timer.time_elapsed(stage) == end - start
+    assert sum(timer.time_elapsed(stage) for stage in stages) < total
+
+
+class Waits(Callback):
+    """Works until a time has gone by, so that a limit in time is met at a known step."""
+
+    def __init__(self, timer: Timer, at_step: int, seconds: float) -> None:
+        self.timer, self.at_step, self.seconds = timer, at_step, seconds
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        while trainer.global_step == self.at_step and self.timer.time_elapsed() < self.seconds:
+            pass
+
+
+def test_a_step_limit_ends_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = Timer(timedelta(seconds=2))
+    run = trainer(tmp_path, Waits(timer, 7, 2.0), timer, max_epochs=1000)
+    run.fit(Net(), DATA)
+    assert run.global_step == 8
+    assert "The time limit is reached after 0:00:02: training ends at step 8." in capsys.readouterr().out
+    remaining = timer.time_remaining()
+    assert remaining is not None
+    assert remaining < 0
+
+
+def test_an_epoch_limit_waits_for_the_epoch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    timer = Timer({"seconds": 2}, interval="epoch", verbose=False)
+    run = trainer(tmp_path, Waits(timer, 7, 2.0), timer, max_epochs=1000)
+    run.fit(Net(), DATA)
+    assert run.global_step == 10
+    assert "time limit" not in capsys.readouterr().out
+
+
+def test_a_limit_waits_for_the_windows_end(tmp_path: Path) -> None:
+    timer = Timer("00:00:00:00")
+    run = trainer(tmp_path, timer, max_epochs=1000, accumulate_grad_batches=3)
+    run.fit(Net(), DATA)
+    assert (run.global_step, run.progress.batches) == (1, 3)
+
+
+def test_time_before_a_resume_counts(tmp_path: Path) -> None:
+    first = Timer("01:00:00:00")
+    first.load_state_dict({"time_elapsed": {"train": 3600.0}})
+    assert (first.time_elapsed(), first.time_remaining()) == (3600.0, 23 * 3600.0)
+    run = trainer(tmp_path, first, max_epochs=1)
+    run.fit(Net(), DATA)
+    start, end = first.start_time(), first.end_time()
+    assert start is not None
+    assert end is not None
+    assert first.time_elapsed() == 3600.0 + end - start
+    second = Timer("01:00:00:00")
+    second.load_state_dict(first.state_dict())
+    assert second.time_elapsed() == first.state_dict()["time_elapsed"]["train"]
+    assert second.state_key == first.state_key
+
+
+def test_a_fit_anew_has_its_whole_time_and_a_fit_that_goes_on_has_not(tmp_path: Path) -> None:
+    timer = Timer("00:01:00:00")
+    run = trainer(tmp_path, timer)
+    net = Net()
+    run.fit(net, DATA, max_epochs=1)
+    one = timer.time_elapsed()
+    run.fit(net, DATA, max_epochs=2, ckpt_path="current")
+    two = timer.time_elapsed()
+    start, end = timer.start_time(), timer.end_time()
+    assert start is not None
+    assert end is not None
+    assert two == pytest.approx(one + end - start)
+    run.fit(net, DATA, max_epochs=1)
+    start, end = timer.start_time(), timer.end_time()
+    assert start is not None
+    assert end is not None
+    assert timer.time_elapsed() == pytest.approx(end - start)

@@ -1,0 +1,196 @@
+"""WandbLogger, offline: the run's own file, read back."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from leyden.callbacks.wandb_logger import WandbLogger
+from leyden.strategies.errors import ConfigurationError
+
+wandb = pytest.importorskip("wandb")
+
+
+@pytest.fixture(autouse=True)
+def no_run_left_over() -> Iterator[None]:
+    yield
+    wandb.finish()
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The protocol buffers of a .wandb file: a LevelDB log of 32 KiB blocks after 7 bytes of header."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts = path.read_bytes(), 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(parts)
+            parts = b""
+
+
+def files(root: Path) -> list[Path]:
+    return sorted(root.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+
+
+def history(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for record in records(path):
+        if record.WhichOneof("record_type") == "history":
+            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def config(path: Path) -> dict[str, Any]:
+    found = {}
+    for record in records(path):
+        if record.WhichOneof("record_type") == "config":
+            found.update({item.key: json.loads(item.value_json) for item in record.config.update})
+    return found
+
+
+def test_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    logger = WandbLogger("mine", project="digits", offline=True, prefix="p")
+    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=True)
+    logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    assert (logger.version, logger.state_dict(), list(tmp_path.iterdir())) == (None, {}, [])
+    drawn = (random.getstate(), torch.get_rng_state().tolist())
+    logger.log_hyperparams({"optim": {"lr": 0.1}, "layers": [1, 2]})
+    logger.log_metrics({"loss": 0.5, "bad": float("nan"), "huge": -float("inf")}, 10)
+    logger.log_metrics({"loss": torch.tensor(0.25)}, 20)
+    logger.save()
+    logger.finalize("success")
+    logger.log_metrics({"test": 1}, 20)
+    assert logger.name == "digits"
+    folder = logger.log_dir
+    logger.finish()
+    assert drawn == (random.getstate(), torch.get_rng_state().tolist())
+    (path,) = files(tmp_path)
+    assert str(path.parent) == folder
+    rows = history(path)
+    assert rows[0].pop("p-bad") != 0
+    assert rows == [
+        {"p-loss": 0.5, "p-huge": -float("inf"), "trainer/global_step": 10},
+        {"p-loss": 0.25, "trainer/global_step": 20},
+        {"p-test": 1, "trainer/global_step": 20},
+    ]
+    assert {name: value for name, value in config(path).items() if not name.startswith("_")} == {
+        "optim/lr": 0.1,
+        "layers": "[1, 2]",
+    }
+
+
+def test_a_resume_goes_on_under_the_run_id(tmp_path: Path) -> None:
+    first = WandbLogger(save_dir=tmp_path, mode="offline")
+    first.log_metrics({"loss": 1.0}, 5)
+    state = first.state_dict()
+    first.finalize("failed")
+    second = WandbLogger(save_dir=tmp_path, mode="offline")
+    second.load_state_dict(json.loads(json.dumps(state)))
+    assert second.version == state["id"]
+    second.log_metrics({"loss": 0.5})
+    second.finish()
+    assert [path.name for path in files(tmp_path)] == [f"run-{state['id']}.wandb"] * 2
+    assert history(files(tmp_path)[1]) == [{"loss": 0.5, "trainer/global_step": 6}]
+
+
+def test_an_id_that_was_given_wins(tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path, id="mine", offline=True)
+    logger.load_state_dict({"id": "other", "last_step": 5})
+    assert logger.version == "mine"
+    logger.log_metrics({"x": 1})
+    assert logger.experiment.id == "mine"
+
+
+def test_a_failed_run_is_ended_as_failed(tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    logger.log_metrics({"x": 1}, 1)
+    logger.finalize("failed")
+    exits = [
+        record.exit.exit_code for record in records(files(tmp_path)[0]) if record.WhichOneof("record_type") == "exit"
+    ]
+    assert exits == [1]
+
+
+def test_a_run_of_the_users_own_is_used_and_left_open(tmp_path: Path) -> None:
+    run = wandb.init(dir=tmp_path, mode="offline", id="users")
+    logger = WandbLogger(experiment=run)
+    logger.log_metrics({"x": 1}, 1)
+    logger.finalize("failed")
+    assert logger.experiment is run
+    with pytest.warns(UserWarning, match="goes on with the run users"):
+        assert WandbLogger(save_dir=tmp_path, offline=True).experiment.id == "users"
+    run.finish()
+    assert history(files(tmp_path)[0]) == [{"x": 1, "trainer/global_step": 1}]
+
+
+def test_media_and_watch(tmp_path: Path) -> None:
+    logger = WandbLogger(save_dir=tmp_path, offline=True)
+    net = torch.nn.Linear(2, 2)
+    logger.watch(net, log_freq=1, log_graph=False)
+    net(torch.ones(1, 2)).sum().backward()
+    logger.log_metrics({"loss": 1.0}, 3)
+    logger.log_image("image", [torch.rand(3, 4, 4)], caption=["one"])
+    logger.log_table("table", ["a"], [[1], [2]], step=4)
+    logger.unwatch(net)
+    logger.finish()
+    rows = history(files(tmp_path)[0])
+    assert any(name.startswith("gradients/weight") for name in rows[0])
+    assert (rows[1]["image/_type"], rows[1]["trainer/global_step"]) == ("images/separated", 3)
+    assert (rows[2]["table/nrows"], rows[2]["trainer/global_step"]) == (2, 4)
+    with pytest.raises(ConfigurationError, match="got 1 images and 2 caption"):
+        logger.log_image("image", [torch.rand(3, 4, 4)], caption=["one", "two"])
+
+
+def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
+    logger = WandbLogger(offline=True)
+    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=False)
+    logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"x": 1.0}, 1)
+    logger.log_table("table", ["a"], [[1]])
+    logger.watch(torch.nn.Linear(1, 1))
+    logger.finalize("failed")
+    assert wandb.run is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"log_model": "all"}, "uploads no checkpoints: leave log_model out"),
+        ({"offline": True, "mode": "online"}, "contradicts itself"),
+        ({"id": "a", "version": "b"}, "both name the run"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        WandbLogger(**arguments)
+
+
+def test_wandb_is_not_imported_before_the_first_write() -> None:
+    code = (
+        "import sys; from leyden.callbacks.wandb_logger import WandbLogger as L; l = L(offline=True);"
+        "l.state_dict(); l.save(); l.finalize('success'); assert 'wandb' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+
+from leyden.strategies.batch import batch_size_of, batch_sizes_of, convert_floats, map_tensors, move_to_device
+from leyden.strategies.errors import ConfigurationError
+
+META = torch.device("meta")
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclass
+class Plain:
+    x: Tensor
+    name: str = "n"
+    rest: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Tensor
+    y: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "y", self.x + 1)
+
+
+class MyList(list):  # type: ignore[type-arg]
+    note: str
+
+
+class MyDict(dict):  # type: ignore[type-arg]
+    note: str
+
+
+class Graph:
+    """Has its own way to a device, as graphs and encodings do."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.batch_size = 7
+
+    def to(self, device: torch.device) -> Graph:
+        moved = Graph()
+        moved.device = device
+        return moved
+
+
+class Forgetful:
+    def __init__(self) -> None:
+        self.x = torch.zeros(1)
+
+    def to(self, device: torch.device) -> None:
+        self.x = self.x.to(device)
+
+
+def x(*shape: int) -> Tensor:
+    return torch.zeros(shape or (2,))
+
+
+def build() -> dict[str, Any]:
+    ordered, mapping, listed = OrderedDict(b=x(), a=x()), MyDict(x=x()), MyList([x()])
+    mapping.note = listed.note = "kept"
+    return {
+        "tensor": x(),
+        "list": [x(), "s", None, 3],
+        "tuple": (x(), (x(),)),
+        "pair": Pair(x(), {"deep": x()}),
+        "ordered": ordered,
+        "default": defaultdict(list, a=[x()]),
+        "mapping": mapping,
+        "listed": listed,
+        "user": UserDict(x=x()),
+        "proxy": MappingProxyType({"x": x()}),
+        "set": {x()},
+        "frozenset": frozenset([x()]),
+        "plain": Plain(x(), rest=[x()]),
+        "frozen": Frozen(x()),
+    }
+
+
+def tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(value, lambda tensor: found.append(tensor) or tensor)
+    return found
+
+
+@pytest.mark.parametrize("name", build())
+def test_every_kind_is_moved_and_kept(name: str) -> None:
+    value = build()[name]
+    moved = move_to_device(value, META)
+    assert type(moved) is type(value)
+    assert len(tensors(moved)) == len(tensors(value)) > 0
+    assert all(tensor.is_meta for tensor in tensors(moved))
+    assert not any(tensor.is_meta for tensor in tensors(value))
+
+
+def test_what_belongs_to_a_container_is_kept() -> None:
+    moved = move_to_device(build(), "meta")
+    assert moved["list"][1:] == ["s", None, 3]
+    assert list(moved["ordered"]) == ["b", "a"]
+    assert moved["default"].default_factory is list
+    assert moved["mapping"].note == moved["listed"].note == "kept"
+    assert moved["plain"].name == "n"
+    assert moved["frozen"].y.is_meta
+
+
+@pytest.mark.parametrize("name", build())
+def test_what_need_not_move_is_the_same_object(name: str) -> None:
+    value = build()[name]
+    assert move_to_device(value, torch.device("cpu")) is value
+    assert convert_floats(value, torch.float32) is value
+
+
+def test_objects_with_a_method_of_their_own() -> None:
+    graph, forgetful = Graph(), Forgetful()
+    moved = move_to_device([graph, forgetful, Graph], META)
+    assert moved[0].device == META and graph.device.type == "cpu"
+    assert moved[1] is forgetful and forgetful.x.is_meta
+    assert moved[2] is Graph
+
+
+def test_packed_sequences_keep_their_sizes_on_the_cpu() -> None:
+    packed = pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
+    assert move_to_device(packed, "cpu") is packed
+    moved = move_to_device({"p": packed}, META)["p"]
+    assert isinstance(moved, PackedSequence) and moved.data.is_meta and not moved.batch_sizes.is_meta
+    assert convert_floats(packed, torch.float64).data.dtype == torch.float64
+    assert batch_size_of(packed) == 2
+
+
+def test_a_tensor_that_stands_twice_is_moved_once() -> None:
+    tensor = x()
+    first, second, third = move_to_device((tensor, [tensor], x()), META)
+    assert first is second[0] and first is not third
+
+
+def test_strangers_are_left_alone() -> None:
+    stranger, counted = SimpleNamespace(x=x()), Counter("aab")
+    values = [stranger, counted, np.zeros(2), "text", b"bytes", 1.5, None, torch.float32]
+    moved = move_to_device([*values, x()], META)
+    assert all(a is b for a, b in zip(moved, values))
+
+
+def test_only_floats_are_converted() -> None:
+    batch = {"f": x(), "h": x().half(), "i": x().long(), "b": x().bool(), "c": x().to(torch.complex64)}
+    dtypes = {name: tensor.dtype for name, tensor in convert_floats(batch, torch.float64).items()}
+    assert dtypes == {"f": torch.float64, "h": torch.float64, "i": torch.int64, "b": torch.bool, "c": torch.complex64}
+
+
+def test_a_batch_is_let_go_without_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        batch = {"x": [x()]}
+        moved = move_to_device(batch, META)
+        seen = weakref.ref(batch["x"][0]), weakref.ref(moved["x"][0])
+        del batch, moved
+        assert [reference() for reference in seen] == [None, None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (x(5, 2), 5),
+        (torch.tensor(3.0), 1),
+        ((x(4, 2), x(4)), 4),
+        ([x(4, 2)], 4),
+        ({"name": ["a", "b", "c"], "none": None, "x": x(3)}, 3),
+        ([["text", {"deep": x(6)}], x(2)], 6),
+        (Plain(x(8)), 8),
+        (Graph(), 7),
+        (np.zeros((9, 2)), 9),
+        ((np.float32(1.0), x(3)), 1),
+        (torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged), 2),
+    ],
+)
+def test_sizes(batch: Any, size: int) -> None:
+    assert batch_size_of(batch) == size
+
+
+@pytest.mark.parametrize("batch", [None, "text", [], {}, ["a", "b"], {"a": 1}, object()])
+def test_no_size_is_told_with_its_fix(batch: Any) -> None:
+    with pytest.raises(ConfigurationError, match="batch_size="):
+        batch_size_of(batch)
+
+
+def test_ambiguous_sizes() -> None:
+    assert batch_sizes_of({"a": x(4), "b": [x(2), x(4)]}) == [4, 2]
+    assert batch_sizes_of((x(4), x(4))) == [4]

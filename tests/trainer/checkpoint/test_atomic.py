@@ -1,0 +1,323 @@
+"""A checkpoint is complete or absent: killed writers, full disks, taken names, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
+from leyden.trainer.checkpoint.manifest import CHUNK, read_manifest
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.staging import is_staging
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+
+HERE = Path(__file__).parent
+
+
+def run(code: str, *args: object) -> str:
+    """Runs code in a process of its own; returns what it printed."""
+    path = os.pathsep.join([str(HERE.parents[2]), str(HERE), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+# For n = 0, 1, … a forked child dies by SIGKILL at the n-th thing it asks of the file system; the one that asks for
+# no more ends the loop. Forked, so that torch is imported once.
+KILLED_AT_EVERY_STEP = """
+    import os, signal, sys
+    from pathlib import Path
+    from conftest import write
+    from leyden.trainer.checkpoint.folder import delete
+
+    base, name, action = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    CALLS = {"open", "write", "flush", "fsync", "__exit__", "mkdir", "rename", "rmdir", "unlink", "listdir", "scandir"}
+
+    def die_at(count):
+        left = [count]
+        def before(frame, event, function):
+            left[0] -= event == "c_call" and function.__name__ in CALLS
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        sys.setprofile(before)
+
+    for count in range(1000):
+        folder = base / str(count)
+        write(folder / "old", 1)
+        pid = os.fork()
+        if pid == 0:
+            die_at(count)
+            delete(folder / name) if action == "delete" else write(folder / name, 2, action == "overwrite")
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        if os.WIFEXITED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+    print(count)
+"""
+
+
+def visible(folder: Path) -> list[str]:
+    return sorted(name for name in os.listdir(folder) if not is_staging(name))
+
+
+def steps_of(folder: Path, read: Any) -> dict[str, float]:
+    """Every visible checkpoint, read in full, and the step it is of."""
+    return {name: float(read(folder / name)["model"]["weight"][0, 0]) for name in visible(folder)}
+
+
+@pytest.mark.parametrize("action", ["new", "overwrite", "delete"])
+def test_killed_at_every_step_of_a_save(action: str, tmp_path: Path, write: Any, read: Any) -> None:
+    name = "new" if action == "new" else "old"
+    count = int(run(KILLED_AT_EVERY_STEP, tmp_path, name, action))
+    assert count > (10 if action == "delete" else 60)
+    seen = set()
+    for number in range(count + 1):
+        folder = tmp_path / str(number)
+        before = visible(folder)
+        found = newest(folder)
+        steps = steps_of(folder, read)
+        if action == "delete":
+            assert steps in ({}, {"old": 1.0})
+            assert (found is None) == (not steps)
+        elif action == "new":
+            assert steps in ({"old": 1.0}, {"old": 1.0, "new": 2.0})
+            assert found == folder / ("new" if "new" in steps else "old")
+        else:
+            assert before in ([], ["old"])
+            assert steps in ({"old": 1.0}, {"old": 2.0})
+            assert found == folder / "old"
+        seen.add(str(steps))
+        # The next writer clears what was left, and numbers on.
+        highest = max([read_manifest(path).save_counter for path in all_checkpoints(folder)], default=0)
+        last = write(folder / "last", 3)
+        assert read_manifest(last).save_counter == highest + 1
+        assert not [entry for entry in os.listdir(folder) if is_staging(entry)]
+        assert newest(folder) == last
+    assert len(seen) == 2
+
+
+def test_an_overwrite_that_was_killed_is_healed_by_opening_it(tmp_path: Path, read: Any) -> None:
+    count = int(run(KILLED_AT_EVERY_STEP, tmp_path, "old", "overwrite"))
+    aside = [number for number in range(count) if not visible(tmp_path / str(number))]
+    assert aside
+    for number in aside:
+        assert float(read(tmp_path / str(number) / "old")["model"]["weight"][0, 0]) == 1.0
+
+
+def test_the_files_of_a_live_writer_are_left_alone(tmp_path: Path, write: Any) -> None:
+    writer = CheckpointWriter(tmp_path / "slow")
+    writer.json("a", 1)
+    write(tmp_path / "quick")
+    run(
+        "import sys; from pathlib import Path; from conftest import write; write(Path(sys.argv[1]))", tmp_path / "other"
+    )
+    assert writer.commit(progress={}).name == "slow"
+    assert CheckpointReader(tmp_path / "slow").json("a") == 1
+
+
+FULL_DISK = """
+    import resource, sys, torch
+    from pathlib import Path
+    from conftest import read, write
+    from leyden.trainer.checkpoint.errors import CheckpointError
+    from leyden.trainer.checkpoint.writer import CheckpointWriter
+
+    folder = Path(sys.argv[1])
+    old = write(folder / "old", 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+    try:
+        with CheckpointWriter(folder / "new") as writer:
+            writer.json("small", 1)
+            writer.model({"weight": torch.ones(1_000_000)})
+            writer.commit(progress={})
+    except CheckpointError as error:
+        assert isinstance(error.__cause__, OSError), error.__cause__
+        print(error)
+"""
+
+
+def test_a_full_disk(tmp_path: Path, read: Any) -> None:
+    said = run(FULL_DISK, tmp_path, 100_000)
+    assert str(tmp_path / "new" / "model.safetensors") in said
+    assert "File too large" in said
+    assert "keep fewer checkpoints" in said
+    assert os.listdir(tmp_path) == ["old"]
+    assert float(read(tmp_path / "old")["model"]["weight"][0, 0]) == 1.0
+
+
+def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=r"file.*choose another path") as caught:
+        CheckpointWriter(tmp_path / "file" / "new")
+    assert isinstance(caught.value.__cause__, NotADirectoryError | FileExistsError)
+    with pytest.raises(CheckpointError, match="is no checkpoint and is not overwritten"):
+        CheckpointWriter(tmp_path / "file", overwrite=True)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="is no checkpoint"):
+        CheckpointWriter(tmp_path / "folder", overwrite=True)
+
+
+def test_the_parent_taken_away_while_writing(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path / "runs" / "new")
+    shutil.rmtree(tmp_path / "runs")
+    with pytest.raises(CheckpointError, match="runs/new/a.json: cannot be written: No such file") as caught:
+        writer.json("a", 1)
+    assert isinstance(caught.value.__cause__, FileNotFoundError)
+    with pytest.raises(CheckpointError, match="committed or aborted"):
+        writer.json("b", 1)
+
+
+def test_a_name_is_never_used_twice(tmp_path: Path, write: Any, read: Any) -> None:
+    paths = [write(tmp_path / "step=1", step) for step in (1, 2, 3)]
+    assert [path.name for path in paths] == ["step=1", "step=1-v1", "step=1-v2"]
+    assert [float(read(path)["model"]["weight"][0, 0]) for path in paths] == [1.0, 2.0, 3.0]
+    (tmp_path / "taken").mkdir()
+    assert write(tmp_path / "taken").name == "taken-v1"
+
+
+def test_overwrite_replaces(tmp_path: Path, write: Any, read: Any) -> None:
+    write(tmp_path / "last", 1, overwrite=True)
+    assert write(tmp_path / "last", 2, overwrite=True) == tmp_path / "last"
+    assert os.listdir(tmp_path) == ["last"]
+    assert float(read(tmp_path / "last")["model"]["weight"][0, 0]) == 2.0
+    assert read_manifest(tmp_path / "last").save_counter == 2
+
+
+def test_an_error_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), CheckpointWriter(tmp_path / "new") as writer:
+        writer.json("a", 1)
+        raise ZeroDivisionError
+    with CheckpointWriter(tmp_path / "new") as writer:
+        writer.json("a", 1)
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_that_cannot_be_written(tmp_path: Path) -> None:
+    with CheckpointWriter(tmp_path / "new") as writer:
+        for name in ("manifest", "../x", "/x", "a//b", "a\\b"):
+            with pytest.raises(CheckpointError, match="cannot be written as"):
+                writer.json(name, 1)
+        writer.json("a", 1)
+        with pytest.raises(CheckpointError, match="which is there"):
+            writer.state("a", 1)
+        with pytest.raises(CheckpointError, match="plain JSON"):
+            writer.json("nan", float("nan"))
+        writer.json("sub/folder/b.json", [2])
+        path = writer.commit(progress={"epoch": 1, "global_step": 2, "x": 3}, world_size=4, strategy="fsdp")
+    reader = CheckpointReader(path)
+    assert reader.json("sub/folder/b") == [2]
+    assert reader.has("a")
+    assert reader.has("a.json")
+    assert not reader.has("b")
+    assert reader.progress() == {"epoch": 1, "global_step": 2, "x": 3}
+    assert reader.manifest.progress == {"epoch": 1, "global_step": 2}
+    assert (reader.manifest.world_size, reader.manifest.strategy) == (4, "fsdp")
+    assert reader.manifest.versions["torch"] == torch.__version__
+    assert not reader.optimizers()
+
+
+def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CheckpointWriter("relative") as writer:
+        writer.json("a", 1)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        assert writer.commit(progress={}) == tmp_path / "relative"
+
+
+def test_files_of_other_ranks_are_merged_from_shards(tmp_path: Path) -> None:
+    """What sharded writing will do: several files for one tensor, written by several writers into one folder."""
+    import json
+
+    from leyden.trainer.checkpoint.safefile import write_file, write_tensors
+
+    whole = torch.arange(20.0).reshape(5, 4)
+    with CheckpointWriter(tmp_path / "c") as writer:
+        shards = []
+        for rank, rows in enumerate([slice(0, 2), slice(2, 5)]):
+            name = f"model-0000{rank + 1}-of-00002.safetensors"
+            writer.add({name: write_tensors(writer.folder / name, {"w": whole[rows]})})
+            shards.append([name, "w", [rows.start, 0]])
+        part = {"dtype": "float32", "shape": [5, 4], "shards": shards}
+        layout = {"tensors": {"w": {"dtype": "float32", "shape": [5, 4], "parts": {"": part}}}, "extra": []}
+        writer.add({"layout.json": write_file(writer.folder / "layout.json", [json.dumps(layout).encode()])})
+        path = writer.commit(progress={}, world_size=2)
+    assert torch.equal(CheckpointReader(path).model()["w"], whole)
+
+
+def test_files_of_several_chunks(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randint(0, 255, (CHUNK + 12345,), dtype=torch.uint8),
+        "b": torch.randint(0, 255, (CHUNK // 2,), dtype=torch.uint8),
+        "c": torch.randint(0, 255, (CHUNK,), dtype=torch.uint8),
+    }
+    with CheckpointWriter(tmp_path / "c") as writer:
+        writer.model(tensors)
+        path = writer.commit(progress={})
+    entry = read_manifest(path).files["model.safetensors"]
+    assert len(entry.sha256) == 3
+    reader = CheckpointReader(path)
+    back = reader.model()
+    assert all(torch.equal(back[name], tensors[name]) for name in tensors)
+    # The last byte is in the last chunk, which "a" does not touch.
+    with open(path / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert torch.equal(reader.model(["a"])["a"], tensors["a"])
+    with pytest.raises(CheckpointError, match="checksum"):
+        reader.model(["c"])
+    with pytest.raises(CheckpointError, match="checksum"):
+        reader.verify()
+    reader.verify_sizes()
+
+
+def test_newest_goes_by_the_counter_and_not_by_name_or_time(tmp_path: Path, write: Any) -> None:
+    paths = [write(tmp_path / name, step) for step, name in enumerate(("z", "m", "a"), 1)]
+    os.utime(paths[0], (2**31, 2**31))
+    assert newest(tmp_path) == paths[2]
+    assert all_checkpoints(tmp_path) == paths
+    assert [read_manifest(path).save_counter for path in paths] == [1, 2, 3]
+
+
+def test_none_there_and_only_damaged_ones(tmp_path: Path, write: Any) -> None:
+    assert newest(tmp_path / "none", strict=True) is None
+    (tmp_path / "notes").mkdir()
+    assert newest(tmp_path, strict=True) is None
+    damaged = write(tmp_path / "c")
+    (damaged / "rank-0.json").write_bytes(b"x")
+    with pytest.warns(UserWarning, match=r"rank-0\.json"):
+        assert newest(tmp_path) is None
+    with pytest.warns(UserWarning), pytest.raises(CheckpointError, match=r"only damaged.*rank-0\.json"):
+        newest(tmp_path, strict=True)
+
+
+def test_delete_takes_only_checkpoints(tmp_path: Path, write: Any) -> None:
+    path = write(tmp_path / "c")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "link").symlink_to(path)
+    for other in (tmp_path / "mine", tmp_path / "link", tmp_path / "none"):
+        with pytest.raises(CheckpointError, match="not deleted"):
+            delete(other)
+    assert is_checkpoint(path)
+    delete(path)
+    assert sorted(os.listdir(tmp_path)) == ["link", "mine"]

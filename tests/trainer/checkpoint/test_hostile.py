@@ -1,0 +1,345 @@
+"""Damaged and hostile checkpoints: never loaded, no code run, the file named, and the newest good one found."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leyden.trainer import checkpoint
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.safefile import MAX_HEADER, write_file
+
+FILES = [
+    "manifest.json",
+    "progress.json",
+    "layout.json",
+    "model.safetensors",
+    "optimizer.json",
+    "optimizer-0.safetensors",
+    "rank-0.json",
+    "rank-0.safetensors",
+    "callbacks.json",
+    "hparams.json",
+]
+
+
+@pytest.fixture
+def two(tmp_path: Path, write: Any) -> tuple[Path, Path]:
+    """A good checkpoint, and the newer one that a test damages."""
+    return write(tmp_path / "old", 1), write(tmp_path / "new", 2)
+
+
+def assert_refused(old: Path, new: Path, name: str, read: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointReader(new).verify()
+    assert str(new / name) in str(caught.value)
+    with pytest.raises(CheckpointError, match=name):
+        read(new)
+    with pytest.warns(UserWarning, match=name):
+        assert newest(old.parent) == old
+    assert float(read(old)["model"]["weight"][0, 0]) == 1.0
+
+
+def test_the_list_of_files_is_complete(two: tuple[Path, Path]) -> None:
+    assert sorted(os.listdir(two[1])) == sorted(FILES)
+    CheckpointReader(two[1]).verify()
+    assert newest(two[1].parent) == two[1]
+
+
+@pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit(two: tuple[Path, Path], read: Any, name: str, place: float) -> None:
+    data = bytearray((two[1] / name).read_bytes())
+    data[int(place * (len(data) - 1))] ^= 1 << int(place * 7)
+    (two[1] / name).write_bytes(data)
+    assert_refused(*two, name, read)
+
+
+def test_every_bit_of_the_manifest_counts(two: tuple[Path, Path]) -> None:
+    good = (two[1] / MANIFEST).read_bytes()
+    for index in range(len(good) * 8):
+        data = bytearray(good)
+        data[index // 8] ^= 1 << index % 8
+        with pytest.raises(ValueError, match=r"manifest|digest"):
+            Manifest.from_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file(two: tuple[Path, Path], read: Any, name: str, keep: float) -> None:
+    os.truncate(two[1] / name, int(os.path.getsize(two[1] / name) * keep))
+    assert_refused(*two, name, read)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_longer_file(two: tuple[Path, Path], read: Any, name: str) -> None:
+    with open(two[1] / name, "ab") as file:
+        file.write(b" ")
+    assert_refused(*two, name, read)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file(two: tuple[Path, Path], read: Any, name: str) -> None:
+    (two[1] / name).unlink()
+    assert_refused(*two, name, read)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_folder_or_a_fifo_in_place_of_a_file(two: tuple[Path, Path], read: Any, name: str) -> None:
+    (two[1] / name).unlink()
+    (two[1] / name).mkdir()
+    assert_refused(*two, name, read)
+    (two[1] / name).rmdir()
+    os.mkfifo(two[1] / name)
+    assert_refused(*two, name, read)
+
+
+class Bomb:
+    """Leaves a mark on the disk when unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def forge(folder: Path, name: str, data: bytes) -> None:
+    """Puts a file in place with a manifest that vouches for it: checksums are no signature."""
+    (folder / name).unlink(missing_ok=True)
+    entry = write_file(folder / name, [data])
+    manifest = read_manifest(folder)
+    (folder / MANIFEST).write_bytes(
+        Manifest(
+            files={**manifest.files, name: entry},
+            save_counter=manifest.save_counter,
+            saved_at=manifest.saved_at,
+            progress=manifest.progress,
+            world_size=1,
+            strategy="x",
+        ).to_bytes()
+    )
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+@pytest.mark.parametrize("forged", [False, True])
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_in_place_of_a_file(
+    two: tuple[Path, Path], read: Any, name: str, forged: bool, zipped: bool, tmp_path: Path
+) -> None:
+    mark = tmp_path / "code-was-run"
+    source = tmp_path / "bomb"
+    torch.save(Bomb(mark), source) if zipped else source.write_bytes(pickle.dumps(Bomb(mark)))
+    if forged and name != MANIFEST:
+        forge(two[1], name, source.read_bytes())
+        with pytest.raises(CheckpointError, match=name):
+            read(two[1])
+    else:
+        shutil.copy(source, two[1] / name)
+        assert_refused(*two, name, read)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Bomb(mark)))  # it is armed: the test can fail
+    assert mark.exists()
+
+
+def with_names(manifest: Manifest, files: dict[str, FileEntry]) -> bytes:
+    return Manifest(files, manifest.save_counter, manifest.saved_at, {}, 1, "x").to_bytes()
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.json", "/etc/passwd", "a/../../outside.json", "C:\\x", "..", "", "./a", "a\0b"]
+)
+def test_a_name_that_leads_out(two: tuple[Path, Path], read: Any, name: str) -> None:
+    manifest = read_manifest(two[1])
+    (two[1] / MANIFEST).write_bytes(with_names(manifest, {**manifest.files, name: FileEntry(0, ())}))
+    assert_refused(*two, MANIFEST, read)
+
+
+@pytest.mark.parametrize("where", ["rank-0.json", "layout.json"])
+@pytest.mark.parametrize("name", ["../old/rank-0.safetensors", "/etc/passwd", "unlisted.safetensors"])
+def test_a_json_that_names_a_file_outside(two: tuple[Path, Path], read: Any, where: str, name: str) -> None:
+    text = (two[1] / where).read_text()
+    inside = "rank-0.safetensors" if where == "rank-0.json" else "model.safetensors"
+    assert inside in text
+    shutil.copy(two[1] / inside, two[1] / "unlisted.safetensors")
+    forge(two[1], where, text.replace(inside, name).encode())
+    with pytest.raises(CheckpointError, match="no part of this checkpoint"):
+        read(two[1])
+
+
+def test_a_link_that_leaves_the_folder(two: tuple[Path, Path], read: Any) -> None:
+    for name in FILES:
+        kept = (two[1] / name).read_bytes()
+        (two[1] / name).unlink()
+        (two[1] / name).symlink_to(two[0] / name)
+        assert_refused(*two, name, read)
+        (two[1] / name).unlink()
+        (two[1] / name).write_bytes(kept)
+    CheckpointReader(two[1]).verify()
+
+
+def header(entries: Any) -> bytes:
+    return framed(json.dumps(entries).encode())
+
+
+def framed(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+SAFETENSORS = {
+    "oversized header": (2**63).to_bytes(8, "little") + b"{}",
+    "header over the limit": (MAX_HEADER + 1).to_bytes(8, "little") + b"{}",
+    "header longer than the file": (100).to_bytes(8, "little") + b"{}",
+    "no header": b"",
+    "short": b"\0\0",
+    "no JSON": (4).to_bytes(8, "little") + b"\x80\x04N.",
+    "deep JSON": (200_000).to_bytes(8, "little") + b"[" * 200_000,
+    "a list": header([]),
+    "offsets beyond the end": header({"weight": {**ONE, "data_offsets": [0, 400]}}) + b"1234",
+    "wrong size": header({"weight": {**ONE, "shape": [2]}}) + b"1234",
+    "negative shape": header({"weight": {**ONE, "shape": [-1, -1]}}) + b"1234",
+    "enormous shape": header({"weight": {**ONE, "shape": [2**62, 2**62]}}) + b"1234",
+    "enormous empty shape": header({"weight": {**ONE, "shape": [2**61, 2**61, 0], "data_offsets": [0, 0]}}),
+    "true as a size": header({"weight": {**ONE, "shape": [True]}}) + b"1234",
+    "unknown dtype": header({"weight": {**ONE, "dtype": "OBJ"}}) + b"1234",
+    "overlap": header({"weight": ONE, "bias": ONE}) + b"1234",
+    "gap": header({"weight": {**ONE, "data_offsets": [4, 8]}}) + b"12345678",
+    "bytes left over": header({"weight": ONE}) + b"12345678",
+    "twice": framed(b'{"w":%s,"w":%s}' % ((json.dumps(ONE).encode(),) * 2)) + b"1234",
+    "other tensors": header({"other": ONE}) + b"1234",
+}
+
+
+@pytest.mark.parametrize("kind", SAFETENSORS)
+def test_a_forged_safetensors_file(two: tuple[Path, Path], kind: str) -> None:
+    forge(two[1], "model.safetensors", SAFETENSORS[kind])
+    reader = CheckpointReader(two[1])
+    with pytest.raises(CheckpointError, match=r"model.safetensors"):
+        reader.model()
+
+
+BOMBS = [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 100_000, b"", b"\xff\xfe", b"NaN", b"[]", b"{}", b"null"]
+
+
+@pytest.mark.parametrize("name", ["layout.json", "optimizer.json", "rank-0.json", "callbacks.json", "progress.json"])
+@pytest.mark.parametrize("data", BOMBS, ids=lambda data: repr(data[:6]))
+def test_a_forged_json_file(two: tuple[Path, Path], read: Any, name: str, data: bytes) -> None:
+    if (name, data) == ("progress.json", b"{}"):
+        pytest.skip("an empty progress is sound")
+    forge(two[1], name, data)
+    with pytest.raises(CheckpointError, match=name):
+        read(two[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layout: layout["tensors"]["weight"].update(shape=[3, 5]),
+        lambda layout: layout["tensors"]["weight"].update(strides=[1, 2**40]),
+        lambda layout: layout["tensors"]["weight"].update(alias_of="weight2"),
+        lambda layout: layout["tensors"]["weight"]["parts"][""].update(shape=[10**9, 10**9]),
+        lambda layout: layout["tensors"]["weight"]["parts"][""].update(shape=[5, 3], shards=[]),
+        lambda layout: layout["tensors"]["weight"]["parts"][""]["shards"][0].__setitem__(1, "bias"),
+        lambda layout: layout["tensors"].update(weight=3),
+        lambda layout: layout.update(extra=["x"]),
+    ],
+)
+def test_a_forged_layout(two: tuple[Path, Path], change: Callable[[Any], None]) -> None:
+    layout = json.loads((two[1] / "layout.json").read_text())
+    change(layout)
+    forge(two[1], "layout.json", json.dumps(layout).encode())
+    with pytest.raises(CheckpointError, match="new"):
+        CheckpointReader(two[1]).model()
+
+
+def test_a_newer_format_says_so(two: tuple[Path, Path]) -> None:
+    manifest = read_manifest(two[1])
+    newer = Manifest(manifest.files, 2, manifest.saved_at, {}, 1, "x", format=99)
+    (two[1] / MANIFEST).write_bytes(newer.to_bytes())
+    with pytest.raises(CheckpointError, match="update leyden"):
+        CheckpointReader(two[1])
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not there"):
+        CheckpointReader(tmp_path / "none")
+    (tmp_path / "file").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="load_foreign"):
+        CheckpointReader(tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"manifest.json.*missing"):
+        CheckpointReader(tmp_path)
+
+
+def test_only_foreign_py_can_open_a_pickle() -> None:
+    package = Path(checkpoint.__file__).parent
+    for file in package.glob("*.py"):
+        names = {
+            alias.name if isinstance(node, ast.Import) else node.module
+            for node in ast.walk(ast.parse(file.read_text()))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
+        }
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)}
+        opens_pickles = bool(names & {"pickle", "marshal", "shelve"}) or bool(
+            calls & {"torch.load", "eval", "exec", "numpy.load"}
+        )
+        assert opens_pickles == (file.name == "foreign.py"), file.name
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_foreign_pickle_needs_trust(tmp_path: Path) -> None:
+    mark = tmp_path / "code-was-run"
+    torch.save({"state": Bomb(mark)}, tmp_path / "x.ckpt")
+    with pytest.raises(CheckpointError, match="trust=True"):
+        load_foreign(tmp_path / "x.ckpt")
+    assert not mark.exists()
+    load_foreign(tmp_path / "x.ckpt", trust=True)
+    assert mark.exists()
+
+
+def test_a_foreign_pickle_of_weights_runs_nothing(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    assert torch.equal(load_foreign(tmp_path / "x.pt", trust=True)["w"], torch.ones(2))
+    assert not [warning for warning in recwarn if "unpickled in full" in str(warning.message)]
+    torch.save({"state": Bomb(tmp_path / "mark")}, tmp_path / "y.pt")
+    with pytest.warns(UserWarning, match="unpickled in full"):
+        load_foreign(tmp_path / "y.pt", trust=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x80\x04."])
+def test_a_foreign_file_that_is_none(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "x.pt").write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"x\.pt"):
+        load_foreign(tmp_path / "x.pt", trust=True)
+
+
+def test_foreign_safetensors_load_always(tmp_path: Path) -> None:
+    import safetensors.torch
+
+    weights = {"a": torch.ones(3, 2, dtype=torch.bfloat16), "b": torch.tensor(1)}
+    safetensors.torch.save_file(weights, tmp_path / "w.safetensors")
+    back = load_foreign(tmp_path / "w.safetensors")
+    assert torch.equal(back["a"], weights["a"])
+    assert torch.equal(back["b"], weights["b"])
+    for data in SAFETENSORS.values():
+        (tmp_path / "bad.safetensors").write_bytes(data)
+        if data not in (SAFETENSORS["other tensors"],):
+            with pytest.raises(CheckpointError, match=r"bad\.safetensors"):
+                load_foreign(tmp_path / "bad.safetensors")
+    with pytest.raises(CheckpointError, match="not there"):
+        load_foreign(tmp_path / "none.safetensors")

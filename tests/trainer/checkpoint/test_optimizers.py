@@ -1,0 +1,293 @@
+"""All of torch's optimizers and schedulers go on bit for bit after a checkpoint."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.optimizers import from_named, to_named
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+O = torch.optim
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: O.SGD(p, lr=0.1),
+    "SGD-momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD-fused": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: O.Adam(p, lr=0.1, amsgrad=True),
+    "Adam-tensor-lr": lambda p: O.Adam(p, lr=torch.tensor(0.1), betas=(0.8, 0.9)),
+    "Adam-fused": lambda p: O.Adam(p, lr=0.1, fused=True),
+    "Adam-foreach": lambda p: O.Adam(p, lr=0.1, foreach=True, maximize=True),
+    "AdamW": lambda p: O.AdamW(p, lr=0.1),
+    "Adamax": lambda p: O.Adamax(p, lr=0.1),
+    "NAdam": lambda p: O.NAdam(p, lr=0.1),
+    "RAdam": lambda p: O.RAdam(p, lr=0.1),
+    "Adagrad": lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "Adadelta": lambda p: O.Adadelta(p, lr=0.1),
+    "Adafactor": lambda p: O.Adafactor(p, lr=0.1),
+    "ASGD": lambda p: O.ASGD(p, lr=0.1, t0=2),
+    "Rprop": lambda p: O.Rprop(p, lr=0.1),
+    "RMSprop": lambda p: O.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
+    "LBFGS": lambda p: O.LBFGS(p, lr=0.1, max_iter=4),
+    "LBFGS-wolfe": lambda p: O.LBFGS(p, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"),
+    "SparseAdam": lambda p: O.SparseAdam(p, lr=0.1),
+    "Muon": lambda p: O.Muon([q for q in p if q.dim() == 2], lr=0.1),
+}
+
+
+def build(kind: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(1)
+    if kind == "SparseAdam":
+        return nn.Embedding(10, 3, sparse=True, dtype=dtype)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+
+
+def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    dtype = next(module.parameters()).dtype
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        words, values = torch.randint(0, 10, (4,), generator=generator), torch.randn(6, 5, generator=generator)
+        batch = words if isinstance(module, nn.Embedding) else values.to(dtype)
+
+        def closure(batch: torch.Tensor = batch) -> Any:
+            optimizer.zero_grad()
+            loss = module(batch).float().pow(2).mean()
+            loss.backward()
+            return loss
+
+        if isinstance(optimizer, O.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> CheckpointReader:
+    with CheckpointWriter(path) as writer:
+        writer.model(module.state_dict())
+        writer.optimizers([to_named(optimizer, module)])
+        return CheckpointReader(writer.commit(progress={}))
+
+
+def assert_same_state(a: Any, b: Any, where: str = "") -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, torch.Tensor):
+        assert a.dtype == b.dtype, where
+        assert a.device == b.device, where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same_state(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same_state(x, y, f"{where}[{index}]")
+    else:
+        assert a == b, where
+
+
+def test_the_table_has_all_of_torchs_optimizers() -> None:
+    known = {name for name, kind in vars(O).items() if inspect.isclass(kind) and issubclass(kind, O.Optimizer)}
+    assert known - {"Optimizer"} == {name.split("-")[0] for name in OPTIMIZERS}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make = OPTIMIZERS[kind]
+    module = build(kind, dtype)
+    optimizer = make(list(module.parameters()))
+    train(module, optimizer, range(4))
+    reader = save(tmp_path / "c", module, optimizer)
+
+    fresh = build(kind, dtype)
+    fresh.load_state_dict(reader.model())
+    loaded = make(list(fresh.parameters()))
+    from_named(loaded, reader.optimizers()[0], fresh)
+    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+    train(module, optimizer, range(4, 8))
+    train(fresh, loaded, range(4, 8))
+    assert_same_state(fresh.state_dict(), module.state_dict())
+    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    module = build("AdamW", torch.float32)
+    reader = save(tmp_path / "c", module, O.AdamW(module.parameters(), lr=0.5))
+    loaded = O.AdamW(module.parameters(), lr=0.1)
+    from_named(loaded, reader.optimizers()[0], module)
+    assert loaded.param_groups[0]["lr"] == 0.5
+    assert not loaded.state
+
+
+def groups_of(module: nn.Module, reverse: bool = False) -> list[dict[str, Any]]:
+    weights = [p for p in module.parameters() if p.dim() > 1]
+    biases = [p for p in module.parameters() if p.dim() == 1]
+    return [{"params": weights[::-1] if reverse else weights, "lr": 0.2}, {"params": biases, "weight_decay": 0.0}]
+
+
+def test_state_is_keyed_by_name_and_survives_another_order(tmp_path: Path) -> None:
+    module = build("AdamW", torch.float32)
+    optimizer = O.AdamW(groups_of(module), lr=0.1)
+    train(module, optimizer, range(2))
+    named = to_named(optimizer, module)
+    assert set(named["state"]) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert named["param_groups"][0]["params"] == ["0.weight", "2.weight"]
+    other = O.AdamW(groups_of(module, reverse=True), lr=0.1)
+    from_named(other, save(tmp_path / "c", module, optimizer).optimizers()[0], module)
+    for parameter in module.parameters():
+        assert_same_state(other.state[parameter], optimizer.state[parameter])
+
+
+def test_flags_and_schedulers_own_entries_come_from_the_saved_groups(tmp_path: Path) -> None:
+    module = build("AdamW", torch.float32)
+    optimizer = O.AdamW(list(module.named_parameters()), lr=0.1, foreach=True)
+    schedulers.StepLR(optimizer, 1)
+    loaded = O.AdamW(module.parameters(), lr=0.3)
+    from_named(loaded, save(tmp_path / "c", module, optimizer).optimizers()[0], module)
+    group = loaded.param_groups[0]
+    assert (group["foreach"], group["initial_lr"], group["lr"]) == (True, 0.1, 0.1)
+    assert group["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_parameters_outside_the_module_have_names_too(tmp_path: Path) -> None:
+    module, outside = nn.Linear(2, 1), nn.Parameter(torch.ones(3))
+    optimizer = O.SGD([{"params": list(module.parameters())}, {"params": [outside]}], lr=0.1, momentum=0.9)
+    (module(torch.ones(1, 2)).sum() + outside.sum()).backward()
+    optimizer.step()
+    named = to_named(optimizer, {p: f"net.{name}" for name, p in module.named_parameters()})
+    assert set(named["state"]) == {"net.weight", "net.bias", "__extra__.1.0"}
+    other = O.SGD([{"params": list(module.parameters())}, {"params": [outside]}], lr=0.1, momentum=0.9)
+    from_named(other, named, {p: f"net.{name}" for name, p in module.named_parameters()})
+    assert torch.equal(other.state[outside]["momentum_buffer"], torch.ones(3))
+
+
+def test_shared_learning_rate_tensor_stays_shared(tmp_path: Path) -> None:
+    module = build("Adam", torch.float32)
+    rate = torch.tensor(0.1)
+    groups = [{"params": [p]} for p in module.parameters()]
+    optimizer = O.Adam(groups, lr=rate)
+    saved = save(tmp_path / "c", module, optimizer).optimizers()[0]
+    assert saved["param_groups"][0]["lr"] is saved["param_groups"][3]["lr"]
+
+
+class Own(torch.optim.SGD):
+    """An optimizer with a state of its own, a counter that belongs to no parameter, and its own loading."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "calls": 3}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls = state_dict["calls"]
+        super().load_state_dict(state_dict)
+
+
+def test_an_optimizer_with_its_own_state_dict(tmp_path: Path) -> None:
+    module = build("SGD", torch.bfloat16)
+    optimizer = Own(module.parameters(), lr=0.1, momentum=0.9)
+    train(module, optimizer, range(2))
+    optimizer.state["seen"] = {"n": 1}  # type: ignore[index]
+    reader = save(tmp_path / "c", module, optimizer)
+    loaded = Own(module.parameters(), lr=0.1, momentum=0.9)
+    from_named(loaded, reader.optimizers()[0], module)
+    assert loaded.calls == 3
+    assert loaded.state["seen"] == {"n": 1}  # type: ignore[index]
+    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    module = build("Adam", torch.float32)
+    optimizer = O.Adam(module.parameters())
+    train(module, optimizer, range(1))
+    saved = to_named(optimizer, module)
+    with pytest.raises(ConfigurationError, match=r"saved, but not here: 0.bias, 0.weight"):
+        from_named(O.Adam(list(module.parameters())[2:]), saved, module)
+    with pytest.raises(ConfigurationError, match=r"here, but not saved: __extra__.0.4"):
+        from_named(O.Adam([*module.parameters(), nn.Parameter(torch.ones(1))]), saved, module)
+    with pytest.raises(ConfigurationError, match="2 parameter groups and the checkpoint has 1"):
+        from_named(O.Adam(groups_of(module)), saved, module)
+    grouped = to_named(O.Adam(groups_of(module)), module)
+    parameters = list(module.parameters())
+    with pytest.raises(ConfigurationError, match="0.bias"):
+        from_named(O.Adam([{"params": parameters[:2]}, {"params": parameters[2:]}]), grouped, module)
+    with pytest.raises(ConfigurationError, match="order"):
+        from_named(O.LBFGS(parameters[::-1]), to_named(O.LBFGS(parameters), module), module)
+    with pytest.raises(ConfigurationError, match="to_named"):
+        from_named(optimizer, {}, module)
+    with pytest.raises(ConfigurationError, match="called 'x'"):
+        to_named(optimizer, dict.fromkeys(parameters, "x"))
+
+
+Optim = torch.optim.Optimizer
+SCHEDULERS: dict[str, Callable[[Optim], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: schedulers.StepLR(o, 2),
+    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [1, 3, 3]),
+    "ConstantLR": lambda o: schedulers.ConstantLR(o),
+    "LinearLR": lambda o: schedulers.LinearLR(o),
+    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 8),
+    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3, mode="exp_range", gamma=0.9),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=20),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.LinearLR(o, total_iters=3), schedulers.CosineAnnealingLR(o, 5)], [3]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ExponentialLR(o, 0.9), schedulers.StepLR(o, 2)]
+    ),
+}
+
+
+def test_the_table_has_all_of_torchs_schedulers() -> None:
+    known = {
+        name
+        for name, kind in vars(schedulers).items()
+        if inspect.isclass(kind) and issubclass(kind, schedulers.LRScheduler) and not name.startswith("_")
+    }
+    assert known - {"LRScheduler"} == set(SCHEDULERS)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", SCHEDULERS)
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
+def test_schedulers_go_on(kind: str, rate: Any, disk: Any, tmp_path: Path) -> None:
+    module = build("SGD", torch.float32)
+
+    def begin() -> tuple[Optim, Any]:
+        start = rate.clone() if isinstance(rate, torch.Tensor) else rate
+        optimizer = O.SGD(module.parameters(), lr=start, momentum=0.9)
+        return optimizer, SCHEDULERS[kind](optimizer)
+
+    def steps(optimizer: Optim, scheduler: Any, count: int) -> list[float]:
+        rates = []
+        for _ in range(count):
+            optimizer.step()
+            scheduler.step(*([1.0] if kind == "ReduceLROnPlateau" else []))
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        return rates
+
+    optimizer, scheduler = begin()
+    steps(optimizer, scheduler, 4)
+    saved = disk(scheduler.state_dict())
+    named = save(tmp_path / "c", module, optimizer).optimizers()[0]
+    again, fresh = begin()
+    fresh.load_state_dict(saved)
+    from_named(again, named, module)
+    assert_same_state(fresh.state_dict(), scheduler.state_dict())
+    assert steps(again, fresh, 6) == steps(optimizer, scheduler, 6)

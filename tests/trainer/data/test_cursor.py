@@ -1,0 +1,627 @@
+"""A run that goes on from a checkpoint gives the batches and random numbers of the run that was not interrupted."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.cursor import LoaderCursor, lookahead
+from leyden.trainer.data.rng import rng_state, set_rng_state
+
+EPOCHS = 3
+SIZE = 22
+BATCH = 4
+COUNT = 6
+
+
+class Indices(Dataset[Tensor]):
+    """Each sample is its index; notes in shared memory which were loaded, from workers too."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+        self.loaded = torch.zeros(size, dtype=torch.int64).share_memory_()
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.loaded[index] += 1
+        return torch.tensor(float(index))
+
+
+class Noisy(Indices):
+    def __getitem__(self, index: int) -> Tensor:
+        return super().__getitem__(index) + torch.rand(()) + random.random() + float(np.random.rand())
+
+
+class OwnGenerators(Indices):
+    """Draws from generators of its own, one of each library."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch_rng = torch.Generator().manual_seed(3)
+        self.python_rng = random.Random(3)
+        self.numpy_rng = np.random.default_rng(3)
+        self.legacy_rng = np.random.RandomState(3)
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = self.python_rng.random() + self.numpy_rng.random() + self.legacy_rng.rand()
+        return super().__getitem__(index) + torch.rand((), generator=self.torch_rng) + noise
+
+
+class Epochwise(Sampler[int]):
+    """A user's sampler: its order follows from the epoch."""
+
+    def __init__(self, size: int = SIZE) -> None:
+        self.size, self.epoch = size, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class EagerGlobal(Sampler[int]):
+    """Draws from the global generators when its iterator is made, not when it is first asked."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SIZE))
+        random.shuffle(order)
+        return iter(np.random.permutation(order)[torch.randperm(SIZE).numpy()].tolist())
+
+
+class LazyGlobal(Sampler[int]):
+    """Draws its order from the global generators when it is first asked."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(SIZE).tolist()
+
+
+class OwnRandom(Sampler[int]):
+    """Draws each index from a generator of its own, which goes on over the epochs."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(5)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SIZE):
+            yield self.rng.randrange(SIZE)
+
+
+class Unsized(OwnRandom):
+    __len__ = None  # type: ignore[assignment]
+
+
+class Stateful(OwnRandom):
+    """Carries a number from epoch to epoch, which only its state_dict knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.passes)).tolist())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state["passes"]
+
+
+class Batches(Sampler[list[int]]):
+    """A user's batch sampler, with batches of different sizes."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.randperm(SIZE).tolist()
+        for number in range(COUNT):
+            yield order[number * (number - 1) // 2 : number * (number + 1) // 2 + 1]
+
+
+class StatefulLoader:
+    """A loader of a user's own, with a state_dict."""
+
+    def __init__(self, sized: bool = True) -> None:
+        self.position, self.epoch = 0, 0
+        if not sized:
+            self.__class__ = StatefulWithoutLength
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[Tensor]:
+        order = torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch))
+        while self.position < COUNT:
+            self.position += 1
+            yield order[(self.position - 1) * BATCH :][:BATCH] + torch.rand(())
+        self.position, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position, self.epoch = state["position"], state["epoch"]
+
+
+class StatefulWithoutLength(StatefulLoader):
+    __len__ = None  # type: ignore[assignment]
+
+
+class Stream(IterableDataset[Tensor]):
+    """An iterable data set that knows its place."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.position < SIZE:
+            self.position += 1
+            yield torch.tensor(float(self.position)) + torch.rand(())
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def weighted(**options: Any) -> WeightedRandomSampler:
+    return WeightedRandomSampler([1.0 + i for i in range(SIZE)], SIZE, **options)
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(11)
+
+
+def with_shared_generator(**options: Any) -> DataLoader[Any]:
+    shared = generator()
+    return DataLoader(
+        Indices(), BATCH, sampler=RandomSampler(range(SIZE), generator=shared), generator=shared, **options
+    )
+
+
+WITHOUT_WORKERS: dict[str, Callable[[], Any]] = {
+    "shuffle": lambda: DataLoader(Indices(), BATCH, shuffle=True),
+    "sequential": lambda: DataLoader(Indices(), BATCH),
+    "drop_last": lambda: DataLoader(Indices(), BATCH, shuffle=True, drop_last=True),
+    "no_batches": lambda: DataLoader(Indices(6), batch_size=None, shuffle=True),
+    "random_data": lambda: DataLoader(Noisy(), BATCH, shuffle=True),
+    "own_generators": lambda: DataLoader(OwnGenerators(), BATCH, shuffle=True),
+    "generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator()),
+    "shared_generator": with_shared_generator,
+    "replacement": lambda: DataLoader(Noisy(), BATCH, sampler=RandomSampler(range(SIZE), True, 90)),
+    "replacement_generator": lambda: DataLoader(
+        Indices(), BATCH, sampler=RandomSampler(range(SIZE), True, 90, generator=generator())
+    ),
+    "several_rounds": lambda: DataLoader(
+        Indices(), BATCH, sampler=RandomSampler(range(SIZE), num_samples=70, generator=generator())
+    ),
+    "whole_rounds": lambda: DataLoader(
+        Indices(), BATCH, sampler=RandomSampler(range(SIZE), num_samples=44, generator=generator())
+    ),
+    "subset": lambda: DataLoader(Noisy(), BATCH, sampler=SubsetRandomSampler(range(3, SIZE))),
+    "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=weighted()),
+    "weighted_generator": lambda: DataLoader(
+        Indices(), BATCH, sampler=weighted(replacement=False, generator=generator())
+    ),
+    "set_epoch": lambda: DataLoader(Noisy(), BATCH, sampler=Epochwise()),
+    "eager_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=EagerGlobal()),
+    "lazy_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=LazyGlobal()),
+    "own_random": lambda: DataLoader(Noisy(), BATCH, sampler=OwnRandom()),
+    "stateful_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Stateful()),
+    "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=Batches()),
+    "torch_batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(OwnRandom(), BATCH, True)),
+    "list_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=[5, 3, 1, 7, 9, 2, 4, 6, 0, 11]),
+    "unsized_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Unsized()),
+    "stateful_loader": StatefulLoader,
+    "stateful_loader_without_length": lambda: StatefulLoader(sized=False),
+    "stateful_stream": lambda: DataLoader(Stream(), BATCH),
+    "list": lambda: [torch.tensor([float(i)]) for i in range(COUNT)],
+    "range": lambda: range(COUNT),
+}
+WITH_WORKERS: dict[str, Callable[..., Any]] = {
+    "shuffle": lambda **options: DataLoader(Indices(), BATCH, shuffle=True, **options),
+    "generator": lambda **options: DataLoader(Indices(), BATCH, shuffle=True, generator=generator(), **options),
+    "shared_generator": with_shared_generator,
+    "eager_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=EagerGlobal(), **options),
+    "lazy_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=LazyGlobal(), **options),
+    "stateful_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=Stateful(), **options),
+    "batch_sampler": lambda **options: DataLoader(Indices(), batch_sampler=Batches(), **options),
+    "unsized_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=Unsized(), **options),
+}
+Record = tuple[Any, ...]
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def note(epoch: int, batch: Any) -> Record:
+    """What a step sees: its batch, and random numbers of its own, as dropout draws them."""
+    values = batch.tolist() if isinstance(batch, Tensor) else batch
+    return epoch, values, torch.rand(()).item(), random.random(), np.random.rand()
+
+
+def plain_run(make: Callable[[], Any]) -> list[Record]:
+    seed(1)
+    loader, records = make(), []
+    for epoch in range(EPOCHS):
+        if hasattr(loader, "sampler") and hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            records.append(note(epoch, batch))
+    return records
+
+
+def batches(cursor: LoaderCursor, iterator: Iterator[Any]) -> Iterator[Any]:
+    if cursor.length is not None:
+        return iterator
+    return (batch for batch, _ in lookahead(iterator))
+
+
+def saved(cursor: LoaderCursor, count: int) -> dict[str, Any]:
+    """A checkpoint taken now, which later batches cannot change."""
+    return copy.deepcopy({"loader": cursor.state_dict(count), "rng": rng_state()})
+
+
+def full_run(make: Callable[[], Any]) -> tuple[list[Record], dict[tuple[int, int], dict[str, Any]], dict[int, Any]]:
+    """A run through the cursor, with a checkpoint after every batch and between epochs."""
+    seed(1)
+    cursor, records = LoaderCursor(make()), []
+    inside: dict[tuple[int, int], dict[str, Any]] = {}
+    between: dict[int, Any] = {}
+    for epoch in range(EPOCHS):
+        iterator = cursor.start(epoch)
+        inside[epoch, 0] = saved(cursor, 0)
+        for count, batch in enumerate(batches(cursor, iterator), 1):
+            records.append(note(epoch, batch))
+            inside[epoch, count] = saved(cursor, count)
+        between[epoch] = copy.deepcopy({"rest": cursor.rest_state(), "rng": rng_state()})
+    return records, inside, between
+
+
+def resumed_run(make: Callable[[], Any], place: tuple[int, int], state: dict[str, Any]) -> list[Record]:
+    """Another process's run: new objects, other random numbers."""
+    seed(77)
+    torch.rand(5)
+    cursor, records = LoaderCursor(make()), []
+    epoch, _ = place
+    iterator = cursor.resume(epoch, state["loader"])
+    set_rng_state(state["rng"])
+    while True:
+        for batch in batches(cursor, iterator):
+            records.append(note(epoch, batch))
+        epoch += 1
+        if epoch == EPOCHS:
+            return records
+        iterator = cursor.start(epoch)
+
+
+def rest_of(records: list[Record], place: tuple[int, int]) -> list[Record]:
+    epoch, done = place
+    before = sum(record[0] < epoch for record in records)
+    return records[before + done :]
+
+
+@pytest.mark.parametrize("name", WITHOUT_WORKERS)
+def test_every_place_without_workers(name: str) -> None:
+    make = WITHOUT_WORKERS[name]
+    records, inside, _ = full_run(make)
+    if "without_length" not in name and name not in ("unsized_sampler", "stateful_stream"):
+        # One without a length is drawn ahead, so its numbers come in another order than the plain loop's.
+        assert records == plain_run(make)
+    assert len(records) > 2 * EPOCHS
+    for place, state in inside.items():
+        assert resumed_run(make, place, state) == rest_of(records, place), place
+
+
+@pytest.mark.parametrize("persistent", [False, True], ids=["new_workers", "persistent"])
+@pytest.mark.parametrize("name", WITH_WORKERS)
+def test_places_with_workers(name: str, persistent: bool) -> None:
+    def make() -> Any:
+        return WITH_WORKERS[name](num_workers=2, persistent_workers=persistent, prefetch_factor=1)
+
+    records, inside, _ = full_run(make)
+    if name != "unsized_sampler":
+        assert records == plain_run(make)
+    last = max(count for epoch, count in inside if epoch == 1)
+    for place in [(0, 2), (1, 0), (1, 3), (1, last), (2, 1)]:
+        assert resumed_run(make, place, inside[place]) == rest_of(records, place), place
+
+
+@pytest.mark.parametrize("name", WITHOUT_WORKERS)
+def test_between_epochs(name: str) -> None:
+    make = WITHOUT_WORKERS[name]
+    records, _, between = full_run(make)
+    check_between(make, records, between)
+
+
+@pytest.mark.parametrize("name", ["shuffle", "stateful_sampler", "shared_generator"])
+def test_between_epochs_with_persistent_workers(name: str) -> None:
+    def make() -> Any:
+        return WITH_WORKERS[name](num_workers=1, persistent_workers=True)
+
+    records, _, between = full_run(make)
+    check_between(make, records, between)
+
+
+def check_between(make: Callable[[], Any], records: list[Record], between: dict[int, Any]) -> None:
+    for ended in range(EPOCHS - 1):
+        seed(77)
+        cursor, resumed = LoaderCursor(make()), []
+        cursor.load_rest_state(between[ended]["rest"])
+        set_rng_state(between[ended]["rng"])
+        for epoch in range(ended + 1, EPOCHS):
+            resumed += [note(epoch, batch) for batch in batches(cursor, cursor.start(epoch))]
+        assert resumed == rest_of(records, (ended + 1, 0))
+
+
+def test_epochs_cut_short_by_a_limit() -> None:
+    def run(cursor: LoaderCursor, first: int) -> list[Record]:
+        return [note(epoch, batch) for epoch in range(first, EPOCHS) for batch, _ in zip(cursor.start(epoch), range(3))]
+
+    for make in (StatefulLoader, lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator())):
+        seed(1)
+        cursor = LoaderCursor(make())
+        whole = run(cursor, 0)
+        seed(1)
+        cursor = LoaderCursor(make())
+        [note(0, batch) for batch, _ in zip(cursor.start(0), range(3))]
+        rest, rng = copy.deepcopy(cursor.rest_state(ended=False)), rng_state()
+        seed(77)
+        cursor = LoaderCursor(make())
+        cursor.load_rest_state(rest)
+        set_rng_state(rng)
+        assert run(cursor, 1) == whole[3:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_seek_loads_nothing_before_its_place(workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Indices(), BATCH, sampler=Epochwise(), num_workers=workers)
+
+    _, inside, _ = full_run(make)
+    loader = make()
+    left = list(LoaderCursor(loader).resume(1, inside[1, 3]["loader"]))
+    indices = [int(value) for batch in left for value in batch.tolist()]
+    assert len(indices) == SIZE - 3 * BATCH
+    assert loader.dataset.loaded.nonzero().flatten().tolist() == sorted(indices)
+
+
+def test_the_loader_is_left_as_it_was() -> None:
+    for workers in (0, 1):
+        loader = DataLoader(Indices(), BATCH, shuffle=True, num_workers=workers)
+        before = dict(vars(loader))
+        cursor = LoaderCursor(loader)
+        iterator = cursor.start(0)
+        next(iterator)
+        state = cursor.state_dict(1)
+        resumed = cursor.resume(0, state)
+        assert vars(loader) == before
+        assert len(resumed) == COUNT  # type: ignore[arg-type]
+        assert type(resumed) is type(iter(loader))
+
+
+def test_state_is_of_tensors_and_plain_python() -> None:
+    def check(value: Any) -> None:
+        if isinstance(value, dict):
+            assert all(type(key) in (str, int) for key in value)
+            [check(item) for item in value.values()]
+        elif isinstance(value, (list, tuple)):
+            [check(item) for item in value]
+        else:
+            assert type(value) in (Tensor, int, float, bool, str, bytes, type(None)), value
+
+    for make in WITHOUT_WORKERS.values():
+        _, inside, between = full_run(make)
+        check(list(inside.values()))
+        check(between)
+
+
+def test_a_million_batches_are_skipped_without_loading() -> None:
+    count, size = 1_000_000, 32
+
+    class Counting(Dataset[int]):
+        loaded = 0
+
+        def __len__(self) -> int:
+            return size * (count + 1)
+
+        def __getitem__(self, index: int) -> int:
+            Counting.loaded += 1
+            return index
+
+    cursor = LoaderCursor(DataLoader(Counting(), size, shuffle=True, collate_fn=list))
+    seed(5)
+    cursor.start(0)
+    state = cursor.state_dict(count)
+    iterator = cursor.resume(0, state)
+    assert Counting.loaded == 0
+    left = list(iterator)
+    assert Counting.loaded == size
+    seed(5)
+    torch.empty((), dtype=torch.int64).random_()
+    order = torch.randperm(
+        size * (count + 1),
+        generator=torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item())),
+    )
+    assert left == [order[-size:].tolist()]
+
+
+class DrawsAlways(Sampler[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SIZE):
+            yield int(torch.randint(SIZE, ()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_draws_globally_is_refused(workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Indices(), BATCH, sampler=DrawsAlways(), num_workers=workers)
+
+    cursor = LoaderCursor(make())
+    seed(1)
+    whole = [batch.tolist() for batch in cursor.start(0)]
+    state = cursor.state_dict(3)
+    with pytest.raises(ConfigurationError, match=r"DrawsAlways.*torch.Generator.*allow_replay=True"):
+        LoaderCursor(make()).resume(0, state)
+    seed(9)
+    replayed = LoaderCursor(make(), allow_replay=True).resume(0, state)
+    assert [batch.tolist() for batch in replayed] == whole[3:]
+
+
+def test_what_has_no_state_is_refused_unless_it_may_be_replayed() -> None:
+    class Plain(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(20))
+
+    class Readable:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(5))
+
+    for make, name in ((lambda: DataLoader(Plain(), 4), "Plain"), (Readable, "Readable")):
+        whole = [note(0, batch)[1] for batch in make()]
+        cursor = LoaderCursor(make())
+        ahead = lookahead(cursor.start(0))
+        next(ahead), next(ahead)
+        state = cursor.state_dict(2)
+        with pytest.raises(ConfigurationError, match=f"{name}.*state_dict.*allow_replay=True"):
+            LoaderCursor(make()).resume(0, state)
+        replayed = LoaderCursor(make(), allow_replay=True)
+        assert [note(0, batch)[1] for batch in batches(replayed, replayed.resume(0, state))] == whole[2:]
+        cursor = LoaderCursor(make())
+        iterator = cursor.start(0)
+        assert [note(0, batch)[1] for batch in LoaderCursor(make()).resume(0, cursor.state_dict(0))] == whole
+        del iterator
+
+
+def test_state_in_worker_processes_is_refused() -> None:
+    cursor = LoaderCursor(DataLoader(Stream(), BATCH, num_workers=1))
+    next(lookahead(cursor.start(0)))
+    with pytest.raises(ConfigurationError, match="worker processes.*StatefulDataLoader"):
+        cursor.resume(0, cursor.state_dict(1))
+
+
+def test_a_shorter_data_set_is_refused() -> None:
+    cursor = LoaderCursor(DataLoader(Indices(), BATCH))
+    cursor.start(0)
+    with pytest.raises(ConfigurationError, match="stands at batch 5.*has 2"):
+        LoaderCursor(DataLoader(Indices(8), BATCH)).resume(0, cursor.state_dict(5))
+
+
+def test_set_epoch_is_told_to_every_part_once() -> None:
+    told: list[tuple[str, int]] = []
+
+    class Listening(Epochwise):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(("sampler", epoch))
+
+    class Data(Indices):
+        def set_epoch(self, epoch: int) -> None:
+            told.append(("data", epoch))
+
+    cursor = LoaderCursor(DataLoader(Data(), BATCH, sampler=Listening()))
+    cursor.start(4)
+    assert sorted(told) == [("data", 4), ("sampler", 4)]
+    told.clear()
+    cursor.resume(5, cursor.state_dict(2))
+    assert sorted(told) == [("data", 5), ("sampler", 5)]
+    told.clear()
+    cursor.start()
+    assert told == []
+
+
+def test_a_sized_loader_is_not_drawn_early() -> None:
+    data = Indices()
+    cursor = LoaderCursor(DataLoader(data, BATCH))
+    iterator = cursor.start(0)
+    assert data.loaded.sum() == 0
+    next(iterator)
+    assert data.loaded.sum() == BATCH
+    data.loaded.zero_()
+    iterator = cursor.resume(0, cursor.state_dict(1))
+    assert data.loaded.sum() == 0
+    assert next(iterator).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+def test_a_loader_is_not_kept_alive_by_a_cycle() -> None:
+    """Workers go when the last reference goes: a collection in the middle of something else would wait for them."""
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        for make in (
+            WITHOUT_WORKERS["shuffle"],
+            lambda: WITH_WORKERS["lazy_sampler"](num_workers=1, persistent_workers=True),
+        ):
+            loader = make()
+            cursor = LoaderCursor(loader)
+            iterator = cursor.start(0)
+            next(iterator)
+            iterator = cursor.resume(0, cursor.state_dict(1))
+            next(iterator)
+            seen = weakref.ref(loader), weakref.ref(iterator)
+            del cursor, loader, iterator
+            assert [reference() for reference in seen] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_lookahead_keeps_no_batch_alive() -> None:
+    import gc
+    import weakref
+
+    class Batch:
+        pass
+
+    pairs = lookahead(Batch() for _ in range(2))
+    batch, last = next(pairs)
+    seen = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert seen() is None and not last
+    assert next(pairs)[1] is True
+    assert list(lookahead(iter(()))) == []

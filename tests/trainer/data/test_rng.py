@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.generators import Generators, is_random_source, random_state, set_random_state
+from leyden.trainer.data.rng import SEED_VARIABLE, isolated_rng, rng_state, seed_everything, set_rng_state
+
+
+@pytest.fixture(autouse=True)
+def untouched() -> Iterator[None]:
+    state = rng_state()
+    yield
+    set_rng_state(state)
+
+
+def draw() -> tuple[float, ...]:
+    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()
+
+
+def test_a_state_brings_back_the_same_numbers() -> None:
+    random.gauss(0, 1), np.random.randn()  # both keep a second number for later
+    state = rng_state()
+    numbers = [draw() for _ in range(3)]
+    set_rng_state(state)
+    assert [draw() for _ in range(3)] == numbers
+    assert [draw() for _ in range(3)] != numbers
+
+
+def test_numpy_is_left_out_where_nothing_has_imported_it() -> None:
+    code = (
+        "import sys, random; sys.modules.pop('numpy.random', None)\n"
+        "from leyden.trainer.data.rng import rng_state, set_rng_state\n"
+        "state = rng_state(); print('numpy' in state); set_rng_state(state)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        torch.Generator().manual_seed(1),
+        random.Random(1),
+        np.random.default_rng(1),
+        np.random.Generator(np.random.MT19937(1)),
+        np.random.Generator(np.random.Philox(1)),
+        np.random.Generator(np.random.SFC64(1)),
+        np.random.RandomState(1),
+    ],
+    ids=lambda source: type(source).__name__ + type(getattr(source, "bit_generator", None)).__name__,
+)
+def test_single_generators(source: object) -> None:
+    def number() -> float:
+        if isinstance(source, torch.Generator):
+            return torch.rand((), generator=source).item()
+        return float(source.random())  # type: ignore[attr-defined]
+
+    assert is_random_source(source)
+    state = random_state(source)
+    numbers = [number() for _ in range(5)]
+    set_random_state(source, state)
+    assert [number() for _ in range(5)] == numbers
+
+
+def test_other_objects_are_no_generators() -> None:
+    assert not any(is_random_source(item) for item in (1, "a", torch.zeros(1), np.zeros(1), random, torch.Generator))
+
+
+def test_generators_are_found_once_and_by_path() -> None:
+    class Data(list):  # type: ignore[type-arg]
+        rng: random.Random
+
+    data = Data(range(4))
+    data.rng = random.Random(1)
+    shared = torch.Generator()
+    owned = Generators(DataLoader(data, shuffle=True, generator=shared))
+    assert set(owned.states()) == {"loader.generator", "loader.dataset.rng"}
+
+
+def test_an_isolated_block_leaves_no_trace() -> None:
+    seed_everything(3)
+    expected = draw()
+    seed_everything(3)
+    with pytest.raises(KeyError), isolated_rng():
+        draw()
+        raise KeyError
+    assert draw() == expected
+
+
+def test_an_isolated_block_restores_loaders_and_sends_workers_home() -> None:
+    shared = torch.Generator().manual_seed(1)
+    loader = DataLoader(range(4), shuffle=True, generator=shared, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    before = shared.get_state()
+    with isolated_rng([loader]):
+        list(loader)
+    assert torch.equal(shared.get_state(), before)
+    assert loader._iterator is None
+
+
+def test_seeds() -> None:
+    assert seed_everything(7) == 7
+    numbers = draw()
+    random.seed(7), np.random.seed(7), torch.manual_seed(7)
+    assert draw() == numbers
+    assert seed_everything(2**32 - 1) == 2**32 - 1
+
+
+def test_a_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv(SEED_VARIABLE, raising=False)
+    assert seed_everything() == 0
+    monkeypatch.setenv(SEED_VARIABLE, "12")
+    assert seed_everything(verbose=True) == 12
+    assert capsys.readouterr().out == "Seed set to 12\n"
+    monkeypatch.setenv(SEED_VARIABLE, "twelve")
+    with pytest.raises(ConfigurationError, match="LEYDEN_SEED='twelve' is no integer"):
+        seed_everything()
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range(seed: int) -> None:
+    with pytest.raises(ConfigurationError, match="from 0 to 4294967295"):
+        seed_everything(seed)

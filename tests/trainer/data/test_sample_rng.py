@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.combined import CombinedLoader
+from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.rng import rng_state, set_rng_state
+from leyden.trainer.data.sample_rng import SampleRNG, with_sample_rng
+
+
+class Transformed(Dataset[Tensor]):
+    """Random transforms from all three libraries."""
+
+    name = "transformed"
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        raise AssertionError("loads past the seeds")
+
+
+def samples(loader: Any, epoch: int) -> dict[int, list[float]]:
+    return {int(row[0]): row[1:].tolist() for batch in LoaderCursor(loader).start(epoch) for row in batch}
+
+
+def test_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
+    data = SampleRNG(Transformed(), seed=5)
+    alone = {index: data[index][1:].tolist() for index in range(20)}
+    assert len({tuple(row) for row in alone.values()}) == 20
+    for options in ({}, {"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}):
+        loader = DataLoader(data, 3, shuffle=True, **options)  # type: ignore[arg-type]
+        assert samples(loader, 0) == alone
+        assert samples(loader, 1) != alone
+        assert samples(loader, 0) == alone
+    assert SampleRNG(Transformed(), seed=6)[0][1] != alone[0][0]
+    assert torch.equal(data[np.int64(3)], data[torch.tensor(3)])
+
+
+def test_global_generators_do_not_notice() -> None:
+    data = SampleRNG(Transformed(), seed=5)
+    state = rng_state()
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    set_rng_state(state)
+    data[3]
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_random_transforms_in_workers_resume_exactly(options: dict[str, Any]) -> None:
+    def make() -> LoaderCursor:
+        return LoaderCursor(DataLoader(Transformed(), 3, shuffle=True, **options), sample_rng=True)
+
+    torch.manual_seed(1)
+    cursor, batches, states = make(), [], []
+    for epoch in range(2):
+        for count, batch in enumerate(cursor.start(epoch), 1):
+            batches.append(batch.tolist())
+            states.append((epoch, copy.deepcopy(cursor.state_dict(count)), rng_state()))
+    for done in (1, 4, 7, 9):
+        epoch, state, rng = states[done - 1]
+        torch.manual_seed(99)
+        cursor = make()
+        iterator = cursor.resume(epoch, state)
+        set_rng_state(rng)
+        rest = [batch.tolist() for batch in iterator]
+        if epoch == 0:
+            rest += [batch.tolist() for batch in cursor.start(1)]
+        assert rest == batches[done:], done
+
+
+def test_the_loader_keeps_its_settings_and_class() -> None:
+    class Mine(DataLoader[Any]):
+        def __init__(self, size: int) -> None:
+            super().__init__(Transformed(), size, shuffle=True)
+
+    loader = Mine(4)
+    wrapped = with_sample_rng(loader, seed=1)
+    assert type(wrapped) is Mine and type(wrapped.dataset) is SampleRNG and type(loader.dataset) is Transformed
+    assert wrapped.batch_sampler is loader.batch_sampler
+    assert wrapped.dataset.name == "transformed" and len(wrapped.dataset) == 20
+    assert with_sample_rng(wrapped) is wrapped
+    both = with_sample_rng(CombinedLoader([loader, Mine(2)], "max_size"), seed=1)
+    assert both.mode == "max_size" and all(type(part.dataset) is SampleRNG for part in both.flattened)
+
+
+def test_what_has_no_index_is_refused() -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ConfigurationError, match="Stream has none"):
+        with_sample_rng(DataLoader(Stream()))
+    with pytest.raises(ConfigurationError, match="this is a list"):
+        with_sample_rng([1, 2])

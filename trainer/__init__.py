@@ -1,0 +1,1 @@
+"""The loop: Trainer, TrainModule, DataModule and what they are made of."""

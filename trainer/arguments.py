@@ -1,0 +1,254 @@
+"""The Trainer's arguments: their defaults, and what each of them may be. All of them are checked before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError, nearest
+
+
+class Unset:
+    """The default of every argument, so that "left at its default" can be told from "given"."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+UNSET: Any = Unset()
+PROFILERS = ("simple", "advanced", "pytorch")
+BAREBONES = (
+    *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
+    *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly"),
+)
+
+
+@dataclass(slots=True)
+class Arguments:
+    """The Trainer's arguments as they are used; the defaults stand here and nowhere else."""
+
+    accelerator: str = "auto"
+    strategy: Any = "auto"
+    devices: Any = "auto"
+    num_nodes: int = 1
+    precision: Any = None
+    logger: Any = True
+    callbacks: Any = None
+    plugins: Any = None
+    fast_dev_run: bool | int = False
+    max_epochs: int | None = None
+    min_epochs: int | None = None
+    max_steps: int = -1
+    min_steps: int | None = None
+    max_time: Any = None
+    limit_train_batches: float | int = 1.0
+    limit_val_batches: float | int = 1.0
+    limit_test_batches: float | int = 1.0
+    limit_predict_batches: float | int = 1.0
+    overfit_batches: float | int = 0.0
+    val_check_interval: Any = 1.0
+    check_val_every_n_epoch: int | None = 1
+    num_sanity_val_steps: int = 2
+    log_every_n_steps: int = 50
+    enable_checkpointing: bool = True
+    enable_progress_bar: bool = True
+    enable_model_summary: bool = False
+    accumulate_grad_batches: int = 1
+    gradient_clip_val: float | None = None
+    gradient_clip_algorithm: str = "norm"
+    deterministic: bool | str | None = None
+    benchmark: bool | None = None
+    inference_mode: bool = True
+    use_distributed_sampler: bool = True
+    profiler: Any = None
+    detect_anomaly: bool = False
+    barebones: bool = False
+    sync_batchnorm: bool = False
+    reload_dataloaders_every_n_epochs: int = 0
+    default_root_dir: str = "."
+    sample_rng: bool = False
+    allow_replay: bool = False
+
+
+def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
+    """Fills in defaults and checks every value.
+
+    Args:
+        given: all arguments, those that were left out as UNSET.
+
+    Returns:
+        The arguments, and the names of those that were given.
+
+    Raises:
+        ConfigurationError: for the first value that cannot be; names the fix.
+    """
+    values = {name: value for name, value in given.items() if value is not UNSET}
+    named = frozenset(values)
+    for name in ("logger", "gradient_clip_algorithm", "default_root_dir"):
+        if values.get(name, ...) is None:
+            del values[name]
+    if values.get("barebones"):
+        _barebones(values)
+    arguments = dataclasses.replace(Arguments(), **values)
+    _check(arguments)
+    if arguments.fast_dev_run:
+        _fast_dev_run(arguments)
+    if arguments.overfit_batches:
+        arguments.limit_train_batches = arguments.limit_val_batches = arguments.overfit_batches
+    arguments.default_root_dir = str(arguments.default_root_dir)
+    return arguments, named
+
+
+def _barebones(values: dict[str, Any]) -> None:
+    """Everything off that a benchmark of the bare loop would not want to measure."""
+    for name in BAREBONES:
+        if values.get(name):
+            raise ConfigurationError(f"barebones=True turns {name} off, and {name}={values[name]!r} was given: choose one.")
+    off: dict[str, Any] = {name: False for name in BAREBONES}
+    off.update(profiler=None, num_sanity_val_steps=0, log_every_n_steps=0)
+    values.update(off)
+
+
+def _fast_dev_run(arguments: Arguments) -> None:
+    """A quick run through every hook: n batches of each loader, one epoch, nothing written."""
+    count = int(arguments.fast_dev_run)
+    arguments.max_epochs, arguments.max_steps, arguments.max_time = 1, count, None
+    arguments.limit_train_batches = arguments.limit_val_batches = count
+    arguments.limit_test_batches = arguments.limit_predict_batches = count
+    arguments.num_sanity_val_steps, arguments.val_check_interval, arguments.check_val_every_n_epoch = 0, 1.0, 1
+    arguments.logger = arguments.enable_checkpointing = False
+
+
+def _check(arguments: Arguments) -> None:
+    for name in ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "max_steps"):
+        least = -1 if name.startswith("max") else 1 if name.startswith("check") else 0
+        if getattr(arguments, name) is not None or name == "max_steps":
+            _whole(name, getattr(arguments, name), least)
+    for name, least in (
+        *(("num_sanity_val_steps", -1), ("log_every_n_steps", 0), ("accumulate_grad_batches", 1), ("num_nodes", 1)),
+        ("reload_dataloaders_every_n_epochs", 0),
+    ):
+        _whole(name, getattr(arguments, name), least)
+    for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"):
+        _amount(name, getattr(arguments, name))
+    for name in (
+        *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode", "use_distributed_sampler"),
+        *("detect_anomaly", "barebones", "sync_batchnorm", "sample_rng", "allow_replay"),
+    ):
+        if not isinstance(getattr(arguments, name), bool):
+            raise ConfigurationError(f"{name}={getattr(arguments, name)!r}: use True or False.")
+    if not isinstance(arguments.fast_dev_run, bool):
+        _whole("fast_dev_run", arguments.fast_dev_run, 0)
+    _check_validation(arguments)
+    _check_clipping(arguments)
+    _check_choices(arguments)
+
+
+def _whole(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        extra = ", where -1 means without end" if least == -1 and name.startswith("max") else ""
+        raise ConfigurationError(f"{name}={value!r}: use a whole number from {least}{extra}.")
+
+
+def _amount(name: str, value: Any) -> None:
+    """A float is a fraction, an int a number of batches."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{name}={value!r}: use a fraction between 0.0 and 1.0, or a whole number of batches.")
+    if isinstance(value, float) and not 0.0 <= value <= 1.0:
+        raise ConfigurationError(
+            f"{name}={value!r} is a fraction outside of 0.0 to 1.0: use {name}={int(value) if value == value else 1} "
+            "for a number of batches."
+        )
+    if value < 0:
+        raise ConfigurationError(f"{name}={value!r}: use a whole number of batches from 0.")
+
+
+def _check_validation(arguments: Arguments) -> None:
+    value = arguments.val_check_interval
+    if isinstance(value, (str, timedelta, dict)):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(
+            f"val_check_interval={value!r}: use a fraction of an epoch, a number of batches, or a time as '00:00:30:00'."
+        )
+    if isinstance(value, float) and not 0.0 < value <= 1.0:
+        raise ConfigurationError(f"val_check_interval={value!r}: a float is a fraction of an epoch, above 0.0 and up to 1.0.")
+    if isinstance(value, int) and value < 1:
+        raise ConfigurationError(f"val_check_interval={value!r}: use a whole number of batches from 1.")
+    if arguments.check_val_every_n_epoch is None and isinstance(value, float):
+        raise ConfigurationError(
+            f"check_val_every_n_epoch=None counts batches over epochs: give val_check_interval as a whole number, not {value!r}."
+        )
+
+
+def _check_clipping(arguments: Arguments) -> None:
+    value = arguments.gradient_clip_val
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
+        raise ConfigurationError(f"gradient_clip_val={value!r}: use a number from 0, or None for no clipping.")
+    if value == 0:
+        arguments.gradient_clip_val = None
+    if arguments.gradient_clip_algorithm not in ("norm", "value"):
+        raise ConfigurationError(
+            f"gradient_clip_algorithm={arguments.gradient_clip_algorithm!r} is not known. "
+            f"{nearest(arguments.gradient_clip_algorithm, ('norm', 'value'))}"
+        )
+
+
+def _check_choices(arguments: Arguments) -> None:
+    if arguments.deterministic not in (None, True, False, "warn"):
+        raise ConfigurationError(f"deterministic={arguments.deterministic!r}: use True, False or 'warn'.")
+    if arguments.benchmark not in (None, True, False):
+        raise ConfigurationError(f"benchmark={arguments.benchmark!r}: use True or False.")
+    if isinstance(arguments.profiler, str) and arguments.profiler not in PROFILERS:
+        raise ConfigurationError(f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}")
+    if "://" in str(arguments.default_root_dir):
+        raise ConfigurationError(
+            f"default_root_dir={str(arguments.default_root_dir)!r}: this version writes to local and mounted folders only."
+        )
+    # Imported here, since a time is the rare case.
+    from leyden.callbacks.timer import parse_duration
+
+    for name in ("max_time", "val_check_interval"):
+        value = getattr(arguments, name)
+        if isinstance(value, (str, timedelta, dict)) or (name == "max_time" and value is not None):
+            try:
+                parse_duration(value)
+            except ValueError as error:
+                raise ConfigurationError(f"{name}={value!r}: {error}") from None
+
+
+def single_device(devices: Any) -> int:
+    """The index of the one device that `devices` names.
+
+    Raises:
+        ConfigurationError: if it names none, or more than one.
+    """
+    several = ConfigurationError(f"devices={devices!r} names several devices: this version runs on one, as devices=1.")
+    if devices in ("auto", -1, "-1"):
+        return 0
+    if isinstance(devices, str):
+        parts = [part.strip() for part in devices.split(",") if part.strip()]
+        if not parts or not all(part.isdigit() for part in parts):
+            raise ConfigurationError(f"devices={devices!r}: use a number, a list of indices as '0,1', or 'auto'.")
+        if "," in devices:
+            devices = [int(part) for part in parts]
+        else:
+            devices = int(parts[0])
+    if isinstance(devices, (list, tuple)):
+        if len(devices) == 1 and isinstance(devices[0], int):
+            return devices[0]
+        if not devices:
+            raise ConfigurationError("devices=[] names no device: use devices=1, or 'auto'.")
+        raise several
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ConfigurationError(f"devices={devices!r}: use a whole number from 1, a list of indices, or 'auto'.")
+    if devices > 1:
+        raise several
+    return 0
+
+

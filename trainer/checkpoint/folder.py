@@ -1,0 +1,106 @@
+"""A folder of checkpoints: which is the newest that can be trusted, which are there, and deleting one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+from leyden.trainer.checkpoint import staging
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+
+
+def newest(folder: str | os.PathLike[str], *, full: bool = True, strict: bool = False) -> Path | None:
+    """The newest checkpoint that verifies. Damaged ones are warned about and passed over.
+
+    Args:
+        folder: where the checkpoints are.
+        full: compare every byte with its checksum; False compares the manifest and the sizes of the files.
+        strict: raise if there are only damaged ones, in place of returning None.
+
+    Raises:
+        CheckpointError: if strict, and none of those there can be trusted; the message names each.
+
+    Example:
+        >>> newest("no/such/folder") is None
+        True
+    """
+    from leyden.trainer.checkpoint.reader import CheckpointReader
+
+    damaged: list[CheckpointError] = []
+    staging.sweep(Path(folder))
+    for path, found in reversed(_ordered(Path(folder))):
+        try:
+            if isinstance(found, CheckpointError):
+                raise found
+            reader = CheckpointReader(path)
+            reader.verify() if full else reader.verify_sizes()
+        except CheckpointError as error:
+            damaged.append(error)
+            warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
+            continue
+        return path
+    if damaged and strict:
+        listed = "; ".join(str(error) for error in damaged)
+        raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start anew. {listed}")
+    return None
+
+
+def all_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """The checkpoints in a folder whose manifest can be read, from the oldest to the newest."""
+    return [path for path, found in _ordered(Path(folder)) if isinstance(found, Manifest)]
+
+
+def highest_counter(folder: Path) -> int:
+    """The highest save counter in a folder, 0 if there is no checkpoint."""
+    return max((found.save_counter for _, found in _ordered(folder) if isinstance(found, Manifest)), default=0)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """True for a folder with a manifest, damaged or not."""
+    path = Path(path)
+    return not path.is_symlink() and path.is_dir() and os.path.lexists(path / MANIFEST)
+
+
+def delete(path: str | os.PathLike[str]) -> None:
+    """Deletes a checkpoint. It is renamed first, so that a kill never leaves half of one that looks whole.
+
+    Raises:
+        CheckpointError: if the folder is no checkpoint, or cannot be deleted.
+    """
+    path = Path(os.path.abspath(path))
+    if not is_checkpoint(path):
+        raise CheckpointError(path, "is no checkpoint folder and is not deleted.")
+    away = staging.sibling(path, "del")
+    try:
+        os.rename(path, away)
+        staging.fsync_folder(path.parent)
+        shutil.rmtree(away)
+    except OSError as error:
+        raise CheckpointError(path, f"cannot be deleted: {error.strerror or error}.") from error
+
+
+def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
+    """Every checkpoint with its manifest, or with why that cannot be read; those come last, as if they were newest."""
+    found: list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]] = []
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    for name in names:
+        path = folder / name
+        if staging.is_staging(name) or not path.is_dir() or not _looks_like_one(path):
+            continue
+        try:
+            manifest = read_manifest(path)
+            found.append(((0, manifest.save_counter, manifest.saved_at, name), path, manifest))
+        except CheckpointError as error:
+            found.append(((1, 0, "", name), path, error))
+    return [(path, manifest) for _, path, manifest in sorted(found, key=lambda item: item[0])]
+
+
+def _looks_like_one(path: Path) -> bool:
+    # A checkpoint that lost its manifest is damaged, which is worth a warning.
+    return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))

@@ -1,0 +1,185 @@
+"""Optimizer state by the names of the parameters, in the dtype it was saved in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from leyden.strategies.errors import ConfigurationError, nearest
+
+# Full parameter names, or the module that has them.
+Names: TypeAlias = "Mapping[nn.Parameter, str] | Mapping[Tensor, str] | nn.Module"
+
+
+def parameter_names(module: nn.Module) -> dict[Tensor, str]:
+    """The full name of every parameter; a tied one goes by its first."""
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    """The state of an optimizer, keyed by parameter names and never by index.
+
+    Args:
+        optimizer: any optimizer with torch's `state_dict`.
+        names: parameter → full name, or the module. Parameters outside it are called `__extra__.<group>.<place>`.
+
+    Returns:
+        `state` by name, `param_groups` with names under `params`, `other` state that belongs to no parameter, and
+        `host`: which entries are on the CPU although their parameter is not. Tensors are the optimizer's own, not copies.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> to_named(torch.optim.SGD(layer.parameters(), lr=0.1), layer)["param_groups"][0]["params"]
+        ['weight', 'bias']
+    """
+    flat = _flat_names(optimizer, names)
+    plain = optimizer.state_dict()
+    by_index = [name for group in flat for name in group]
+    parameters = _by_name(optimizer, flat)
+    state: dict[str, Any] = {}
+    other: dict[Any, Any] = {}
+    host: dict[str, list[Any]] = {}
+    for key, entries in plain["state"].items():
+        if type(key) is not int or not 0 <= key < len(by_index):
+            other[key] = entries
+            continue
+        name = by_index[key]
+        state[name] = entries
+        if parameters[name].device.type != "cpu" and isinstance(entries, Mapping):
+            host[name] = [
+                entry for entry, value in entries.items() if isinstance(value, Tensor) and value.device.type == "cpu"
+            ]
+    groups = [{**group, "params": list(own)} for group, own in zip(plain["param_groups"], flat, strict=True)]
+    known = {"state", "param_groups"}
+    extra = {key: value for key, value in plain.items() if key not in known}
+    return {"state": state, "param_groups": groups, "other": other, "host": host, "extra": extra}
+
+
+def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> None:
+    """Loads what `to_named` gave. The optimizer takes the tensors over; it does not copy them.
+
+    torch's `load_state_dict` casts state to the dtype of its parameter; here it keeps the dtype it was saved in, as
+    otherwise NAdam and others go on with other numbers when parameters are bf16.
+
+    Args:
+        optimizer: of the same class, with the same groups of parameters.
+        saved: the state, tensors on any device.
+        names: as for `to_named`.
+
+    Raises:
+        ConfigurationError: if groups differ, or a parameter is missing or new; names it.
+    """
+    if not {"state", "param_groups"} <= saved.keys():
+        raise ConfigurationError("this is no state of an optimizer by name: give what to_named or the reader returned.")
+    flat = _flat_names(optimizer, names)
+    _check_groups(optimizer, [list(group["params"]) for group in saved["param_groups"]], flat)
+    index = {name: place for place, name in enumerate(name for group in flat for name in group)}
+    unknown = [name for name in saved["state"] if name not in index]
+    if unknown:
+        raise ConfigurationError(f"the saved optimizer has state for {unknown[0]!r}. {nearest(unknown[0], index)}")
+    plain = {
+        **saved.get("extra", {}),
+        "state": {**{index[name]: entries for name, entries in saved["state"].items()}, **saved.get("other", {})},
+        "param_groups": [
+            {**group, "params": [index[name] for name in own]}
+            for group, own in zip(saved["param_groups"], flat, strict=True)
+        ],
+    }
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    optimizer.load_state_dict(plain)
+    _restore_dtypes(optimizer, saved, flat)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(rate, Tensor) and isinstance(group["lr"], Tensor):
+            group["lr"] = group["lr"].to(rate.device)
+
+
+def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[list[str]]) -> None:
+    """Puts the saved tensors in the place of those that `load_state_dict` cast."""
+    own_loading = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    groups = {name: group for group, own in zip(optimizer.param_groups, flat, strict=True) for name in own}
+    for name, parameter in _by_name(optimizer, flat).items():
+        entries = saved["state"].get(name)
+        loaded = optimizer.state.get(parameter)
+        if not isinstance(entries, Mapping) or not isinstance(loaded, dict):
+            continue
+        on_host = saved.get("host", {}).get(name)
+        for key, value in entries.items():
+            if key not in loaded or (own_loading and not _only_cast(value, loaded[key])):
+                continue
+            stays = key in on_host if on_host is not None else key == "step" and not _steps_on_device(groups[name])
+            loaded[key] = value if stays else _moved(value, parameter.device)
+
+
+def _only_cast(saved: Any, loaded: Any) -> bool:
+    return isinstance(saved, Tensor) and isinstance(loaded, Tensor) and saved.shape == loaded.shape
+
+
+def _steps_on_device(group: Mapping[str, Any]) -> bool:
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if type(value) is dict:
+        return {key: _moved(item, device) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(item, device) for item in value)
+    return value
+
+
+def _flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:
+    """Names of the parameters, group by group."""
+    known: Mapping[Any, str] = parameter_names(names) if isinstance(names, nn.Module) else names
+    name_of: Callable[[Any, str], str] = known.get
+    flat = [
+        [name_of(parameter, f"__extra__.{number}.{place}") for place, parameter in enumerate(group["params"])]
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    everything = [name for group in flat for name in group]
+    if len(set(everything)) != len(everything):
+        twice = next(name for name in everything if everything.count(name) > 1)
+        raise ConfigurationError(f"two parameters of an optimizer are called {twice!r}. Give each a name of its own.")
+    return flat
+
+
+def _by_name(optimizer: Optimizer, flat: list[list[str]]) -> dict[str, Tensor]:
+    return {
+        name: parameter
+        for group, own in zip(optimizer.param_groups, flat, strict=True)
+        for name, parameter in zip(own, group["params"], strict=True)
+    }
+
+
+def _check_groups(optimizer: Optimizer, saved: list[list[str]], current: list[list[str]]) -> None:
+    kind = type(optimizer).__name__
+    before = {name for group in saved for name in group}
+    now = {name for group in current for name in group}
+    if before != now:
+        gone, new = sorted(before - now), sorted(now - before)
+        parts = [f"saved, but not here: {', '.join(gone)}"] if gone else []
+        parts += [f"here, but not saved: {', '.join(new)}"] if new else []
+        raise ConfigurationError(
+            f"the parameters of {kind} differ from the checkpoint's ({'; '.join(parts)}). Build the same optimizer, or "
+            "restore only the weights."
+        )
+    if len(saved) != len(current):
+        raise ConfigurationError(
+            f"{kind} has {len(current)} parameter groups and the checkpoint has {len(saved)}. Build the same groups, or "
+            "restore only the weights."
+        )
+    for number, (was, here) in enumerate(zip(saved, current, strict=True)):
+        if set(was) != set(here):
+            name = min(set(was) ^ set(here))
+            raise ConfigurationError(
+                f"the parameter {name!r} of {kind} is in another group than in the checkpoint (group {number}). Build the "
+                "same groups, or restore only the weights."
+            )
+        if isinstance(optimizer, LBFGS) and was != here:
+            raise ConfigurationError(
+                "LBFGS needs its parameters in the order they were saved in. Build it the same way."
+            )

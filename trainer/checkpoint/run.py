@@ -1,0 +1,292 @@
+"""The state of a whole run: what a checkpoint holds of it, and how a run takes it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.trainer.checkpoint.codec import check_encodable
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.data.rng import rng_state
+from leyden.trainer.logs import load_metric_states, metric_states
+from leyden.trainer.progress import Progress
+
+if TYPE_CHECKING:
+    from leyden.trainer.loops.fit import FitLoop
+    from leyden.trainer.trainer import Trainer
+
+PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a run is to go on from.
+
+    Attributes:
+        path: a path, "last", "best", "auto", "current", or None to begin anew.
+        parts: which parts of it are restored.
+        trust: it may be a pickle file of another trainer.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    parts: frozenset[str] = frozenset(PARTS)
+    trust: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """True if the Trainer's own last fit goes on, from memory."""
+        return self.path == "current"
+
+
+def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
+    """Reads the argument `restore` of fit.
+
+    Raises:
+        ConfigurationError: if a part is unknown; names the nearest.
+    """
+    if restore == "all":
+        return frozenset(PARTS)
+    names = (restore,) if isinstance(restore, str) else tuple(restore)
+    for name in names:
+        if name not in PARTS:
+            raise ConfigurationError(f"restore={restore!r}: there is no part {name!r}. {nearest(name, ('all', *PARTS))}")
+    return frozenset(names)
+
+
+class ForeignWeights:
+    """A file of another trainer, of which the weights are taken."""
+
+    def __init__(self, path: Path, trust: bool) -> None:
+        self.path = path
+        self._loaded = load_foreign(path, trust=trust)
+
+    def model(self, names: Any = None, device: Any = "cpu") -> dict[str, Tensor]:
+        """The weights: the file's own dict, or its entry `state_dict`."""
+        found = self._loaded.get("state_dict", self._loaded) if isinstance(self._loaded, Mapping) else None
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise CheckpointError(self.path, "holds no dict of tensors, neither by itself nor under 'state_dict'.")
+        return dict(found)
+
+
+Reader = CheckpointReader | ForeignWeights
+
+
+# finding ----------------------------------------------------------------------------------------------------------------
+def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
+    """Opens and verifies what a run goes on from, before anything of the run has changed.
+
+    Returns:
+        The reader, None to begin anew; and the words for it.
+    """
+    if goal.path is None:
+        return None, "anew"
+    if goal.continues:
+        return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
+    path = _find(trainer, goal)
+    if path is None:
+        return None, "anew (there is no checkpoint yet)"
+    if path.is_file():
+        return ForeignWeights(path, goal.trust), f"weights of {path}"
+    reader = CheckpointReader(path)
+    if goal.path not in ("last", "auto"):
+        reader.verify()
+    progress = Progress.from_dict(reader.progress())
+    exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
+    if goal.parts == {"weights"}:
+        return reader, f"weights of {path}"
+    return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+
+
+def _find(trainer: Trainer, goal: Goal) -> Path | None:
+    folder = trainer.checkpoint_folder
+    if goal.path == "best":
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if not best:
+            raise ConfigurationError(
+                "ckpt_path='best', and no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'."
+            )
+        return Path(best)
+    if goal.path in ("last", "auto"):
+        found = newest(folder, strict=goal.path == "auto")
+        if found is None and goal.path == "last":
+            raise CheckpointError(folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew.")
+        return found
+    return Path(os.fspath(goal.path)) if goal.path is not None else None
+
+
+# saving -----------------------------------------------------------------------------------------------------------------
+def compose(trainer: Trainer) -> dict[str, Any]:
+    """The state of callbacks, DataModule and user hooks, as a checkpoint would hold it now."""
+    callbacks: dict[str, Any] = {}
+    for callback in trainer.callbacks:
+        state = callback.state_dict()
+        if not state:
+            continue
+        if callback.state_key in callbacks:
+            raise ConfigurationError(
+                f"two callbacks have the state_key {callback.state_key!r}: override state_key so that they differ."
+            )
+        callbacks[callback.state_key] = state
+    progress = trainer.progress
+    checkpoint: dict[str, Any] = {"epoch": progress.epoch, "global_step": progress.global_step}
+    trainer.hooks.fire_all("on_save_checkpoint", checkpoint)
+    datamodule = {} if trainer.datamodule is None else trainer.datamodule.state_dict()
+    return {"callbacks": callbacks, "user": {"checkpoint": checkpoint, "datamodule": datamodule}}
+
+
+def check_composable(trainer: Trainer) -> None:
+    """Finds before the first step what the first save would refuse."""
+    for name, tree in compose(trainer).items():
+        check_encodable(tree, where=name)
+
+
+def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bool, exact: bool) -> Path:
+    """Writes a checkpoint of the run; see `Trainer.save_checkpoint`."""
+    window = trainer.accelerator.window
+    if window.is_open and exact:
+        raise LeydenError(
+            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. Call it "
+            "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
+        )
+    for logger in trainer.loggers:
+        logger.save()
+    if loop is not None and trainer.state.stage == "fit":
+        loop.note_time()
+    progress = trainer.progress
+    if window.is_open and loop is not None:
+        progress = loop.window_start()
+    with CheckpointWriter(path) as writer:
+        if weights_only:
+            trainer.strategy.save(writer, trainer.module, None)
+        else:
+            state = compose(trainer)
+            names = parameter_names(trainer.module)
+            optimizers = [to_named(optimizer, names) for optimizer in trainer.optimizers]
+            trainer.strategy.save(writer, trainer.module, optimizers)
+            writer.state("schedulers", _schedulers(trainer))
+            writer.state("callbacks", state["callbacks"])
+            writer.state("user", state["user"])
+            writer.state(f"rank-{trainer.strategy.data_rank}", rank_state(trainer, loop, progress))
+        hparams = _hparams(trainer)
+        if hparams:
+            writer.state("hparams", hparams)
+        return writer.commit(
+            progress=progress.to_dict(), world_size=trainer.world_size, strategy=trainer.strategy.name or "custom"
+        )
+
+
+def _schedulers(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "precision": trainer.strategy.precision.state_dict(),
+    }
+
+
+def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> dict[str, Any]:
+    """What each rank has of its own: place in the data, sums of logged values, metrics, random numbers."""
+    return {
+        "loader": None if loop is None else loop.loader_state(progress),
+        "logs": trainer.logs.state_dict(),
+        "metrics": metric_states(trainer.module.named_modules()),
+        # Last, since everything before it may draw.
+        "rng": rng_state(),
+    }
+
+
+def _hparams(trainer: Trainer) -> dict[str, Any]:
+    owners = {"module": trainer.module, "datamodule": trainer.datamodule}
+    return {name: dict(owner.hparams) for name, owner in owners.items() if owner is not None and owner.hparams}
+
+
+# restoring --------------------------------------------------------------------------------------------------------------
+def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
+    """Weights, and in fit the state of DataModule and callbacks: all that comes before the optimizers."""
+    if reader is None:
+        return
+    whole = isinstance(reader, CheckpointReader) and reader.has("user")
+    fits = trainer.state.stage == "fit"
+    template = _template(trainer) if whole and fits else {}
+    user = reader.state("user", like=template.get("user")) if isinstance(reader, CheckpointReader) and whole else {}
+    if "weights" in goal.parts:
+        if user:
+            trainer.hooks.module_only("on_load_checkpoint", user["checkpoint"])
+        trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
+    if not fits or not whole or "callbacks" not in goal.parts:
+        return
+    assert isinstance(reader, CheckpointReader)
+    if trainer.datamodule is not None and user["datamodule"]:
+        trainer.datamodule.load_state_dict(user["datamodule"])
+    trainer.hooks.callbacks_only("on_load_checkpoint", user["checkpoint"])
+    saved = reader.state("callbacks", like=template.get("callbacks"))
+    for callback in trainer.callbacks:
+        if callback.state_key in saved:
+            callback.load_state_dict(saved[callback.state_key])
+
+
+def _template(trainer: Trainer) -> dict[str, Any]:
+    """The structure as it stands, for the classes in it; a hook that cannot tell yet leaves its classes unknown."""
+    try:
+        return compose(trainer)
+    except Exception:
+        return {}
+
+
+def restore_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> dict[str, Any] | None:
+    """Optimizers, schedulers, scaler, progress and metrics.
+
+    Returns:
+        What the fit loop takes: loader state and random numbers; None to begin anew.
+    """
+    if not isinstance(reader, CheckpointReader) or goal.parts == {"weights"}:
+        return None
+    if not reader.has("schedulers"):
+        raise CheckpointError(
+            reader.path, "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights."
+        )
+    if "optimizers" in goal.parts:
+        _restore_optimizers(trainer, reader)
+    rank = reader.state(f"rank-{trainer.strategy.data_rank}")
+    if "progress" in goal.parts:
+        saved = Progress.from_dict(reader.progress())
+        for field in dataclasses.fields(Progress):
+            setattr(trainer.progress, field.name, getattr(saved, field.name))
+        trainer.progress.exact = True
+        trainer.logs.load_state_dict(rank["logs"])
+        load_metric_states(trainer.module.named_modules(), rank["metrics"])
+    return {
+        "loader": rank["loader"] if "loaders" in goal.parts else None,
+        "rng": rank["rng"] if "rng" in goal.parts else None,
+    }
+
+
+def _restore_optimizers(trainer: Trainer, reader: CheckpointReader) -> None:
+    saved, optimizers = reader.optimizers(), trainer.optimizers
+    state = reader.state("schedulers")
+    configs = trainer.lr_scheduler_configs
+    for kind, there, here in (
+        ("optimizers", len(saved), len(optimizers)),
+        ("schedulers", len(state["schedulers"]), len(configs)),
+    ):
+        if there != here:
+            raise ConfigurationError(
+                f"the checkpoint has {there} {kind}, and configure_optimizers made {here}: make as many, or leave "
+                "'optimizers' out of restore."
+            )
+    for config, scheduler_state in zip(configs, state["schedulers"], strict=True):
+        config.scheduler.load_state_dict(scheduler_state)
+    names = parameter_names(trainer.module)
+    for optimizer, optimizer_state in zip(optimizers, saved, strict=True):
+        from_named(optimizer, optimizer_state, names)
+    trainer.strategy.precision.load_state_dict(state["precision"])

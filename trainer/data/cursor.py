@@ -1,0 +1,168 @@
+"""LoaderCursor: reads one training loader as the plain loop would, and goes on where a checkpoint stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from typing import Any
+
+from leyden.trainer.data.limits import length_of
+from leyden.trainer.data.rng import live_state, plain_state, set_rng_state
+from leyden.trainer.data.sample_rng import with_sample_rng
+from leyden.trainer.data.sources import State, source_of
+
+END = object()
+
+
+class LoaderCursor:
+    """One loader and its place in the epoch.
+
+    Exact is what follows from the index of a sample; with 0 workers also what draws global random numbers, or numbers
+    of a generator that the loader, its sampler or its data set has as an attribute. In workers random transforms are
+    exact with `sample_rng`. A sampler that carries more from one epoch to the next needs a `state_dict`.
+
+    Args:
+        loader: a DataLoader, a CombinedLoader, a list of batches or any other iterable.
+        allow_replay: where the place cannot be found otherwise, load and drop the batches before it.
+        sample_rng: seed each sample by (seed, epoch, index); see `SampleRNG`.
+
+    Attributes:
+        loader: what is read: the loader that was given, or its copy with seeded samples.
+        length: batches in an epoch, None where the loader does not know.
+
+    Example:
+        >>> cursor = LoaderCursor([1, 2, 3])
+        >>> batches = cursor.start(0)
+        >>> next(batches)
+        1
+        >>> list(LoaderCursor([1, 2, 3]).resume(0, cursor.state_dict(1)))
+        [2, 3]
+    """
+
+    def __init__(self, loader: Iterable[Any], *, allow_replay: bool = False, sample_rng: bool = False) -> None:
+        self.loader = with_sample_rng(loader) if sample_rng else loader
+        self.length = length_of(self.loader)
+        self.epoch: int | None = None
+        self._source = source_of(self.loader, allow_replay)
+        self._watched: _Watched | None = None
+
+    def start(self, epoch: int | None = None) -> Iterator[Any]:
+        """Begins an epoch; a loader with a length gives its own iterator, so that nothing stands in between.
+
+        Args:
+            epoch: told to whatever of loader, samplers and data set has `set_epoch`; None to tell nobody.
+        """
+        self.epoch = epoch
+        self._watched = None
+        iterator = self._source.start(epoch)
+        return self._watch(iterator, 0) if self._is_watched else iterator
+
+    def state_dict(self, batches: int) -> State:
+        """The place after `batches` batches of this epoch were drawn; one more may be, if they are looked ahead.
+
+        The global random numbers of now are the caller's to save, and to set after `resume`.
+        """
+        state = {"epoch": self.epoch, "batches": batches, "ahead": None}
+        watched = self._watched
+        if watched is not None and watched.drawn == batches + 1:
+            # The place from before the batch that is looked at, and the numbers from before it was loaded.
+            return {**state, "source": watched.position, "ahead": plain_state(watched.rng)}
+        return {**state, "source": self._source.position(batches)}
+
+    def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
+        """Goes on at the place of `state_dict`, in the same order and without loading what lies before.
+
+        Global random numbers are left in any state: set them to those of the checkpoint afterwards.
+
+        Raises:
+            ConfigurationError: if the loader cannot find that place, with what to do about it.
+        """
+        self.epoch = epoch
+        self._watched = None
+        batches = state["batches"]
+        iterator = self._source.resume(epoch, state["source"])
+        if not self._is_watched:
+            return iterator
+        watched = self._watch(iterator, batches)
+        if state["ahead"] is not None:
+            # Loaded with the numbers that it was loaded with before; those of the checkpoint come after it.
+            set_rng_state(state["ahead"])
+            watched.draw_ahead(state["source"], live_state(devices=False))
+        return watched
+
+    def rest_state(self, ended: bool = True) -> State:
+        """What the loader carries from one epoch to the next: generators and states of its own.
+
+        Args:
+            ended: the last epoch was read to its end, not broken off by a limit.
+        """
+        return {"rest": self._source.rest(ended)}
+
+    def load_rest_state(self, state: State) -> None:
+        """Takes what `rest_state` gave, before the `start` of the next epoch."""
+        self._source.restore_rest(state["rest"])
+
+    @property
+    def _is_watched(self) -> bool:
+        """A loader without a length is drawn one ahead, so its place is noted before each draw, at about 0.1 ms."""
+        return self.length is None and self._source.finds_places
+
+    def _watch(self, iterator: Iterator[Any], drawn: int) -> _Watched:
+        self._watched = _Watched(iterator, self._source.position, drawn)
+        return self._watched
+
+
+class _Watched:
+    """The iterator of a loader without a length: notes its place before each draw, since one is always drawn ahead."""
+
+    def __init__(self, iterator: Iterator[Any], position: Any, drawn: int) -> None:
+        self._iterator = iterator
+        self._position = position
+        self._ahead: Any = None
+        self.drawn = drawn
+        self.position: State = {}
+        self.rng: State = {}
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> Any:
+        if self._ahead is not None:
+            (batch,), self._ahead = self._ahead, None
+            if batch is END:
+                raise StopIteration
+            return batch
+        # A loader's state may be live objects that the draw changes.
+        self.position, self.rng = deepcopy(self._position(self.drawn)), live_state(devices=False)
+        self.drawn += 1
+        return next(self._iterator)
+
+    def draw_ahead(self, position: State, rng: State) -> None:
+        """Draws the batch that the saved run had looked at, and keeps it for the next call."""
+        self.position, self.rng = position, rng
+        self.drawn += 1
+        self._ahead = (next(self._iterator, END),)
+
+
+class lookahead(Iterator[tuple[Any, bool]]):
+    """Reads one batch ahead and tells of each whether it is the last.
+
+    Example:
+        >>> list(lookahead(iter("ab")))
+        [('a', False), ('b', True)]
+    """
+
+    def __init__(self, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._next: Any = None
+        self._begun = False
+
+    def __next__(self) -> tuple[Any, bool]:
+        if not self._begun:
+            self._begun = True
+            self._next = next(self._iterator, END)
+        batch = self._next
+        if batch is END:
+            raise StopIteration
+        self._next = next(self._iterator, END)
+        return batch, self._next is END

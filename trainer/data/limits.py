@@ -1,0 +1,153 @@
+"""How many batches of a loader are used, and loaders that cannot be used as they are."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.rebuild import with_index_sampler
+
+NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
+
+
+def length_of(loader: Any) -> int | None:
+    """Batches in a loader, or None where it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def batches_of(limit: float, length: int | None, name: str) -> int | None:
+    """The number of batches that a limit leaves of a loader.
+
+    Args:
+        limit: a float from 0.0 to 1.0 is a fraction of the loader, an int a number of batches.
+        length: batches in the loader, None where it does not know.
+        name: the Trainer's argument, for the errors.
+
+    Returns:
+        The number of batches; where the length is not known, at most so many, or None for all there are.
+
+    Raises:
+        ConfigurationError: if the limit is out of range, is a fraction of a loader without a length, or of less than a
+            batch.
+
+    Example:
+        >>> batches_of(0.5, 9, "limit_train_batches"), batches_of(5, 3, "limit_train_batches")
+        (4, 3)
+    """
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise ConfigurationError(
+            f"{name}={limit!r} is no number: give a fraction from 0.0 to 1.0, or a number of batches as an int."
+        )
+    if isinstance(limit, int):
+        if limit < 0:
+            raise ConfigurationError(f"{name}={limit} is negative: give 0 or more batches, or 1.0 for all.")
+        return limit if length is None else min(limit, length)
+    if not 0.0 <= limit <= 1.0:
+        raise ConfigurationError(
+            f"{name}={limit} is a fraction, and out of the range from 0.0 to 1.0: for a number of batches give an int."
+        )
+    if limit in (0.0, 1.0):
+        return length if limit else 0
+    if length is None:
+        raise ConfigurationError(
+            f"{name}={limit} is a fraction of a loader that has no length: give a number of batches as an int, "
+            "or write __len__."
+        )
+    count = int(length * limit)
+    if count == 0 and length > 0:
+        raise ConfigurationError(
+            f"{name}={limit} of {length} batches is less than one batch: give at least {1 / length:.3g}, or an int."
+        )
+    return count
+
+
+def check_not_empty(loader: Any, kind: str) -> None:
+    """Refuses a loader whose length is 0.
+
+    Args:
+        loader: any iterable of batches.
+        kind: "train", "val", "test" or "predict".
+
+    Raises:
+        ConfigurationError: with the reason that is likely.
+    """
+    if length_of(loader) != 0:
+        return
+    name = NAMES.get(kind, kind)
+    reason = "Give it a data set with samples."
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+        samples = length_of(loader.dataset)
+        if samples and loader.drop_last:
+            reason = (
+                f"Its data set has {samples} samples, fewer than batch_size={loader.batch_size}, and "
+                "drop_last=True: use a smaller batch_size or drop_last=False."
+            )
+    raise ConfigurationError(f"the {name} loader has a length of 0: there is no batch in it. {reason}")
+
+
+def shuffles(loader: Any) -> bool:
+    """True for a DataLoader with one of torch's random samplers."""
+    sampler = getattr(loader, "sampler", None)
+    inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return isinstance(sampler, (RandomSampler, SubsetRandomSampler)) or isinstance(
+        inner, (RandomSampler, SubsetRandomSampler)
+    )
+
+
+def warn_if_shuffled(loader: Any, kind: str) -> None:
+    """Warns of an evaluation loader that shuffles."""
+    if isinstance(loader, DataLoader) and shuffles(loader):
+        warnings.warn(
+            f"the {NAMES.get(kind, kind)} loader shuffles: evaluate in one order, with shuffle=False, so that "
+            "batches and "
+            "outputs can be compared between passes.",
+            stacklevel=2,
+        )
+
+
+def without_shuffle(loader: Any) -> Any:
+    """The loader as it is for `overfit_batches`: the same first batches in each epoch.
+
+    A DataLoader that does not read its data set in order comes back as a copy that does, with a warning; its other
+    settings are kept. What is no DataLoader, or reads an iterable data set, is returned as it is.
+    """
+    mapped = getattr(loader, "mapped", None)
+    if mapped is not None:
+        return mapped(without_shuffle)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    batches: Any = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if isinstance(sampler, SequentialSampler) and type(batches) in (BatchSampler, type(None)):
+        return loader
+    in_order: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
+    if batches is not None:
+        size = getattr(batches, "batch_size", None)
+        if not isinstance(size, int):
+            warnings.warn(
+                f"overfit_batches needs the same batches in each epoch, and {type(batches).__name__} does not tell its "
+                "batch_size: give a loader whose order does not change.",
+                stacklevel=2,
+            )
+            return loader
+        in_order = BatchSampler(in_order, size, bool(getattr(batches, "drop_last", False)))
+    warnings.warn(
+        "overfit_batches turned shuffling off for this run: the same batches are wanted in each epoch. Use a "
+        "loader with "
+        "shuffle=False to have this in order.",
+        stacklevel=2,
+    )
+    return with_index_sampler(loader, in_order)

@@ -1,0 +1,138 @@
+"""Random numbers: the state of every generator of a process, seeds, and blocks that leave no trace in them."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.generators import Generators, on_cpu, plain, plain_python, set_random_state, with_arrays
+
+SEED_VARIABLE = "LEYDEN_SEED"
+MAX_SEED = 2**32 - 1
+"""NumPy takes no larger seed."""
+
+
+def rng_state(devices: bool = True) -> dict[str, Any]:
+    """The state of Python's, NumPy's and torch's generators, as tensors and plain Python.
+
+    NumPy is left out where nothing has imported it. Generators of a device are left out where it is not in use.
+
+    Args:
+        devices: also those of cuda and mps.
+    """
+    return plain_state(live_state(devices))
+
+
+def live_state(devices: bool = True) -> dict[str, Any]:
+    """What `rng_state` returns, as each library gives it: for one that is seldom kept, made into `plain_state` then."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if "numpy.random" in sys.modules:
+        import numpy as np
+
+        state["numpy"] = np.random.get_state(legacy=False)
+    if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
+    if devices and torch.backends.mps.is_available():
+        state["mps"] = torch.mps.get_rng_state()
+    return state
+
+
+def plain_state(state: dict[str, Any]) -> dict[str, Any]:
+    """A `live_state` as tensors and plain Python."""
+    converted = {"python": plain_python(state["python"])}
+    if "numpy" in state:
+        converted["numpy"] = plain(state["numpy"])
+    return {**state, **converted}
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Sets the generators to what `rng_state` returned; those of devices that are not here are passed over."""
+    set_random_state(random, state["python"])
+    torch.set_rng_state(on_cpu(state["torch"]))
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(with_arrays(state["numpy"]))
+    if "cuda" in state and torch.cuda.is_available():
+        for index, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(on_cpu(value), index)
+    if "mps" in state and torch.backends.mps.is_available():
+        torch.mps.set_rng_state(on_cpu(state["mps"]))
+
+
+@contextmanager
+def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
+    """What draws random numbers in this block leaves no trace in the generators.
+
+    Args:
+        loaders: loaders read in the block. Generators of their own are restored too, and workers that were started in
+            it are sent home: they would spare the next pass the draw of a seed, and so shift all that follows.
+
+    Example:
+        >>> with isolated_rng():
+        ...     _ = torch.rand(3)
+    """
+    loaders = list(loaders)
+    workers = [getattr(loader, "_iterator", None) for loader in loaders]
+    owned = [Generators(loader) for loader in loaders]
+    states = [generators.states() for generators in owned]
+    state = rng_state()
+    try:
+        yield
+    finally:
+        for loader, before in zip(loaders, workers, strict=True):
+            if isinstance(loader, DataLoader) and before is None:
+                loader._iterator = None
+        for generators, values in zip(owned, states, strict=True):
+            generators.restore(values)
+        set_rng_state(state)
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
+    """Seeds Python, NumPy and torch on every device.
+
+    Args:
+        seed: 0 to 2**32 - 1. None takes the environment variable LEYDEN_SEED, else 0.
+        workers: accepted for scripts that were written for others. torch seeds Python, NumPy and torch in each worker
+            from a number that the loader draws, so they follow from this seed already.
+        verbose: print the seed.
+
+    Returns:
+        The seed.
+
+    Raises:
+        ConfigurationError: if the seed is no integer or out of range.
+
+    Example:
+        >>> seed_everything(1)
+        1
+    """
+    origin = "seed"
+    value: Any = seed
+    if value is None:
+        origin, value = SEED_VARIABLE, os.environ.get(SEED_VARIABLE, "0")
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ConfigurationError(f"{origin}={value!r} is no integer: give one from 0 to {MAX_SEED}.") from None
+    if not 0 <= number <= MAX_SEED:
+        raise ConfigurationError(f"{origin}={number} is out of range: give an integer from 0 to {MAX_SEED}.")
+    random.seed(number)
+    torch.manual_seed(number)
+    try:
+        import numpy as np
+    except ImportError:
+        pass
+    else:
+        np.random.seed(number)
+    if verbose:
+        print(f"Seed set to {number}")
+    return number

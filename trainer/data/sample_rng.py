@@ -1,0 +1,128 @@
+"""SampleRNG: random transforms that depend on the sample alone, so that worker processes resume exactly."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.rebuild import with_dataset
+from leyden.trainer.data.rng import MAX_SEED
+
+
+class SampleRNG(Dataset[Any]):
+    """A data set whose samples draw random numbers that follow from (seed, epoch, index).
+
+    Python, NumPy and torch (CPU) are seeded before each sample is loaded, and restored after it. So neither the number
+    of workers, nor their order, nor a resume changes what a sample draws. It differs from what plain torch would draw.
+
+    Args:
+        dataset: a data set with `__getitem__`.
+        seed: None for torch's initial seed.
+
+    Raises:
+        ConfigurationError: for a data set without an index.
+
+    Example:
+        >>> class Noise(Dataset):
+        ...     def __len__(self): return 2
+        ...     def __getitem__(self, index): return torch.rand(()).item()
+        >>> noise = SampleRNG(Noise(), seed=1)
+        >>> noise[0] == noise[0], noise[0] == noise[1]
+        (True, False)
+    """
+
+    def __init__(self, dataset: Any, seed: int | None = None) -> None:
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            raise ConfigurationError(
+                f"sample_rng=True seeds each sample by its index, and {type(dataset).__name__} has none: write "
+                "__getitem__, or leave sample_rng off."
+            )
+        self.dataset = dataset
+        seed = torch.initial_seed() if seed is None else seed
+        # Shared memory, since persistent workers hold a copy of the data set from before the epoch.
+        self._shared = torch.tensor([_signed(seed), 0]).share_memory_()  # type: ignore[no-untyped-call]
+
+    @property
+    def seed(self) -> int:
+        """The seed of the run; it comes back on resume."""
+        return int(self._shared[0])
+
+    @seed.setter
+    def seed(self, value: int) -> None:
+        self._shared[0] = _signed(value)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the samples of another epoch draw other numbers, in workers that run already too."""
+        self._shared[1] = epoch
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        with seeded(*self._shared.tolist(), index):
+            return self.dataset[index]
+
+    def __getattr__(self, name: str) -> Any:
+        # `__getitems__` of the data set must stay hidden: it would load a batch past the seeds.
+        if name.startswith("__") or name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
+    """A copy of a DataLoader whose samples are seeded one by one; loaders of a CombinedLoader each.
+
+    Raises:
+        ConfigurationError: for what is no DataLoader, or reads a data set without an index.
+    """
+    mapped = getattr(loader, "mapped", None)
+    if mapped is not None:
+        return mapped(lambda part: with_sample_rng(part, seed))
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"sample_rng=True needs a DataLoader, and this is a {type(loader).__name__}: wrap its data set in "
+            "SampleRNG yourself, or leave sample_rng off."
+        )
+    return loader if isinstance(loader.dataset, SampleRNG) else with_dataset(loader, SampleRNG(loader.dataset, seed))
+
+
+@contextmanager
+def seeded(*key: Any) -> Iterator[None]:
+    """Seeds Python, NumPy and torch (CPU) from a key within a block, and restores them after it."""
+    *numbers, index = key
+    try:
+        index = operator.index(index)
+    except TypeError:
+        pass
+    digest = hashlib.blake2b(repr((*numbers, index)).encode(), digest_size=16).digest()
+    seed = int.from_bytes(digest[:8], "little")
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = numpy.get_state(legacy=False) if numpy is not None else None
+    # The default generator alone: torch.manual_seed would touch those of every device.
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy is not None:
+        numpy.seed([seed & MAX_SEED, seed >> 32])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
+
+
+def _signed(seed: int) -> int:
+    """Seeds of torch have 64 bits without a sign, and a tensor holds 63."""
+    seed &= 2**64 - 1
+    return seed - 2**64 if seed >= 2**63 else seed

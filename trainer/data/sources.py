@@ -1,0 +1,366 @@
+"""Sources: how each kind of loader is begun, where it stands, and how it goes on at that place."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.generators import Generators, parts_of
+from leyden.trainer.data.limits import length_of
+from leyden.trainer.data.rng import rng_state, set_rng_state
+from leyden.trainer.data.sample_rng import SampleRNG
+from leyden.trainer.data.seek import DrawsFromGlobalRNG, Tail, TailSampler
+
+State = dict[str, Any]
+
+
+class Composite(ABC):
+    """A loader made of loaders, each of which keeps its own place."""
+
+    @abstractmethod
+    def source(self, allow_replay: bool) -> Source:
+        """How it is begun and resumed."""
+
+    @abstractmethod
+    def mapped(self, function: Callable[[Any], Any]) -> Composite:
+        """The same with `function` applied to each of its loaders."""
+
+
+class Source(ABC):
+    """One loader, begun, located and resumed.
+
+    States are nests of tensors and plain Python. What draws random numbers is kept twice: as it was before the iterator
+    was made, and as it is now.
+
+    Args:
+        loader: any iterable of batches.
+        allow_replay: load and drop the batches before the place where there is no other way.
+    """
+
+    def __init__(self, loader: Any, allow_replay: bool = False) -> None:
+        self.loader = loader
+        self.allow_replay = allow_replay
+        self.generators = Generators(loader)
+        self.before: State | None = None
+
+    @property
+    def finds_places(self) -> bool:
+        """False where `resume` refuses every place inside an epoch."""
+        return True
+
+    def start(self, epoch: int | None) -> Iterator[Any]:
+        """Begins an epoch as `iter(loader)` does; None for a pass that has no number."""
+        self.set_epoch(epoch)
+        self.before = self._remember()
+        iterator: Iterator[Any] = iter(self.loader)
+        return iterator
+
+    def position(self, batches: int) -> State:
+        """The place after `batches` batches of the epoch."""
+        return {"batches": batches, "before": self.before, "generators": self.generators.states()}
+
+    @abstractmethod
+    def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
+        """An iterator that stands where `position` was asked. The caller sets the global random numbers of now."""
+
+    def rest(self, ended: bool = True) -> State:
+        """What lives on between two epochs.
+
+        Args:
+            ended: the last epoch was read to its end.
+        """
+        return {"generators": self.generators.states()}
+
+    def restore_rest(self, state: State) -> None:
+        """Takes what `rest` gave; the next call is `start`."""
+        self.generators.restore(state["generators"])
+
+    def set_epoch(self, epoch: int | None) -> None:
+        """Tells the epoch to every part of the loader that wants to know, once."""
+        if epoch is None:
+            return
+        told: set[int] = set()
+        for part in parts_of(self.loader):
+            method = getattr(part, "set_epoch", None)
+            if callable(method) and id(part) not in told:
+                told.add(id(part))
+                method(epoch)
+
+    def _remember(self) -> State:
+        return {"rng": rng_state(devices=False), "generators": self.generators.states()}
+
+    def _rewind(self, before: State) -> None:
+        """Brings back the random numbers from before the iterator was made."""
+        set_rng_state(before["rng"])
+        self.generators.restore(before["generators"])
+
+    def _replay(self, batches: int) -> Iterator[Any]:
+        iterator: Iterator[Any] = iter(self.loader)
+        for _ in range(batches):
+            next(iterator, None)
+        return iterator
+
+
+class SequenceSource(Source):
+    """A list of batches, or what is indexed like one."""
+
+    def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
+        self.set_epoch(epoch)
+        self.before = state["before"]
+        self.generators.restore(state["generators"])
+        return self._from(state["batches"])
+
+    def _from(self, batches: int) -> Iterator[Any]:
+        while True:
+            try:
+                batch = self.loader[batches]
+            except IndexError:
+                return
+            batches += 1
+            yield batch
+            del batch
+
+
+class StatefulSource(Source):
+    """A loader with `state_dict` and `load_state_dict`: it knows its place itself."""
+
+    def position(self, batches: int) -> State:
+        return {**super().position(batches), "loader": self.loader.state_dict()}
+
+    def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
+        self.set_epoch(epoch)
+        self.before = state["before"]
+        self._rewind(state["before"])
+        self.loader.load_state_dict(state["loader"])
+        iterator: Iterator[Any] = iter(self.loader)
+        self.generators.restore(state["generators"])
+        return iterator
+
+    def rest(self, ended: bool = True) -> State:
+        return {**super().rest(), "loader": self.loader.state_dict(), "ended": ended}
+
+    def restore_rest(self, state: State) -> None:
+        self.loader.load_state_dict(state["loader"])
+        if not state["ended"] or isinstance(self.loader, DataLoader):
+            # The uninterrupted run left an iterator in the middle and asks for a new one: so does this one.
+            # StatefulDataLoader needs it at the end of an epoch too: it would make two iterators for the next, and draw
+            # a seed for each.
+            iter(self.loader)
+        super().restore_rest(state)
+
+
+class ForeignSource(Source):
+    """An iterable without index or state: it can only be read from its begin."""
+
+    @property
+    def finds_places(self) -> bool:
+        return self.allow_replay
+
+    def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
+        if state["batches"] and not self.allow_replay:
+            raise ConfigurationError(
+                f"{type(self.loader).__name__} cannot go on at batch {state['batches']}: it has no state_dict. Give it "
+                "state_dict and load_state_dict, or set allow_replay=True to load and drop the batches before."
+            )
+        self.set_epoch(epoch)
+        self.before = state["before"]
+        self._rewind(state["before"])
+        iterator = self._replay(state["batches"])
+        self.generators.restore(state["generators"])
+        return iterator
+
+
+class TorchSource(Source):
+    """A torch DataLoader. Its index sampler is moved on before the iterator is made, so nothing skipped is loaded."""
+
+    loader: DataLoader[Any]
+
+    def __init__(self, loader: DataLoader[Any], allow_replay: bool = False) -> None:
+        super().__init__(loader, allow_replay)
+        self.is_iterable = isinstance(loader.dataset, IterableDataset)
+        self._iterator: Any = None
+        self.had_workers = False
+        """Persistent workers were begun in an earlier epoch, maybe of a run that this one goes on from."""
+
+    @property
+    def finds_places(self) -> bool:
+        return self.allow_replay or not self.is_iterable or self._keeps_place_here()
+
+    @property
+    def index_sampler(self) -> Any:
+        return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
+
+    def start(self, epoch: int | None) -> Iterator[Any]:
+        self.set_epoch(epoch)
+        self.before = self._remember()
+        if self.before["again"] and self.loader._iterator is None:
+            return self._build(0, self.before)
+        self.had_workers = self.loader.persistent_workers
+        iterator: Iterator[Any] = self._noted(iter(self.loader))
+        return iterator
+
+    def position(self, batches: int) -> State:
+        state = super().position(batches)
+        if self._iterator is not None:
+            # After a last batch that is not full the data set may stand at the begin of its next pass already.
+            state["ended"] = getattr(self._iterator._dataset_fetcher, "ended", False)
+            state["dataset"] = self.loader.dataset.state_dict()  # type: ignore[attr-defined]
+        if isinstance(self.loader.dataset, SampleRNG):
+            state["sample_seed"] = self.loader.dataset.seed
+        return state
+
+    def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
+        before = state["before"]
+        self._restore_seed(state)
+        self.set_epoch(epoch)
+        self.before = before
+        self._rewind(before)
+        iterator: Iterator[Any]
+        if self.is_iterable:
+            iterator = self._resume_iterable(state)
+        else:
+            iterator = self._resume_indexed(state["batches"], before)
+        self.had_workers = self.loader.persistent_workers
+        self.generators.restore(state["generators"])
+        return iterator
+
+    def rest(self, ended: bool = True) -> State:
+        state = {**super().rest(), "had_workers": self.had_workers or self.loader._iterator is not None}
+        if isinstance(self.loader.dataset, SampleRNG):
+            state["sample_seed"] = self.loader.dataset.seed
+        sampler = self._stateful_sampler()
+        if sampler is not None:
+            state["sampler"] = sampler.state_dict()
+        return state
+
+    def restore_rest(self, state: State) -> None:
+        self._restore_seed(state)
+        self.had_workers = state["had_workers"] and self.loader.persistent_workers
+        sampler = self._stateful_sampler()
+        if sampler is not None and state.get("sampler") is not None:
+            sampler.load_state_dict(state["sampler"])
+        super().restore_rest(state)
+
+    def _restore_seed(self, state: State) -> None:
+        if isinstance(self.loader.dataset, SampleRNG) and "sample_seed" in state:
+            self.loader.dataset.seed = state["sample_seed"]
+
+    def _remember(self) -> State:
+        again = self.loader.persistent_workers and (self.had_workers or self.loader._iterator is not None)
+        sampler = self._stateful_sampler()
+        # From before the epoch too: workers have indices drawn ahead, so where the sampler stands now is not the place.
+        return {**super()._remember(), "again": again, "sampler": None if sampler is None else sampler.state_dict()}
+
+    def _rewind(self, before: State) -> None:
+        super()._rewind(before)
+        sampler = self._stateful_sampler()
+        if sampler is not None and before["sampler"] is not None:
+            sampler.load_state_dict(before["sampler"])
+
+    def _stateful_sampler(self) -> Any:
+        candidates = (
+            self.loader.batch_sampler,
+            getattr(self.loader.batch_sampler, "sampler", None),
+            self.loader.sampler,
+        )
+        return next((sampler for sampler in candidates if _has_state(sampler)), None)
+
+    def _resume_indexed(self, batches: int, before: State) -> Iterator[Any]:
+        length = length_of(self.loader)
+        if length is not None and batches > length:
+            raise ConfigurationError(
+                f"the checkpoint stands at batch {batches} of an epoch, and the loader has {length}: give the "
+                "data set and the batch_size of the saved run."
+            )
+        # Workers of this process are at another place.
+        self.loader._iterator = None
+        try:
+            return self._build(batches, before)
+        except DrawsFromGlobalRNG:
+            if not self.allow_replay:
+                raise ConfigurationError(
+                    f"the sampler of the training loader ({type(self._own_sampler()).__name__}) draws from the "
+                    "global random generators during the epoch, so its place cannot be found again. Give it a "
+                    "torch.Generator of its own, or set allow_replay=True to load and drop the batches before."
+                ) from None
+        self.loader._iterator = None
+        self._rewind(before)
+        return self._replay(batches)
+
+    def _own_sampler(self) -> Any:
+        return getattr(self.index_sampler, "sampler", self.index_sampler)
+
+    def _build(self, batches: int, before: State) -> Iterator[Any]:
+        """Makes the iterator over the batches that are left, and leaves the loader as it was."""
+        original = self.index_sampler
+        slot = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
+        rewind = (lambda: self._rewind(before)) if before["again"] else None
+        # A DataLoader refuses assignment after its constructor.
+        vars(self.loader)[slot] = TailSampler(original, batches, rewind)
+        try:
+            iterator: Any = iter(self.loader)
+        finally:
+            vars(self.loader)[slot] = original
+        iterator._index_sampler = original
+        if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):
+            iterator._sampler_iter = iterator._sampler_iter.advance()
+        return iterator  # type: ignore[no-any-return]
+
+    def _noted(self, iterator: Any) -> Any:
+        """Keeps the iterator where its place will be asked for: over a data set with a state, in this process."""
+        if self._keeps_place_here():
+            self._iterator = iterator
+        return iterator
+
+    def _keeps_place_here(self) -> bool:
+        return self.is_iterable and self.loader.num_workers == 0 and _has_state(self.loader.dataset)
+
+    def _resume_iterable(self, state: State) -> Any:
+        dataset: Any = self.loader.dataset
+        self.loader._iterator = None
+        if "dataset" in state and _has_state(dataset):
+            dataset.load_state_dict(state["dataset"])
+            iterator = self._noted(iter(self.loader))
+            if state["ended"]:
+                iterator._dataset_fetcher.ended = True
+            return iterator
+        if state["batches"] and not self.allow_replay:
+            reason = "has no state_dict"
+            if _has_state(dataset):
+                reason = "keeps its state in worker processes"
+            raise ConfigurationError(
+                f"the iterable data set {type(dataset).__name__} {reason}, so the loader cannot go on at batch "
+                f"{state['batches']}. Use torchdata's StatefulDataLoader, give the data set state_dict and "
+                "load_state_dict and num_workers=0, or set allow_replay=True to load and drop the batches before."
+            )
+        return self._replay(state["batches"])
+
+
+def _has_state(item: Any) -> bool:
+    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+
+
+def _is_indexed(loader: Any) -> bool:
+    """True if iteration is by index 0, 1, … alone, so that it can begin anywhere."""
+    kind: Any = type(loader)
+    if not hasattr(kind, "__getitem__"):
+        return False
+    own = getattr(kind, "__iter__", None)
+    return own is None or own in (list.__iter__, tuple.__iter__, range.__iter__, Sequence.__iter__)
+
+
+def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
+    """The source that fits a loader."""
+    if isinstance(loader, Composite):
+        return loader.source(allow_replay)
+    if _has_state(loader):
+        return StatefulSource(loader, allow_replay)
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
+        return TorchSource(loader, allow_replay)
+    if _is_indexed(loader):
+        return SequenceSource(loader, allow_replay)
+    return ForeignSource(loader, allow_replay)

@@ -1,0 +1,122 @@
+"""DataModule: the loaders of a task and what prepares them, in one reusable class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.hparams import Hyperparameters
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from leyden.trainer.trainer import Trainer
+
+
+class DataModule(Hyperparameters):
+    """Loaders of one data set. Override what you need; the Trainer calls `prepare_data` once and `setup` on every rank.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> class Numbers(DataModule):
+        ...     def setup(self, stage):
+        ...         self.data = TensorDataset(torch.arange(10.))
+        ...     def train_dataloader(self):
+        ...         return DataLoader(self.data, batch_size=2, shuffle=True)
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+
+    def prepare_data(self) -> None:
+        """Downloads and the like: called once, before the ranks start. Keep no state here."""
+
+    def setup(self, stage: str) -> None:
+        """Builds data sets, on every rank; stage is "fit", "validate", "test" or "predict"."""
+
+    def teardown(self, stage: str) -> None:
+        """The end of a stage."""
+
+    def train_dataloader(self) -> Any:
+        raise self._unwritten("train_dataloader", "fit")
+
+    def val_dataloader(self) -> Any:
+        raise self._unwritten("val_dataloader", "validate")
+
+    def test_dataloader(self) -> Any:
+        raise self._unwritten("test_dataloader", "test")
+
+    def predict_dataloader(self) -> Any:
+        raise self._unwritten("predict_dataloader", "predict")
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Changes a batch before it is moved to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Moves a batch to the device."""
+        assert self.trainer is not None
+        return self.trainer.strategy.to_device(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Changes a batch on the device."""
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this data module."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """The run failed."""
+
+    def _unwritten(self, name: str, stage: str) -> ConfigurationError:
+        return ConfigurationError(
+            f"{type(self).__name__} has no {name}: write it, or hand a loader to Trainer.{stage}."
+        )
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Dataset[Any] | None = None,
+        val_dataset: Dataset[Any] | Sequence[Dataset[Any]] | None = None,
+        test_dataset: Dataset[Any] | Sequence[Dataset[Any]] | None = None,
+        predict_dataset: Dataset[Any] | Sequence[Dataset[Any]] | None = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **init_kwargs: Any,
+    ) -> DataModule:
+        """A data module of data sets; the training set is shuffled unless it is iterable.
+
+        Args:
+            train_dataset: the training set.
+            val_dataset: one or several, as the other two.
+            test_dataset: see val_dataset.
+            predict_dataset: see val_dataset.
+            batch_size: per rank.
+            num_workers: worker processes of each loader.
+            **init_kwargs: arguments of `__init__`.
+        """
+
+        def loader(data: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
+            shuffle = shuffle and not isinstance(data, IterableDataset)
+            return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=torch.cuda.is_available())
+
+        def loaders(data: Any) -> Any:
+            return [loader(part) for part in data] if isinstance(data, (list, tuple)) else loader(data)
+
+        methods: dict[str, Any] = {}
+        if train_dataset is not None:
+            methods["train_dataloader"] = lambda self: loader(train_dataset, shuffle=True)
+        for name, data in (("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)):
+            if data is not None:
+                methods[f"{name}_dataloader"] = lambda self, data=data: loaders(data)
+        # A subclass rather than instance attributes: the Trainer finds loaders by what a class overrides.
+        return type(cls.__name__, (cls,), methods)(**init_kwargs)  # type: ignore[no-any-return]

@@ -1,0 +1,393 @@
+"""What `self.log` records: kept on the device, reduced at the end of an epoch, read back only when somebody looks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.batch import batch_size_of
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.hooks import Hooks
+
+Value: TypeAlias = "Tensor | float"
+Reduction: TypeAlias = "str | Callable[[Tensor], Tensor]"
+REDUCTIONS = ("mean", "sum", "max", "min")
+STAGES = ("validation", "test")
+STEP_EVENTS = ("training_step", "on_train_batch_", "on_before_", "on_after_backward", "optimizer_step", "backward")
+EPOCH_EVENTS = ("on_train_epoch_", "on_train_start")
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the hook that logs decides: the group it logs for, and the defaults of on_step and on_epoch."""
+
+    group: str
+    on_step: bool
+    on_epoch: bool
+    has_batch: bool
+
+
+def rule_of(event: str) -> Rule:
+    """The rule of a hook.
+
+    Raises:
+        ConfigurationError: if there is no epoch or step at that moment that a value could belong to.
+    """
+    if event.startswith(EPOCH_EVENTS):
+        return Rule("train", False, True, False)
+    if event.startswith(STEP_EVENTS):
+        return Rule("train", True, False, True)
+    for stage in STAGES:
+        if event == f"{stage}_step" or event.startswith(f"on_{stage}_batch_"):
+            return Rule(stage, False, True, True)
+        if event in (f"on_{stage}_epoch_start", f"on_{stage}_epoch_end", f"on_{stage}_start"):
+            return Rule(stage, False, True, False)
+    place = f"in {event}" if event else "outside of a hook"
+    raise ConfigurationError(
+        f"self.log cannot be called {place}: the value would belong to no step and no epoch. Log in a training, validation or "
+        "test step, or in a hook of their batches and epochs."
+    )
+
+
+class Entry:
+    """One name that one hook logs: its options, its last value, and its sum over the epoch."""
+
+    __slots__ = (
+        *("event", "group", "name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "has_batch"),
+        *("value", "fresh", "tick", "total", "weight", "values", "metric", "step_name", "epoch_name"),
+    )
+
+    def __init__(self, event: str, name: str, options: tuple[Any, ...]) -> None:
+        prog_bar, logger, on_step, on_epoch, reduce_fx = options
+        rule = rule_of(event)
+        self.event, self.name, self.options, self.group, self.has_batch = event, name, options, rule.group, rule.has_batch
+        self.on_step = rule.on_step if on_step is None else on_step
+        self.on_epoch = rule.on_epoch if on_epoch is None else on_epoch
+        if self.on_step and not rule.has_batch:
+            raise ConfigurationError(f"self.log({name!r}, on_step=True) in {event}: there is no step there, use on_epoch=True.")
+        if not self.on_step and not self.on_epoch:
+            raise ConfigurationError(f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing: set one of them.")
+        if isinstance(reduce_fx, str) and reduce_fx not in REDUCTIONS:
+            raise ConfigurationError(
+                f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not known. {nearest(reduce_fx, REDUCTIONS)} "
+                "A function of the stacked values works too."
+            )
+        self.prog_bar, self.logger, self.reduce_fx = bool(prog_bar), logger is None or bool(logger), reduce_fx
+        fork = self.on_step and self.on_epoch
+        self.step_name, self.epoch_name = (f"{name}_step", f"{name}_epoch") if fork else (name, name)
+        self.value: Value | None = None
+        self.metric: Any = None
+        self.tick = -1
+        self.reset()
+
+    def reset(self) -> None:
+        self.fresh = False
+        self.total: Value | None = None
+        self.weight: float = 0.0
+        self.values: list[Value] = []
+
+    def add(self, value: Value, weight: float) -> None:
+        """Takes a value into the epoch's sum; a mean weighs it by the number of samples."""
+        reduction = self.reduce_fx
+        if reduction == "mean":
+            self.weight += weight
+        elif reduction == "sum":
+            weight = 1
+        elif reduction in ("max", "min"):
+            self.total = value if self.total is None else _extreme(self.total, value, reduction)
+            return
+        else:
+            self.values.append(value)
+            return
+        total = self.total
+        if total is None:
+            self.total = value.to(_sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
+        elif isinstance(total, Tensor) and isinstance(value, Tensor) and total.device == value.device:
+            total.add_(value, alpha=weight)
+        else:
+            if isinstance(total, Tensor) and isinstance(value, Tensor):
+                total = total.to(value.device)
+            self.total = total + value * weight
+
+    def result(self) -> Value | None:
+        """The epoch's value, on the device; None if nothing was logged."""
+        if self.metric is not None:
+            value = self.metric.compute()
+            return value if isinstance(value, Tensor) else float(value)
+        if callable(self.reduce_fx):
+            if not self.values:
+                return None
+            return self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values]))
+        if self.total is None or self.reduce_fx != "mean":
+            return self.total
+        return self.total / self.weight
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **{"event": self.event, "name": self.name, "options": self.options[:4]},
+            "reduce_fx": self.reduce_fx if isinstance(self.reduce_fx, str) else None,
+            **{"value": self.value, "fresh": self.fresh, "total": self.total},
+            **{"weight": self.weight, "values": self.values, "is_metric": self.metric is not None},
+        }
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        self.value, self.fresh, self.total = state["value"], state["fresh"], state["total"]
+        self.weight, self.values = state["weight"], list(state["values"])
+
+
+class Logs:
+    """Everything a run has logged. One object per run; loops tell it of batches and epochs, users call `record`.
+
+    Args:
+        hooks: tells which hook is running.
+    """
+
+    def __init__(self, hooks: Hooks) -> None:
+        self.hooks = hooks
+        self.batch: Any = None
+        """The batch that is being worked on; its size weighs means."""
+        self.tick = 0
+        """Number of the batch that is being worked on."""
+        self.dataloader_idx: int | None = None
+        """Index of the loader, where there are several."""
+        self.discards = False
+        """True while nothing that is logged may count."""
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
+        self._waiting: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def record(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Reduction = "mean",
+        enable_graph: bool = False,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+    ) -> None:
+        """Records one value; see `TrainModule.log`."""
+        if self.discards:
+            return
+        if add_dataloader_idx and self.dataloader_idx is not None:
+            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx)
+        entry = self._entries.get((self.hooks.current, name))
+        if entry is None:
+            entry = self._open(name, options)
+        elif entry.options != options:
+            raise ConfigurationError(
+                f"self.log({name!r}) was called with other arguments before, in the same hook: give it the same prog_bar, "
+                "logger, on_step, on_epoch and reduce_fx each time, or another name."
+            )
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigurationError(
+                    f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as value.mean()."
+                )
+            # A copy, since the user may go on to change the tensor in place.
+            value = value.clone() if enable_graph else value.detach().clone()
+            if value.dim():
+                value = value.reshape(())
+        elif isinstance(value, (int, float)):
+            value = float(value)
+        else:
+            value = self._unusual(entry, value)
+            if value is None:
+                return
+        entry.value, entry.fresh, entry.tick = value, True, self.tick
+        if entry.on_epoch and entry.metric is None:
+            if batch_size is None:
+                batch_size = self._batch_size(name) if entry.has_batch and entry.reduce_fx == "mean" else 1
+            entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
+
+    def _open(self, name: str, options: tuple[Any, ...]) -> Entry:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"self.log needs a name, and got a {type(name).__name__}: self.log('loss', loss).")
+        entry = Entry(self.hooks.current, name, options)
+        waiting = self._waiting.pop((entry.event, name), None)
+        if waiting is not None:
+            entry.take(waiting)
+        self._entries[entry.event, name] = entry
+        return entry
+
+    def _unusual(self, entry: Entry, value: Any) -> Value | None:
+        """A torchmetrics object, or a number of another library; None if there is no value of this step."""
+        torchmetrics = sys.modules.get("torchmetrics")
+        if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
+            entry.metric, entry.fresh, entry.tick = value, True, self.tick
+            step_value = getattr(value, "_forward_cache", None) if entry.on_step else None
+            if isinstance(step_value, Tensor) and step_value.numel() == 1:
+                return step_value.detach().clone().reshape(())
+            return None
+        if hasattr(value, "item") and getattr(value, "size", 0) == 1:
+            return float(value.item())
+        raise ConfigurationError(
+            f"self.log({entry.name!r}) was given a {type(value).__name__}: log a number, a tensor of one number or a "
+            "torchmetrics.Metric; a dict goes to self.log_dict."
+        )
+
+    def _batch_size(self, name: str) -> int:
+        if self.batch is None:
+            return 1
+        try:
+            return batch_size_of(self.batch)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"self.log({name!r}, on_epoch=True) weighs by batch size. {error}") from None
+
+    # reading ----------------------------------------------------------------------------------------------------------
+    def _current(self) -> Iterator[tuple[str, Value, bool, bool]]:
+        """Every name with its newest value: those of ended epochs, then the steps since."""
+        for name, (value, logger, prog_bar) in self._epoch_values.items():
+            yield name, value, logger, prog_bar
+        for entry in self._entries.values():
+            if entry.on_step and entry.fresh and entry.value is not None:
+                yield entry.step_name, entry.value, entry.logger, entry.prog_bar
+                if entry.step_name != entry.name:
+                    yield entry.name, entry.value, False, False
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Everything that was logged, under every name it goes by, as 0-d tensors on their devices."""
+        return {name: _as_tensor(value) for name, value, _, _ in self._current()}
+
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What loggers are given."""
+        return {name: _as_tensor(value) for name, value, logger, _ in self._current() if logger}
+
+    def progress_bar_metrics(self) -> dict[str, Value]:
+        """What the bar shows; not read back from the device yet."""
+        return {name: value for name, value, _, prog_bar in self._current() if prog_bar}
+
+    def step_values(self, group: str) -> dict[str, Value]:
+        """What loggers are given for the current batch."""
+        return {
+            entry.step_name: entry.value
+            for entry in self._entries.values()
+            if entry.tick == self.tick and entry.group == group and entry.on_step and entry.logger and entry.value is not None
+        }
+
+    def reduce_epoch(self, group: str, keep: bool = False) -> tuple[dict[str, Value], dict[str, Value]]:
+        """Closes the epoch of a group: its values become visible, its sums start anew.
+
+        Args:
+            group: "train", "validation" or "test".
+            keep: the epoch is not over: its sums stay.
+
+        Returns:
+            The values by the names that they were logged by, and those of them that loggers are given.
+        """
+        values: dict[str, Value] = {}
+        logged: dict[str, Value] = {}
+        for entry in self._entries.values():
+            if entry.group != group:
+                continue
+            result = entry.result() if entry.on_epoch and (entry.metric is None or entry.fresh) else None
+            if result is not None:
+                for name in {entry.epoch_name, entry.name}:
+                    shown = name == entry.epoch_name
+                    self._epoch_values[name] = (result, entry.logger and shown, entry.prog_bar and shown)
+                values[entry.epoch_name] = result
+                if entry.logger:
+                    logged[entry.epoch_name] = result
+            elif entry.on_step and entry.fresh and entry.value is not None:
+                self._epoch_values[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
+            if not keep:
+                entry.reset()
+                if entry.metric is not None:
+                    entry.metric.reset()
+        return values, logged
+
+    def forget(self, group: str) -> None:
+        """Drops what a group has summed up, as if the epoch had not begun."""
+        for entry in self._entries.values():
+            if entry.group == group:
+                entry.reset()
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self._entries.clear()
+        self._epoch_values.clear()
+        self._waiting.clear()
+
+    # resume -----------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "entries": [entry.state() for entry in self._entries.values() if entry.group == "train"],
+            "epoch_values": {name: list(value) for name, value in self._epoch_values.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back sums and values. An entry that needs live objects (a function, a metric) waits for its next call."""
+        self.clear()
+        self._epoch_values = {name: (value[0], value[1], value[2]) for name, value in state["epoch_values"].items()}
+        for saved in state["entries"]:
+            key = (saved["event"], saved["name"])
+            if saved["reduce_fx"] is None or saved["is_metric"]:
+                self._waiting[key] = saved
+                continue
+            entry = Entry(*key, (*saved["options"], saved["reduce_fx"]))
+            entry.take(saved)
+            self._entries[key] = entry
+
+
+def read_back(values: Mapping[str, Value]) -> dict[str, float]:
+    """Turns values into Python floats, with one transfer for each device they lie on."""
+    result: dict[str, float] = {}
+    by_device: dict[torch.device, list[str]] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            by_device.setdefault(value.device, []).append(name)
+        else:
+            result[name] = float(value)
+    for names in by_device.values():
+        tensors = [values[name] for name in names]
+        stacked = torch.stack([t.detach().to(_sum_dtype(t)).reshape(()) for t in tensors if isinstance(t, Tensor)])
+        result.update(zip(names, stacked.tolist(), strict=True))
+    return {name: result[name] for name in values}
+
+
+def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The accumulated state of every torchmetrics object among the named modules."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return {}
+    return {
+        name: {"state": dict(metric.metric_state), "update_count": metric._update_count}
+        for name, metric in modules
+        if isinstance(metric, torchmetrics.Metric)
+    }
+
+
+def load_metric_states(modules: Iterable[tuple[str, Any]], states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Gives torchmetrics objects back what `metric_states` took."""
+    for name, metric in modules:
+        if name in states:
+            for key, value in states[name]["state"].items():
+                setattr(metric, key, value.to(metric.device) if isinstance(value, Tensor) else value)
+            metric._update_count = states[name]["update_count"]
+            metric._computed = None
+
+
+def _extreme(total: Value, value: Value, which: str) -> Value:
+    if isinstance(total, Tensor) or isinstance(value, Tensor):
+        function = torch.maximum if which == "max" else torch.minimum
+        a, b = _as_tensor(total), _as_tensor(value)
+        return function(a.to(b.device), b)
+    return max(total, value) if which == "max" else min(total, value)
+
+
+def _as_tensor(value: Value) -> Tensor:
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float32)
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    """float64, which an epoch of float32 values does not wear out; Apple's GPUs have none."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64

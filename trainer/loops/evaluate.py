@@ -1,0 +1,168 @@
+"""The evaluation loop: one pass over validation or test data, each sample once, without gradients."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.hooks import overrides
+from leyden.trainer.logs import Value, read_back
+from leyden.trainer.module import TrainModule, step_arguments
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+Stage = Literal["validation", "test", "predict"]
+
+
+class EvaluationLoop:
+    """A pass over the loaders of one stage; may be run again and again.
+
+    Args:
+        trainer: holds the parts.
+        stage: whose hooks and step are called.
+        loaders: each with its number of batches, None for all that it has.
+    """
+
+    def __init__(self, trainer: Trainer, stage: Stage, loaders: list[tuple[LoaderCursor, int | None]]) -> None:
+        self.trainer = trainer
+        self.stage = stage
+        self.loaders = loaders
+        self.hooks = trainer.hooks
+        self.logs = trainer.logs
+        self.step_name = f"{stage}_step"
+        self.step = trainer.step_function(self.step_name)
+        own = getattr(trainer.module, self.step_name)
+        self.takes_index, self.takes_loader = step_arguments(own)
+        if len(loaders) > 1 and not self.takes_loader:
+            raise ConfigurationError(
+                f"there are {len(loaders)} {stage} loaders: {self.step_name} must take a dataloader_idx "
+                f"(def {self.step_name}(self, batch, batch_idx, dataloader_idx=0))."
+            )
+
+    def run(self, limit: int | None = None) -> list[dict[str, float]] | None:
+        """Does one pass.
+
+        Args:
+            limit: at most so many batches of each loader, for the sanity check.
+
+        Returns:
+            For each loader the values that were logged for it; None if a signal broke the pass off.
+        """
+        with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
+            self._fire("start")
+            self._fire("epoch_start")
+            for index, (cursor, own_limit) in enumerate(self.loaders):
+                self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
+                if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
+                    self.logs.dataloader_idx = None
+                    self.logs.forget(self.stage)
+                    return None
+            self.logs.dataloader_idx = None
+            values = self._end()
+        return self._by_loader(values)
+
+    def _loader(self, index: int, cursor: LoaderCursor, limit: int | None) -> bool:
+        """One loader's batches; False if a signal came between two."""
+        if limit == 0:
+            return True
+        trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
+        which = (index,) if len(self.loaders) > 1 else ()
+        listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
+        for batch_idx, batch in enumerate(itertools.islice(cursor.start(), limit)):
+            if trainer.signals.received is not None:
+                return False
+            if transfer is not None:
+                batch = transfer(batch, index)
+            logs.batch, logs.tick = batch, batch_idx
+            if listens_start:
+                self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *which)
+            self.hooks.current = self.step_name
+            extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
+            outputs = trainer.strategy.evaluate(self.step, batch, extra)
+            self.hooks.current = ""
+            if listens_end:
+                self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
+            self._take(index, outputs)
+            if trainer.loggers and not trainer.sanity_checking and (batch_idx + 1) % trainer.log_every_n_steps == 0:
+                trainer.send(logs.step_values(self.stage), step=batch_idx + 1)
+            outputs = batch = logs.batch = None
+        return True
+
+    def loader_states(self) -> list[dict[str, Any]]:
+        """What the loaders carry from one pass to the next, such as generators of their own."""
+        return [cursor.rest_state(ended=limit is None) for cursor, limit in self.loaders]
+
+    def load_loader_states(self, states: list[dict[str, Any]]) -> None:
+        """Takes back what `loader_states` gave, where there are as many loaders."""
+        if len(states) == len(self.loaders):
+            for (cursor, _), state in zip(self.loaders, states, strict=True):
+                cursor.load_rest_state(state)
+
+    def _take(self, index: int, outputs: Any) -> None:
+        """Keeps a batch's outputs, where the stage returns them."""
+
+    def _end(self) -> dict[str, Value]:
+        """The hooks of the end; closing callbacks see reduced metrics, and in fit a progress that has the pass done."""
+        trainer, stage = self.trainer, self.stage
+        self.hooks.fire(f"on_{stage}_epoch_end")
+        values, logged = self.logs.reduce_epoch(stage)
+        if not trainer.sanity_checking:
+            trainer.send(logged)
+            if trainer.state.stage == "fit":
+                trainer.progress.phase = "validated"
+                trainer.progress.validations += 1
+        self.hooks.close(f"on_{stage}_epoch_end")
+        self._fire("end")
+        return values
+
+    def _fire(self, moment: str) -> None:
+        self.hooks.fire_all(f"on_{self.stage}_{moment}")
+
+    def _by_loader(self, values: dict[str, Value]) -> list[dict[str, float]]:
+        numbers = read_back(values)
+        if len(self.loaders) == 1:
+            return [numbers]
+        return [
+            {name: value for name, value in numbers.items() if _belongs(name, index)} for index in range(len(self.loaders))
+        ]
+
+    @contextmanager
+    def _evaluation_mode(self) -> Iterator[None]:
+        """Everything in eval mode, and afterwards back in the mode that it was in: frozen parts stay as they are."""
+        module, stage = self.trainer.module, self.stage
+        modes = [(part, part.training) for part in module.modules()]
+        if stage == "validation" and self.trainer.state.stage == "fit":
+            self.hooks.fire_all("on_validation_model_zero_grad")
+        if not overrides(module, f"on_{stage}_model_eval", TrainModule):
+            module.eval()
+        self._fire("model_eval")
+        try:
+            yield
+        finally:
+            if not overrides(module, f"on_{stage}_model_train", TrainModule):
+                for part, training in modes:
+                    part.training = training
+        self._fire("model_train")
+
+    @contextmanager
+    def _without_gradients(self) -> Iterator[None]:
+        trainer = self.trainer
+        inference = trainer.arguments.inference_mode and trainer.strategy.supports_inference_mode
+        with torch.inference_mode() if inference else torch.no_grad():
+            yield
+
+
+def _smaller(limit: int, other: int | None) -> int:
+    return limit if other is None else min(limit, other)
+
+
+def _belongs(name: str, index: int) -> bool:
+    """True for values of this loader, and for those that were logged for all of them."""
+    return "/dataloader_idx_" not in name or name.endswith(f"/dataloader_idx_{index}")

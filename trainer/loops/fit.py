@@ -1,0 +1,405 @@
+"""The fit loop: epochs, accumulation windows, and the validation between them. Its order stands in trainer/hooks.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from leyden.strategies.batch import batch_size_of
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.cursor import LoaderCursor, lookahead
+from leyden.trainer.data.rng import isolated_rng, set_rng_state
+from leyden.trainer.loops.evaluate import EvaluationLoop
+from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
+
+if TYPE_CHECKING:
+    from leyden.trainer.progress import Progress
+    from leyden.trainer.trainer import Trainer
+
+END = object()
+
+
+class FitLoop:
+    """One call of `Trainer.fit`.
+
+    Args:
+        trainer: holds the parts; their hooks, logs and progress are those of this run.
+        restored: loader state and RNG of the checkpoint that the run goes on from, or None.
+    """
+
+    def __init__(self, trainer: Trainer, restored: dict[str, Any] | None = None) -> None:
+        self.trainer = trainer
+        self.hooks = trainer.hooks
+        self.logs = trainer.logs
+        self.progress = trainer.progress
+        self.accelerator = trainer.accelerator
+        self.restored = restored
+        self.cursor: LoaderCursor | None = None
+        self.num_batches: int | None = None
+        """Batches in an epoch, as limited; None where the loader does not know."""
+        self.validation: EvaluationLoop | None = None
+        self.step: Step
+        self._iterator: Iterator[Any] | None = None
+        self._validate_every: int | None = None
+        self._window_start = 0
+        self._clock = time.perf_counter()
+        self._counts_samples = True
+
+    # the story --------------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        """Trains until a limit is reached or somebody asks it to stop."""
+        module = self.trainer.module
+        step = AutomaticStep if module.automatic_optimization else ManualStep
+        self.step = step(self.trainer, self.trainer.step_function("training_step"))
+        self.accelerator.manual = not module.automatic_optimization
+        self._sanity_check()
+        self.load_training_data()
+        self._load_validation_data()
+        self._validate_every = self._validation_interval()
+        self.trainer.announce()
+        self.hooks.fire_all("on_train_start")
+        self._clock = time.perf_counter()
+        self._go_on()
+        while not self._is_done():
+            self._epoch()
+        self.note_time()
+        self.hooks.fire_all("on_train_end")
+
+    def _epoch(self) -> None:
+        progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
+        accelerator, window, transfer = self.accelerator, self.accelerator.window, self.trainer.transfer
+        listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
+        if progress.phase == "epoch_start":
+            self._begin_epoch()
+        ends_early, complete = False, True
+        for batch, is_last in self._batches():
+            batch_idx = progress.batch
+            accelerator.begin_batch(self._window_length, is_last)
+            if transfer is not None:
+                batch = transfer(batch, 0)
+            logs.batch, logs.tick = batch, progress.batches
+            if listens_start and hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1:
+                ends_early = True
+                if window.index == 0:
+                    window.is_open = False
+                    break
+            outputs = step.run(batch, batch_idx)
+            self._count(batch)
+            if window.closes:
+                self._after_step(is_last)
+            if listens_end:
+                hooks.fire("on_train_batch_end", detached(outputs), batch, batch_idx)
+            if window.closes:
+                self._log_step()
+            if listens_end:
+                hooks.close("on_train_batch_end", outputs, batch, batch_idx)
+            # Neither may live on into the next step, where it would add to the peak of memory.
+            outputs = batch = logs.batch = None
+            if window.closes:
+                self._settle()
+                if ends_early or self._stops():
+                    complete = is_last or ends_early
+                    break
+        self._end_epoch(complete)
+
+    # an epoch's begin and end -----------------------------------------------------------------------------------------
+    def _begin_epoch(self) -> None:
+        progress = self.progress
+        every = self.trainer.arguments.reload_dataloaders_every_n_epochs
+        if every and progress.epoch > 0 and progress.epoch % every == 0:
+            self.load_training_data(again=True)
+            self._load_validation_data(again=True)
+        assert self.cursor is not None
+        self._window_start = 0
+        self._iterator = self.cursor.start(progress.epoch)
+        progress.phase = "settled"
+        self.hooks.fire_all("on_train_epoch_start")
+
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """The batches that are left of this epoch, each with the word whether it is the last."""
+        iterator, total = self._iterator, self.num_batches
+        assert iterator is not None and self.cursor is not None
+        if total is None:
+            limit = self.trainer.arguments.limit_train_batches
+            for batch, is_last in lookahead(iterator):
+                is_last = is_last or (isinstance(limit, int) and self.progress.batch + 1 >= limit)
+                yield batch, is_last
+                if is_last:
+                    return
+            return
+        for number in range(self.progress.batch + 1, total + 1):
+            batch = next(iterator, END)
+            if batch is END:
+                warnings.warn(
+                    f"the training loader says that it has {total} batches and ended after {number - 1}: give it the right "
+                    "length, or none at all.",
+                    stacklevel=2,
+                )
+                return
+            yield batch, number == total
+            del batch
+        if total == self.cursor.length:
+            # The plain loop's last next(), in which a generator finishes and workers are sent home.
+            next(iterator, None)
+
+    def _end_epoch(self, complete: bool) -> None:
+        """Ends an epoch; one that a limit broke off keeps its sums, so that a resume can go on inside it."""
+        progress = self.progress
+        if self.accelerator.window.is_open:
+            self._close_short_window()
+        if self.trainer.signals.received is not None and (not complete or progress.phase == "stepped"):
+            return
+        if complete and progress.batch == 0:
+            raise ConfigurationError("the training loader gave no batch: an epoch needs at least one.")
+        self.hooks.fire("on_train_epoch_end")
+        self.trainer.send(self.logs.reduce_epoch("train", keep=not complete)[1])
+        if complete and self.trainer.module.automatic_optimization:
+            self.step.step_plateau_schedulers("epoch", progress.epoch + 1)
+        self.note_time()
+        progress.phase = "epoch_end" if complete else "paused"
+        self.hooks.close("on_train_epoch_end")
+        if complete:
+            self._iterator = None
+            if not self._is_done():
+                self._next_epoch()
+
+    def _close_short_window(self) -> None:
+        """The loader ended before its length said: the batches of the open window count by their true number."""
+        window = self.accelerator.window
+        window.index -= 1
+        window.closes = True
+        self.step.close(self.progress.batch - 1)
+        self._after_step(True)
+        self._log_step()
+        self._settle()
+
+    def _next_epoch(self) -> None:
+        self.progress.epoch += 1
+        self.progress.batch = 0
+        self.progress.phase = "epoch_start"
+
+    # a window's end ---------------------------------------------------------------------------------------------------
+    def _window_length(self) -> int:
+        """Batches of the window that begins now: the last one of an epoch may be shorter."""
+        accumulation = self.trainer.accumulation
+        self._window_start = self.progress.batch
+        length = accumulation.length(self.progress.epoch) if accumulation is not None else 1
+        if self.num_batches is None:
+            return length
+        return min(length, self.num_batches - self.progress.batch)
+
+    def _count(self, batch: Any) -> None:
+        self.accelerator.end_batch()
+        progress = self.progress
+        progress.batch += 1
+        progress.batches += 1
+        if self._counts_samples:
+            try:
+                progress.samples += batch_size_of(batch)
+            except ConfigurationError:
+                self._counts_samples = False
+
+    def _after_step(self, is_last: bool) -> None:
+        """What belongs to the step itself: a checkpoint saved from here on has it done."""
+        progress = self.progress
+        progress.phase = "stepped"
+        progress.validation_due = self._validation_due(is_last)
+        if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
+            self.step.step_schedulers("epoch", progress.epoch + 1)
+
+    def _log_step(self) -> None:
+        trainer = self.trainer
+        if trainer.loggers and self.progress.global_step % trainer.log_every_n_steps == 0:
+            trainer.send(self.logs.step_values("train"))
+
+    def _settle(self) -> None:
+        """What follows a step: its validation, then the schedulers that wait for one. A resume goes on here."""
+        progress = self.progress
+        if progress.phase == "stepped":
+            if progress.validation_due and not self._validate():
+                return
+            progress.phase = "validated"
+        if progress.phase == "validated":
+            progress.validation_due = False
+            if self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
+                self.step.step_plateau_schedulers("step", progress.stepped)
+            progress.phase = "settled"
+
+    # validation -------------------------------------------------------------------------------------------------------
+    def _validate(self) -> bool:
+        """Validates; False if a signal broke it off, so that it is still to be done."""
+        assert self.validation is not None
+        self.note_time()
+        self.progress.seconds_at_validation = self.progress.seconds
+        return self.validation.run() is not None
+
+    def _validation_interval(self) -> int | None:
+        """Batches between two validations; None for the end of an epoch, or an interval in time."""
+        interval, total = self.trainer.val_check_interval, self.num_batches
+        if isinstance(interval, int):
+            if self.trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is more than the {total} batches of an epoch: give a smaller number, or "
+                    "check_val_every_n_epoch=None to count over epochs."
+                )
+            return interval
+        if not isinstance(interval, float) or interval == 1.0:
+            return None
+        if total is None:
+            raise ConfigurationError(
+                f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length: give a "
+                "number of batches."
+            )
+        if total * interval < 1:
+            raise ConfigurationError(
+                f"val_check_interval={interval} of {total} batches is less than one batch: give at least {1 / total:.3g}."
+            )
+        return math.floor(total * interval)
+
+    def _validation_due(self, is_last: bool) -> bool:
+        """True if the window that closed reached or passed a point of validation."""
+        progress, every_epochs = self.progress, self.trainer.check_val_every_n_epoch
+        if self.validation is None or (every_epochs is not None and (progress.epoch + 1) % every_epochs):
+            return False
+        seconds = self.trainer.val_check_seconds
+        if seconds is not None:
+            return self.elapsed() - progress.seconds_at_validation >= seconds
+        if self._validate_every is None:
+            return is_last
+        done = progress.batch if every_epochs is not None else progress.batches
+        before = done - (progress.batch - self._window_start)
+        return done // self._validate_every > before // self._validate_every
+
+    def _sanity_check(self) -> None:
+        """A few validation batches before the first step, which leave no trace in counters or random numbers."""
+        count, trainer = self.trainer.num_sanity_val_steps, self.trainer
+        if count == 0 or self.restored is not None or not trainer.sources.has("val"):
+            return
+        trainer.state.sanity_checking = True
+        self.hooks.fire_all("on_sanity_check_start")
+        self._load_validation_data()
+        if self.validation is not None:
+            with isolated_rng([cursor.loader for cursor, _ in self.validation.loaders]):
+                self.validation.run(limit=None if count == -1 else count)
+        self.hooks.fire_all("on_sanity_check_end")
+        trainer.state.sanity_checking = False
+        self.logs.clear()
+
+    # data -------------------------------------------------------------------------------------------------------------
+    def load_training_data(self, again: bool = False) -> None:
+        """Gets the training loader, unless it is there."""
+        if self.cursor is None or again:
+            self.cursor, self.num_batches = self.trainer.sources.training()
+
+    def _load_validation_data(self, again: bool = False) -> None:
+        if self.validation is not None and not again:
+            return
+        loaders = self.trainer.sources.evaluation("val")
+        self.validation = EvaluationLoop(self.trainer, "validation", loaders) if any(limit != 0 for _, limit in loaders) else None
+
+    def loader_state(self, progress: Progress) -> dict[str, Any] | None:
+        """Where the loaders stand: the training one at a place in the epoch or between two, the others between passes."""
+        if self.cursor is None:
+            return None
+        inside = progress.phase not in ("epoch_start", "epoch_end")
+        ended = self.num_batches == self.cursor.length
+        return {
+            "place": self.cursor.state_dict(progress.batch) if inside else None,
+            "rest": None if inside else self.cursor.rest_state(ended),
+            "validation": [] if self.validation is None else self.validation.loader_states(),
+        }
+
+    def window_start(self) -> Progress:
+        """The progress at the start of the open window, which a resume then repeats."""
+        progress, done = self.progress, self.progress.batch - self._window_start
+        return dataclasses.replace(
+            progress, batch=self._window_start, batches=progress.batches - done, phase="settled", exact=False
+        )
+
+    def estimated_steps(self) -> float:
+        """Optimizer steps of the whole fit; inf where it has no end."""
+        limit = self.trainer.max_steps if self.trainer.max_steps != -1 else float("inf")
+        epochs = self.trainer.max_epochs
+        if epochs in (None, -1) or self.num_batches is None:
+            return limit
+        accumulation, total = self.trainer.accumulation, 0
+        for epoch in range(epochs or 0):
+            total += math.ceil(self.num_batches / (accumulation.length(epoch) if accumulation is not None else 1))
+        return min(limit, total)
+
+    # stopping ---------------------------------------------------------------------------------------------------------
+    def _is_done(self) -> bool:
+        """True if no further epoch begins."""
+        limit = self.trainer.max_epochs
+        return (limit is not None and limit != -1 and self._epochs_done() >= limit) or self._stops()
+
+    def _stops(self) -> bool:
+        """True if a limit or a wish ends the run here, between two windows."""
+        trainer = self.trainer
+        if trainer.signals.received is not None:
+            return True
+        if trainer.max_steps != -1 and self.progress.global_step >= trainer.max_steps:
+            return True
+        if trainer.max_seconds is not None and self.elapsed() >= trainer.max_seconds:
+            return True
+        return trainer.should_stop and self._past_minimum()
+
+    def _past_minimum(self) -> bool:
+        arguments = self.trainer.arguments
+        steps = self.progress.global_step
+        return self._epochs_done() >= (arguments.min_epochs or 0) and steps >= (arguments.min_steps or 0)
+
+    def _epochs_done(self) -> int:
+        return self.progress.epoch + (self.progress.phase == "epoch_end")
+
+    # time -------------------------------------------------------------------------------------------------------------
+    def elapsed(self) -> float:
+        """Seconds of training, over all resumes."""
+        return self.progress.seconds + time.perf_counter() - self._clock
+
+    def note_time(self) -> None:
+        """Brings `progress.seconds` up to now."""
+        now = time.perf_counter()
+        self.progress.seconds += now - self._clock
+        self._clock = now
+
+    # resume -----------------------------------------------------------------------------------------------------------
+    def _go_on(self) -> None:
+        """After a resume: finishes what the saved run had begun, down to the end of its last epoch."""
+        if self.restored is None:
+            return
+        progress, saved, loader = self.progress, self.restored, self.restored["loader"]
+        inside = progress.phase not in ("epoch_start", "epoch_end")
+        assert self.cursor is not None
+        if inside and loader is not None:
+            self._iterator = self.cursor.resume(progress.epoch, loader["place"])
+        elif inside:
+            # Only the place was left out of what is restored: the epoch begins anew.
+            progress.batch, progress.phase, inside = 0, "epoch_start", False
+        elif loader is not None:
+            self.cursor.load_rest_state(loader["rest"])
+        if loader is not None and self.validation is not None:
+            self.validation.load_loader_states(loader["validation"])
+        if saved["rng"] is not None:
+            set_rng_state(saved["rng"])
+        if progress.phase == "epoch_end" and not self._is_done():
+            self._next_epoch()
+        elif inside and progress.phase != "paused":
+            self._settle()
+            if self._stops():
+                self._end_epoch(complete=self.num_batches is not None and progress.batch >= self.num_batches)
+
+
+def detached(outputs: Any) -> Any:
+    """What `training_step` returned, without the graph that listeners would otherwise keep alive."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, dict):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
+    return outputs

@@ -1,0 +1,218 @@
+"""The optimisation step: zero_grad, forward and backward of a batch, and, where the window closes, clip and step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from leyden.strategies.base import read_loss
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.hooks import overrides
+from leyden.trainer.module import TrainModule, step_arguments
+from leyden.trainer.optimization import needs_closure
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator import PreparedOptimizer
+    from leyden.trainer.trainer import Trainer
+
+
+class Step:
+    """What both kinds of optimisation share: the user's training step in the form in which it is called."""
+
+    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
+        self.trainer = trainer
+        self.module = trainer.module
+        self.accelerator = trainer.accelerator
+        self.strategy = trainer.strategy
+        self.window = trainer.accelerator.window
+        self.hooks = trainer.hooks
+        self.progress = trainer.progress
+        self.training_step = training_step
+        self.takes_index = step_arguments(self.module.training_step)[0]
+
+    def run(self, batch: Any, batch_idx: int) -> Any:
+        """Does one batch; gives back what `training_step` returned."""
+        raise NotImplementedError
+
+    def close(self, batch_idx: int) -> None:
+        """Ends the window: brings its gradients to their mean and steps."""
+        raise NotImplementedError
+
+    def step_schedulers(self, interval: str, count: int) -> None:
+        """Steps the schedulers of an interval that are due, all but those that wait for a validation."""
+        for config in self.trainer.lr_scheduler_configs:
+            if not config.reduce_on_plateau and config.due(interval, count):
+                self.hooks.current = "lr_scheduler_step"
+                self.module.lr_scheduler_step(config.scheduler, None)
+
+    def step_plateau_schedulers(self, interval: str, count: int) -> None:
+        """Steps those that go by a monitored value."""
+        for config in self.trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau and config.due(interval, count):
+                metric = config.monitored(self.trainer.callback_metrics)
+                if metric is not None:
+                    self.module.lr_scheduler_step(config.scheduler, metric)
+
+
+class AutomaticStep(Step):
+    """Leyden calls zero_grad, backward and step; all optimizers step once per window.
+
+    Raises:
+        ConfigurationError: if an optimizer that evaluates the loss again meets what cannot (see DECISIONS in the docs).
+    """
+
+    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
+        super().__init__(trainer, training_step)
+        module = self.module
+        arguments = trainer.arguments
+        self.clip_value = arguments.gradient_clip_val
+        self.clip_algorithm = arguments.gradient_clip_algorithm
+        self.clips = self.clip_value is not None or overrides(module, "configure_gradient_clipping", TrainModule)
+        self.own_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
+        self.own_step = overrides(module, "optimizer_step", TrainModule)
+        self.hooks.backward = module.backward if overrides(module, "backward", TrainModule) else None
+        self.prepared = self.accelerator.prepared_optimizers
+        self.optimizers = self.accelerator.optimizers
+        self.closure_optimizer = next((o for o in self.optimizers if needs_closure(o)), None)
+        if self.closure_optimizer is not None:
+            self._check_closure(self.closure_optimizer)
+        self.outputs: Any = None
+
+    def _check_closure(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        refusal = None
+        if len(self.optimizers) > 1:
+            refusal = "a second optimizer: use manual optimisation"
+        elif _accumulates(self.trainer):
+            refusal = "accumulation over several batches: use accumulate_grad_batches=1 and a larger batch"
+        elif self.trainer.strategy.precision.may_skip:
+            refusal = "a gradient scaler: use precision='bf16-mixed' or '32-true'"
+        elif not self.strategy.supports_closure:
+            refusal = f"strategy={self.strategy.name!r}: use a single device or DDP"
+        if refusal:
+            raise ConfigurationError(f"{name} evaluates the loss several times in one step, which cannot go with {refusal}.")
+
+    def run(self, batch: Any, batch_idx: int) -> Any:
+        if self.closure_optimizer is not None:
+            return self._run_closure(batch, batch_idx)
+        window = self.window
+        if window.index == 0:
+            self._zero_grad(batch_idx)
+        hooks = self.hooks
+        hooks.current = "training_step"
+        extra = (batch_idx,) if self.takes_index else ()
+        outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
+        hooks.current = ""
+        if window.closes:
+            self.outputs = outputs
+            self.close(batch_idx)
+            self.outputs = None
+        return outputs
+
+    def _zero_grad(self, batch_idx: int) -> None:
+        for optimizer in self.optimizers:
+            self.hooks.fire_all("on_before_zero_grad", optimizer)
+            if self.own_zero_grad:
+                self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
+            else:
+                optimizer.zero_grad()
+
+    def close(self, batch_idx: int) -> None:
+        accelerator, hooks = self.accelerator, self.hooks
+        accelerator.close_window()
+        accelerator.stepped = False
+        for prepared in self.prepared:
+            self._before_step(prepared)
+            if self.own_step:
+                hooks.current = "optimizer_step"
+                self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, self._last_loss)
+            else:
+                prepared.step()
+        self.strategy.end_step()
+        self._count()
+
+    def _before_step(self, prepared: PreparedOptimizer) -> None:
+        optimizer = prepared.optimizer
+        self.strategy.before_step(optimizer)
+        self.hooks.fire_all("on_before_optimizer_step", optimizer)
+        if self.clips:
+            self.module.configure_gradient_clipping(optimizer, self.clip_value, self.clip_algorithm)
+
+    def _count(self) -> None:
+        self.progress.global_step += 1
+        if self.accelerator.stepped or not self.prepared:
+            self.progress.stepped += 1
+            if self.trainer.lr_scheduler_configs:
+                self.step_schedulers("step", self.progress.stepped)
+        self.hooks.current = ""
+
+    def _last_loss(self) -> Tensor | None:
+        return read_loss(self.outputs)[0].detach() if self.outputs is not None else None
+
+    def _run_closure(self, batch: Any, batch_idx: int) -> Any:
+        """The step of an optimizer like LBFGS: the closure is the whole pass, and the optimizer decides how often."""
+        [prepared] = self.prepared
+        hooks, window = self.hooks, self.window
+        extra = (batch_idx,) if self.takes_index else ()
+        first: list[Any] = []
+
+        def closure() -> Tensor:
+            self._zero_grad(batch_idx)
+            hooks.current = "training_step"
+            outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
+            first.append(outputs)
+            self.accelerator.close_window()
+            self._before_step(prepared)
+            return read_loss(outputs)[0].detach()
+
+        self.accelerator.stepped = False
+        if self.own_step:
+            self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, closure)
+        else:
+            prepared.step(closure)
+        self.strategy.end_step()
+        self._count()
+        return first[0] if first else None
+
+
+class ManualStep(Step):
+    """The module calls `manual_backward` and steps its optimizers; a batch in which one stepped is a global step."""
+
+    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
+        super().__init__(trainer, training_step)
+        arguments = trainer.arguments
+        if _accumulates(trainer):
+            raise ConfigurationError(
+                "accumulate_grad_batches cannot be used with manual optimisation: step every n batches in training_step."
+            )
+        if arguments.gradient_clip_val is not None:
+            raise ConfigurationError(
+                "gradient_clip_val cannot be used with manual optimisation: call self.clip_gradients(optimizer, value) before "
+                "optimizer.step()."
+            )
+        self.accelerator.before_step = self._before_step if self.hooks.listens("on_before_optimizer_step") else None
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self.hooks.fire_all("on_before_optimizer_step", optimizer)
+
+    def run(self, batch: Any, batch_idx: int) -> Any:
+        self.accelerator.stepped = False
+        self.hooks.current = "training_step"
+        extra = (batch_idx,) if self.takes_index else ()
+        outputs = self.strategy.forward(self.training_step, batch, extra)
+        self.hooks.current = ""
+        self.close(batch_idx)
+        return outputs
+
+    def close(self, batch_idx: int) -> None:
+        """Schedulers are the module's own business here."""
+        if self.accelerator.stepped:
+            self.progress.global_step += 1
+            self.progress.stepped += 1
+
+
+def _accumulates(trainer: Trainer) -> bool:
+    return trainer.accumulation is not None and trainer.accumulation.longest > 1

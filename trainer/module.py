@@ -1,0 +1,469 @@
+"""TrainModule: an nn.Module with a training step, an optimizer and hooks. What users subclass."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.trainer.hparams import Hyperparameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from leyden.callbacks.base import Callback
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.accelerator import PreparedOptimizer
+    from leyden.trainer.logs import Logs, Reduction
+    from leyden.trainer.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class TrainModule(Hyperparameters, nn.Module):
+    """The model, its steps and its optimizer.
+
+    Write `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and any hook. The
+    order in which hooks are called stands in `leyden.trainer.hooks`. A hook that you do not override is never called.
+
+    Example:
+        >>> import torch
+        >>> class Classifier(TrainModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.net = torch.nn.Linear(64, 10)
+        ...     def training_step(self, batch, batch_idx):
+        ...         x, y = batch
+        ...         loss = torch.nn.functional.cross_entropy(self.net(x), y)
+        ...         self.log("loss", loss, prog_bar=True)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = True
+        """False: `training_step` calls `manual_backward` and steps the optimizers itself."""
+        self.strict_loading = True
+        """False: weights in a checkpoint that have no place here, or are missing in it, are passed over."""
+        self.example_input_array: Any = None
+        """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
+        self._trainer: Trainer | None = None
+        self._logs: Logs | None = None
+
+    # what a subclass writes -------------------------------------------------------------------------------------------
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Computes the loss of one batch.
+
+        Returns:
+            A scalar loss; a dict with `loss`; or a dict with `loss`, a sum, and `num_items`, the number of tokens or
+            samples it is a sum over: then the gradient is divided by the items of the whole accumulation window and of
+            all ranks, so that accumulating and sharding equal the big batch.
+        """
+        raise _unwritten(self)
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """One batch of validation; runs without gradients, in eval mode."""
+        raise _unwritten(self)
+
+    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """One batch of `Trainer.test`."""
+        raise _unwritten(self)
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """One batch of `Trainer.predict`; calls the module on the batch unless overridden."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers, with their schedulers.
+
+        Returns:
+            An optimizer; a list of them; `([optimizers], [schedulers])`; a dict `{"optimizer": …, "lr_scheduler": …}`; a
+            list of such dicts; or None to train without one. A scheduler may be a dict `{"scheduler": …, "interval":
+            "epoch" | "step", "frequency": 1, "monitor": "val_loss", "strict": True, "name": None}`.
+        """
+        raise _unwritten(self)
+
+    def configure_model(self) -> None:
+        """Builds parts of the model in the strategy's context (the meta device where it shards). Called once per stage."""
+
+    def configure_callbacks(self) -> Callback | list[Callback]:
+        """Callbacks that belong to this module; one of the same type as a Trainer's replaces it."""
+        return []
+
+    def prepare_data(self) -> None:
+        """Downloads and the like: called once, before the ranks start."""
+
+    def train_dataloader(self) -> Any:
+        """The training loader, where none is given to `fit`."""
+        raise _unwritten(self)
+
+    def val_dataloader(self) -> Any:
+        """The validation loaders, where none are given to `fit` or `validate`."""
+        raise _unwritten(self)
+
+    def test_dataloader(self) -> Any:
+        """The test loaders, where none are given to `test`."""
+        raise _unwritten(self)
+
+    def predict_dataloader(self) -> Any:
+        """The prediction loaders, where none are given to `predict`."""
+        raise _unwritten(self)
+
+    # hooks, in the order of leyden.trainer.hooks -------------------------------------------------------------------------
+    def setup(self, stage: str) -> None: ...
+    def teardown(self, stage: str) -> None: ...
+    def on_fit_start(self) -> None: ...
+    def on_fit_end(self) -> None: ...
+    def on_train_start(self) -> None: ...
+    def on_train_end(self) -> None: ...
+    def on_train_epoch_start(self) -> None: ...
+    def on_train_epoch_end(self) -> None: ...
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None: ...
+    def on_before_backward(self, loss: Tensor) -> None: ...
+    def on_after_backward(self) -> None: ...
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
+    def on_validation_model_zero_grad(self) -> None: ...
+    def on_validation_model_eval(self) -> None: ...
+    def on_validation_model_train(self) -> None: ...
+    def on_validation_start(self) -> None: ...
+    def on_validation_end(self) -> None: ...
+    def on_validation_epoch_start(self) -> None: ...
+    def on_validation_epoch_end(self) -> None: ...
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_model_eval(self) -> None: ...
+    def on_test_model_train(self) -> None: ...
+    def on_test_start(self) -> None: ...
+    def on_test_end(self) -> None: ...
+    def on_test_epoch_start(self) -> None: ...
+    def on_test_epoch_end(self) -> None: ...
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_model_eval(self) -> None: ...
+    def on_predict_model_train(self) -> None: ...
+    def on_predict_start(self) -> None: ...
+    def on_predict_end(self) -> None: ...
+    def on_predict_epoch_start(self) -> None: ...
+    def on_predict_epoch_end(self) -> None: ...
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Changes a batch before it is moved to the device."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Moves a batch; override it for a structure whose tensors Leyden cannot find."""
+        return self._strategy.to_device(batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Changes a batch on the device (augmentation there)."""
+        return batch
+
+    # optimisation hooks -----------------------------------------------------------------------------------------------
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Runs backward on the loss, already divided for accumulation and scaled for precision."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: PreparedOptimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Steps one optimizer.
+
+        The gradients are there already: the closure gives back the loss and evaluates it again only for an optimizer
+        that calls it several times, such as LBFGS. (Lightning runs the training step inside the closure.)
+        """
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Clears the gradients at the start of a window."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        """Steps a scheduler; `metric` is the monitored value of a plateau scheduler, else None."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clips the gradients before a step, as the Trainer's arguments say; override it for a rule of your own."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def clip_gradients(
+        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> Tensor | None:
+        """Clips the gradients of one optimizer; gives back their total norm ("norm") or None ("value")."""
+        if gradient_clip_val is None:
+            return None
+        algorithm = gradient_clip_algorithm or "norm"
+        if algorithm not in ("norm", "value"):
+            raise ConfigurationError(f"gradient_clip_algorithm={algorithm!r} is not known: use 'norm' or 'value'.")
+        return self._strategy.clip(optimizer, float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in manual optimisation, scaled for the precision.
+
+        Raises:
+            ConfigurationError: in automatic optimisation, where the Trainer calls backward.
+        """
+        if self.automatic_optimization:
+            raise ConfigurationError(
+                "manual_backward belongs to manual optimisation: set self.automatic_optimization = False in __init__."
+            )
+        self.trainer.accelerator.manual_backward(loss, *args, **kwargs)
+
+    def optimizers(self, use_prepared_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them, to be stepped in manual optimisation."""
+        accelerator = self.trainer.accelerator
+        found = accelerator.prepared_optimizers if use_prepared_optimizer else accelerator.optimizers
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return found[0] if len(found) == 1 else (found or None)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """Only the parameters of this optimizer take gradients within the block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Makes every parameter of other optimizers stop taking gradients, until `untoggle_optimizer`."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.__dict__["_toggled"] = {}
+        for other in self.trainer.optimizers:
+            for group in other.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in own:
+                        self.__dict__["_toggled"][parameter] = parameter.requires_grad
+                        parameter.requires_grad = False
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undoes `toggle_optimizer`."""
+        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
+            parameter.requires_grad = requires_grad
+
+    # logging ----------------------------------------------------------------------------------------------------------
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Reduction = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Records a value, without reading it back from the device.
+
+        Args:
+            name: the name it goes by; a value logged on both levels goes by `name_step` and `name_epoch`.
+            value: a number, a tensor of one number, or a torchmetrics metric.
+            prog_bar: show it in the progress bar.
+            logger: give it to the loggers (every `log_every_n_steps`); True if left out.
+            on_step: the value of this step. Default: True in training steps.
+            on_epoch: reduced over the epoch, weighted by batch size. Default: True in evaluation and epoch hooks.
+            reduce_fx: "mean", "sum", "max", "min", or a function of the stacked values.
+            enable_graph: keep the autograd graph of the value of this step.
+            sync_dist: epoch values are reduced over the ranks unless this is False, step values are this rank's own.
+            sync_dist_group: process group to reduce in; None for all ranks that see different data.
+            add_dataloader_idx: append `/dataloader_idx_i` where there are several loaders.
+            batch_size: weight of the value in a mean; found from the batch if left out.
+            metric_attribute: accepted for scripts written for Lightning; metrics are known by themselves.
+            rank_zero_only: log on rank 0 only.
+
+        Raises:
+            ConfigurationError: if the value is no single number, the hook belongs to no epoch, or the arguments changed.
+        """
+        logs = self._logs
+        if logs is None:
+            return
+        if rank_zero_only and self._trainer is not None and not self._trainer.is_global_zero:
+            return
+        logs.record(
+            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+        """Records several values with the same arguments as `log`; takes a torchmetrics.MetricCollection too."""
+        items = dictionary.items(keep_base=False) if hasattr(dictionary, "compute_groups") else dictionary.items()  # type: ignore[call-arg]
+        for name, value in items:
+            self.log(name, value, **kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the main process."""
+        self.trainer.print(*args, **kwargs)
+
+    # where the module runs --------------------------------------------------------------------------------------------
+    @property
+    def trainer(self) -> Trainer:
+        """The Trainer that runs this module.
+
+        Raises:
+            LeydenError: if no Trainer does.
+        """
+        if self._trainer is None:
+            raise LeydenError(f"{type(self).__name__} is not attached to a Trainer: hand it to Trainer.fit first.")
+        return self._trainer
+
+    @property
+    def _strategy(self) -> Strategy:
+        return self.trainer.strategy
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the module's parameters (the CPU if it has none)."""
+        parameter = next(self.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the module's first floating parameter."""
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def current_epoch(self) -> int:
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_step(self) -> int:
+        """Number of accumulation windows done."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return 0 if self._trainer is None else self._trainer.local_rank
+
+    @property
+    def device_mesh(self) -> Any:
+        """The strategy's device mesh, or None where it has none."""
+        return getattr(self._strategy, "device_mesh", None)
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return None if self._trainer is None else self._trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        return [] if self._trainer is None else self._trainer.loggers
+
+    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
+        """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
+        return self.trainer.accelerator.all_gather(data, group, sync_grads)
+
+    # weights ----------------------------------------------------------------------------------------------------------
+    def freeze(self) -> None:
+        """Stops gradients of all parameters and goes to eval mode."""
+        for parameter in self.parameters():
+            parameter.requires_grad = False
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Undoes `freeze`."""
+        for parameter in self.parameters():
+            parameter.requires_grad = True
+        self.train()
+
+    @torch.no_grad()
+    def to_onnx(self, file_path: str | Path | Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Exports the forward pass by torch.onnx.
+
+        Args:
+            file_path: where to write it.
+            input_sample: an input of `forward`; `example_input_array` if left out.
+            **kwargs: handed to `torch.onnx.export`.
+
+        Raises:
+            ConfigurationError: if there is no input.
+        """
+        sample = self.example_input_array if input_sample is None else input_sample
+        if sample is None:
+            raise ConfigurationError("to_onnx needs an input: give input_sample, or set self.example_input_array.")
+        was_training = self.training
+        self.eval()
+        try:
+            args = sample if isinstance(sample, tuple) else (sample,)
+            return torch.onnx.export(self, args, file_path, **kwargs)
+        finally:
+            self.train(was_training)
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        *,
+        trust: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Builds the module from the hyperparameters in a checkpoint, and loads its weights.
+
+        Args:
+            checkpoint_path: a checkpoint folder; or a file of another trainer, which needs `trust=True`.
+            map_location: device of the loaded module; the CPU if left out.
+            hparams_file: a JSON file of hyperparameters in place of the checkpoint's.
+            strict: raise on names that do not fit; the module's `strict_loading` if left out.
+            trust: load a foreign pickle file, which may run code if torch's safe loader cannot read it.
+            **kwargs: arguments of `__init__`, before those that were saved.
+
+        Raises:
+            CheckpointError: if the checkpoint is damaged or not a checkpoint.
+            ConfigurationError: if the weights do not fit, or an argument of `__init__` was not saved.
+        """
+        from leyden.trainer.checkpoint.module import load_module
+
+        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, trust, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The run that a module was in is no part of it: copies and pickles leave it behind.
+        return {**self.__dict__, "_trainer": None, "_logs": None}
+
+
+def _unwritten(module: TrainModule) -> ConfigurationError:
+    name = inspect.stack()[1].function
+    return ConfigurationError(f"{type(module).__name__} has no {name}: write it, or give the Trainer what stands in for it.")
+
+
+def step_arguments(step: Callable[..., Any]) -> tuple[bool, bool]:
+    """Whether a step takes the index of the batch, whatever its name, and `dataloader_idx`, after the batch itself."""
+    parameters = list(inspect.signature(step).parameters.values())[1:]
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return True, False
+    takes_loader = any(p.name == "dataloader_idx" for p in parameters)
+    required = [p for p in parameters if p.name != "dataloader_idx" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return bool(required), takes_loader

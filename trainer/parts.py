@@ -1,0 +1,146 @@
+"""From the Trainer's arguments to its parts: callbacks, loggers, precision, and torch's own switches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.gradient_accumulation import GradientAccumulation
+from leyden.callbacks.logger import Logger
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.precision import Precision
+from leyden.trainer.arguments import Arguments
+
+
+def precision_of(arguments: Arguments) -> Any:
+    """The precision, from its own argument or from plugins; None to leave a given strategy's own."""
+    plugins = _as_list(arguments.plugins)
+    for plugin in plugins:
+        if not isinstance(plugin, Precision):
+            raise ConfigurationError(f"plugins: a {type(plugin).__name__} is no plugin that this version knows: give a Precision.")
+    if len(plugins) + (arguments.precision is not None) > 1:
+        raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
+    if plugins:
+        return plugins[0]
+    if isinstance(arguments.strategy, Strategy):
+        return arguments.precision
+    return arguments.precision if arguments.precision is not None else "32-true"
+
+
+def build_callbacks(arguments: Arguments) -> list[Callback]:
+    """The callbacks that were given, and those that other arguments ask for.
+
+    Raises:
+        ConfigurationError: if something is no callback, or is asked for twice.
+    """
+    callbacks = _as_list(arguments.callbacks)
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise ConfigurationError(f"callbacks holds the class {callback.__name__}: give an instance, {callback.__name__}().")
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(f"callbacks holds a {type(callback).__name__}, which is no Callback: subclass Callback.")
+    if len({id(callback) for callback in callbacks}) < len(callbacks):
+        raise ConfigurationError("callbacks holds the same callback twice: give it once.")
+    _add_accumulation(callbacks, arguments)
+    _add_loggers(callbacks, arguments)
+    _add_defaults(callbacks, arguments)
+    return callbacks
+
+
+def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
+    found = [callback for callback in callbacks if isinstance(callback, GradientAccumulation)]
+    if len(found) > 1 or (found and arguments.accumulate_grad_batches > 1):
+        raise ConfigurationError(
+            "accumulation was asked for more than once: give accumulate_grad_batches or one GradientAccumulation callback."
+        )
+    if arguments.accumulate_grad_batches > 1:
+        callbacks.append(GradientAccumulation(arguments.accumulate_grad_batches))
+
+
+def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
+    wanted = arguments.logger
+    if wanted is True:
+        if not any(isinstance(callback, Logger) for callback in callbacks):
+            from leyden.callbacks.tensorboard import TensorBoardLogger
+
+            callbacks.append(TensorBoardLogger())
+        return
+    loggers = [] if wanted is False else _as_list(wanted)
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            raise ConfigurationError(
+                f"logger={wanted!r}: use True, False, or loggers such as CSVLogger(); a {type(logger).__name__} is none."
+            )
+        if all(logger is not callback for callback in callbacks):
+            callbacks.append(logger)
+    if wanted is False and (arguments.barebones or arguments.fast_dev_run):
+        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)]
+
+
+def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
+    """Imported here: a run without them does not pay for them."""
+    if arguments.enable_checkpointing or arguments.fast_dev_run or arguments.barebones:
+        from leyden.callbacks.model_checkpoint import ModelCheckpoint
+
+        has = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        if arguments.enable_checkpointing and not has:
+            callbacks.append(ModelCheckpoint())
+    elif any(type(callback).__name__ == "ModelCheckpoint" for callback in callbacks):
+        raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
+    if arguments.enable_progress_bar:
+        from leyden.callbacks.progress_bar import TQDMProgressBar
+
+        if not any(isinstance(callback, TQDMProgressBar) for callback in callbacks):
+            callbacks.append(TQDMProgressBar())
+    if arguments.enable_model_summary:
+        from leyden.callbacks.model_summary import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.append(ModelSummary())
+
+
+def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
+    """Those of the Trainer and of the module; one of the module's replaces the Trainer's of the same class."""
+    own = _as_list(own)
+    for callback in own:
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(f"configure_callbacks returned a {type(callback).__name__}: return callbacks.")
+    replaced = {type(callback) for callback in own}
+    return [callback for callback in callbacks if type(callback) not in replaced] + own
+
+
+@contextmanager
+def runtime_settings(arguments: Arguments) -> Iterator[None]:
+    """torch's switches, as they are asked for, during a run; afterwards they are as they were."""
+    was = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    if arguments.deterministic:
+        # cuBLAS reads this when it makes its first workspace; without it torch refuses its matrix products.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if arguments.deterministic is not None:
+        torch.use_deterministic_algorithms(bool(arguments.deterministic), warn_only=arguments.deterministic == "warn")
+    if arguments.benchmark is not None:
+        torch.backends.cudnn.benchmark = arguments.benchmark
+    elif arguments.deterministic:
+        torch.backends.cudnn.benchmark = False
+    try:
+        with torch.autograd.set_detect_anomaly(arguments.detect_anomaly or torch.is_anomaly_enabled()):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        torch.backends.cudnn.benchmark = was[2]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

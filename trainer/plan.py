@@ -1,0 +1,119 @@
+"""The five lines at the start of fit, and the words of errors that need to know the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.errors import LeydenError
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+
+def five_lines(trainer: Trainer, start: str) -> str:
+    """What runs where, in the five lines that fit prints.
+
+    Args:
+        trainer: a Trainer whose training data is loaded.
+        start: what the run starts from.
+    """
+    ranks = trainer.world_size
+    strategy = trainer.strategy
+    sizes = _batch_sizes(trainer.sources.train_loader)
+    accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
+    per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
+    total = str(sum(sizes) * ranks * accumulated) if sizes else "?"
+    folder = trainer.log_dir or trainer.default_root_dir
+    return "\n".join(
+        (
+            f"devices     {ranks} × {strategy.root_device}, {ranks} rank{'s' if ranks > 1 else ''}",
+            f"strategy    {strategy.name}, precision {strategy.precision.name}",
+            f"batch       {per_rank} per rank × {ranks} × {accumulated} accumulated = {total}",
+            f"run folder  {folder}",
+            f"start       {start}",
+        )
+    )
+
+
+def _batch_sizes(loader: Any) -> list[int]:
+    """Batch sizes of a loader, or of each of several; empty where they are not known."""
+    parts = getattr(loader, "flattened", None)
+    if parts is not None:
+        found = [_batch_sizes(part) for part in parts]
+        return [size for sizes in found for size in sizes] if all(found) else []
+    size = getattr(loader, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return [size] if isinstance(size, int) else []
+
+
+def shapes_of(batch: Any) -> str:
+    """Shapes and dtypes of a batch, in one line."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {shapes_of(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, (list, tuple)):
+        return "[" + ", ".join(shapes_of(value) for value in batch) + "]"
+    return type(batch).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the out-of-memory errors of a GPU and of the CPU's allocator."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
+
+
+def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
+    """The same kind of error, saying where it happened and what to try."""
+    device = trainer.strategy.root_device
+    use = ""
+    if device.type == "cuda":
+        taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        use = f" {taken / 2**30:.2f} GiB are in use, {peak / 2**30:.2f} at the peak, of {total / 2**30:.2f}."
+    progress = trainer.progress
+    batch = shapes_of(trainer.logs.batch) if trainer.logs.batch is not None else "none"
+    message = (
+        f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
+        f"(batch: {batch}).{use} Try (1) a smaller batch_size with accumulate_grad_batches to keep the global batch, "
+        "(2) precision='bf16-mixed', (3) activation checkpointing (torch.utils.checkpoint) or a sharding strategy. "
+        f"The error was: {error}"
+    )
+    return type(error)(message)
+
+
+def device_mismatch_hint(error: BaseException) -> str | None:
+    """What to do about a batch that stayed on another device, or None where the error is another one."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and (
+        "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
+    ):
+        return (
+            "Some tensors are on another device than the module. Batches are moved for you unless transfer_batch_to_device is "
+            "overridden; create new tensors with device=self.device, and register constants by self.register_buffer."
+        )
+    return None
+
+
+def checked_for_nan(training_step: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+    """The training step, with a look at each loss; reads every one back, which is why only detect_anomaly asks for it."""
+
+    def checked(*args: Any) -> Any:
+        outputs = training_step(*args)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
+            progress = trainer.progress
+            raise LeydenError(
+                f"the loss is {loss.detach().tolist()} in epoch {progress.epoch}, batch {progress.batch}, step "
+                f"{progress.global_step}: look at that batch, lower the learning rate, or clip (gradient_clip_val)."
+            )
+        return outputs
+
+    return checked

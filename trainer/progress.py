@@ -1,0 +1,54 @@
+"""Progress: every counter of a run, in one object, saved as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+Phase: TypeAlias = Literal["epoch_start", "stepped", "validated", "settled", "paused", "epoch_end"]
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where a run stands. A resume goes on from exactly here.
+
+    Attributes:
+        epoch: the current epoch, from 0.
+        batch: batches done in this epoch (the next batch has this index).
+        global_step: accumulation windows closed, whether a scaler skipped their step or not.
+        stepped: windows whose step was not skipped: what schedulers count.
+        batches: batches done in all epochs.
+        samples: samples seen by this data rank in all epochs, as far as batches tell their size.
+        phase: what was done last. "stepped": a window was closed, its validation may be due; "validated": that
+            validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
+            "epoch_end": before the epoch's first hook, after its last; "paused": after the last hook of an epoch that a limit
+            broke off, which a resume goes on with.
+        validation_due: a validation belongs to the window that was closed last.
+        validations: validation passes done (the sanity check does not count).
+        seconds: training time, over all resumes.
+        seconds_at_validation: training time at the last validation, for intervals in time.
+        exact: False if it was saved in the middle of a window (`OnExceptionCheckpoint`): a resume repeats that window.
+    """
+
+    epoch: int = 0
+    batch: int = 0
+    global_step: int = 0
+    stepped: int = 0
+    batches: int = 0
+    samples: int = 0
+    phase: Phase = "epoch_start"
+    validation_due: bool = False
+    validations: int = 0
+    seconds: float = 0.0
+    seconds_at_validation: float = 0.0
+    exact: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Progress:
+        """Reads what `to_dict` wrote; entries of a later version are passed over."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})

@@ -1,0 +1,56 @@
+"""Signals of a run: a handler only sets a flag, which the loops look at between batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+
+class Signals:
+    """Catches SIGINT and SIGTERM while a run lasts. The second SIGINT raises KeyboardInterrupt at once.
+
+    Off the main thread Python lets nobody set a handler: there nothing is caught, and a run ends as its thread does.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        """The first signal that came, or None."""
+        self.interruption: BaseException | None = None
+        """What is raised for it when the run has ended in order."""
+        self._previous: dict[int, Any] = {}
+        self._pid = os.getpid()
+
+    def __enter__(self) -> Signals:
+        self.received = self.interruption = None
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.getsignal(number)
+                signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A forked worker of a loader inherits the handler, and must die by the signal as it would without us.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        if self.received == signal.SIGINT and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.received is None:
+            self.received = number
+
+    def exception(self) -> BaseException | None:
+        """What a run that was asked to stop raises when it has ended in order."""
+        if self.received is not None:
+            self.interruption = KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + self.received)
+        return self.interruption

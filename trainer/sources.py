@@ -1,0 +1,131 @@
+"""Where the loaders of a run come from: arguments, DataModule or module; checked, limited and in the form the loops want."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.combined import CombinedLoader, holds_loaders
+from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
+from leyden.trainer.datamodule import DataModule
+from leyden.trainer.hooks import overrides
+from leyden.trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
+
+
+class Sources:
+    """The loaders of one run, fetched when they are first needed.
+
+    Args:
+        trainer: holds module, DataModule and limits.
+        **given: loaders handed to `fit`, `validate`, `test` or `predict`, by "train", "val", "test", "predict".
+    """
+
+    def __init__(self, trainer: Trainer, **given: Any) -> None:
+        self.trainer = trainer
+        self.given = given
+        self.sizes: dict[str, int | list[int | None] | None] = {}
+        """Batches of each kind of loader, as limited, once they were fetched."""
+        self.train_loader: Any = None
+
+    def has(self, kind: str) -> bool:
+        """True if there are loaders of that kind, and a step for them."""
+        return self._owner(kind) is not None and self._has_step(kind)
+
+    def _has_step(self, kind: str) -> bool:
+        return kind == "predict" or overrides(self.trainer.module, STEPS[kind], TrainModule)
+
+    def _owner(self, kind: str) -> Any:
+        name = f"{kind}_dataloader"
+        if self.given.get(kind) is not None:
+            return self.given
+        datamodule = self.trainer.datamodule
+        if datamodule is not None and overrides(datamodule, name, DataModule):
+            return datamodule
+        return self.trainer.module if overrides(self.trainer.module, name, TrainModule) else None
+
+    def _fetch(self, kind: str) -> Any:
+        owner = self._owner(kind)
+        if owner is None:
+            stage, module = STAGES[kind], type(self.trainer.module).__name__
+            raise ConfigurationError(
+                f"there is no {kind} loader: give one to Trainer.{stage}, or write {kind}_dataloader in {module} or a DataModule."
+            )
+        loaders = self.given[kind] if owner is self.given else getattr(owner, f"{kind}_dataloader")()
+        if loaders is None:
+            raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: return a loader.")
+        return loaders
+
+    def training(self) -> tuple[LoaderCursor, int | None]:
+        """The training data, and its number of batches in an epoch (None where the loader does not know)."""
+        arguments = self.trainer.arguments
+        loader = self._fetch("train")
+        if isinstance(loader, (dict, list, tuple)) and holds_loaders(loader):
+            loader = CombinedLoader(loader, "max_size_cycle")
+        _check_iterable("train", loader)
+        if arguments.overfit_batches:
+            loader = without_shuffle(loader)
+        check_not_empty(loader, "train")
+        loader = self.trainer.strategy.wrap_loader(loader)
+        cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
+        count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
+        if count == 0:
+            raise ConfigurationError("limit_train_batches=0 leaves nothing to train on: use Trainer.validate to evaluate alone.")
+        self.train_loader = loader
+        known = cursor.length is not None
+        self.sizes["train"] = count
+        return cursor, count if known else None
+
+    def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
+        """The loaders of an evaluation, each with its limit; none where validation is not wanted or has no step."""
+        optional = kind == "val" and self.trainer.state.stage == "fit"
+        if optional and self._owner(kind) is None:
+            self.sizes[kind] = []
+            return []
+        if not self._has_step(kind):
+            message = f"there is a {kind} loader, and {type(self.trainer.module).__name__} has no {STEPS[kind]}: write one."
+            if not optional:
+                raise ConfigurationError(message)
+            warnings.warn(message, stacklevel=2)
+            self.sizes[kind] = []
+            return []
+        name = f"limit_{kind}_batches"
+        limit = getattr(self.trainer.arguments, name)
+        result: list[tuple[LoaderCursor, int | None]] = []
+        for loader in _flat(self._fetch(kind)):
+            _check_iterable(kind, loader)
+            if limit != 0:
+                check_not_empty(loader, kind)
+            if kind == "val":
+                warn_if_shuffled(loader, kind)
+            cursor = LoaderCursor(self.trainer.strategy.wrap_loader(loader))
+            result.append((cursor, 0 if limit == 0 else batches_of(limit, cursor.length, name)))
+        self.sizes[kind] = [count for _, count in result]
+        return result
+
+
+def _flat(loaders: Any) -> list[Any]:
+    """Several loaders of an evaluation run one after the other; a CombinedLoader of another mode is one loader."""
+    if isinstance(loaders, CombinedLoader):
+        return list(loaders.flattened) if loaders.mode == "sequential" else [loaders]
+    if isinstance(loaders, Mapping):
+        return [part for value in loaders.values() for part in _flat(value)]
+    if isinstance(loaders, (list, tuple)) and holds_loaders(loaders):
+        return [part for value in loaders for part in _flat(value)]
+    return [loaders]
+
+
+def _check_iterable(kind: str, loader: Any) -> None:
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"the {kind} loader is a {type(loader).__name__}, over which nothing can iterate: give a DataLoader, or any iterable "
+            "of batches."
+        )

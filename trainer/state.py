@@ -1,0 +1,31 @@
+"""What a Trainer is doing at the moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class RunState:
+    """The stage of a run.
+
+    Attributes:
+        stage: the method that was called: "fit", "validate", "test" or "predict"; None when none runs.
+        pass_of: the evaluation that runs now, also within fit: "validation", "test" or "predict".
+        sanity_checking: the evaluation is the sanity check before training.
+    """
+
+    stage: str | None = None
+    pass_of: str | None = None
+    sanity_checking: bool = False
+
+    @contextmanager
+    def evaluating(self, pass_of: str) -> Iterator[None]:
+        """An evaluation runs within the block."""
+        self.pass_of = pass_of
+        try:
+            yield
+        finally:
+            self.pass_of = None

@@ -1,0 +1,580 @@
+"""Trainer: turns arguments into parts, then fits, validates, tests and predicts with them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.gradient_accumulation import GradientAccumulation
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.timer import parse_duration
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer import plan
+from leyden.trainer.accelerator import Accelerator
+from leyden.trainer.arguments import UNSET, resolve, single_device
+from leyden.trainer.checkpoint import run as checkpoints
+from leyden.trainer.datamodule import DataModule
+from leyden.trainer.hooks import Hooks, overrides
+from leyden.trainer.logs import Logs, Value, read_back
+from leyden.trainer.loops.evaluate import EvaluationLoop
+from leyden.trainer.loops.fit import FitLoop
+from leyden.trainer.loops.predict import PredictionLoop
+from leyden.trainer.module import TrainModule
+from leyden.trainer.optimization import SchedulerConfig, parse
+from leyden.trainer.parts import build_callbacks, merge_callbacks, precision_of, runtime_settings
+from leyden.trainer.profilers import find_profiler
+from leyden.trainer.progress import Progress
+from leyden.trainer.signals import Signals
+from leyden.trainer.sources import Sources
+from leyden.trainer.state import RunState
+from leyden.trainer.transfer import transfer_of
+from leyden.trainer.view import TrainerView
+
+if TYPE_CHECKING:
+    from leyden.trainer.profilers import Profiler
+
+Loaders = Any
+
+
+class Trainer(TrainerView):
+    """Trains a `TrainModule`: devices, precision, accumulation, validation, logging, checkpoints and resume.
+
+    Names and defaults are PyTorch Lightning's, except where it says so.
+
+    Args:
+        accelerator: "auto", "cpu", "gpu", "cuda" or "mps". Default "auto".
+        strategy: "auto", "single_device", or a `Strategy` of your own. Default "auto".
+        devices: 1, "auto", or the index of a device as `[0]`. Default "auto".
+        num_nodes: number of machines. Default 1.
+        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", a short name (`no fp32 fp16 bf16 16
+            32 64`) or a `Precision`. Default "32-true".
+        logger: True (TensorBoard), False, a logger or several. Default True.
+        callbacks: one or a list.
+        plugins: a `Precision`, as another way to give it.
+        fast_dev_run: True or a number of batches: runs every hook once and writes nothing.
+        max_epochs: default 1000 if nothing else ends the run; -1 for no end.
+        min_epochs: no early stop before.
+        max_steps: optimizer steps; -1 for no end.
+        min_steps: no early stop before.
+        max_time: "DD:HH:MM:SS", a timedelta, or a dict of its arguments.
+        limit_train_batches: a fraction of an epoch (float) or a number of batches (int); so for val, test and predict.
+        limit_val_batches: see limit_train_batches.
+        limit_test_batches: see limit_train_batches.
+        limit_predict_batches: see limit_train_batches.
+        overfit_batches: train and validate on so many batches, the same ones each epoch.
+        val_check_interval: a fraction of an epoch, a number of batches, or a time as max_time. Default 1.0.
+        check_val_every_n_epoch: validate in every n-th epoch; None counts batches over epochs. Default 1.
+        num_sanity_val_steps: validation batches before training; -1 for all. Default 2.
+        log_every_n_steps: loggers are given step values this often. Default 50.
+        enable_checkpointing: add a `ModelCheckpoint` if there is none. Default True.
+        enable_progress_bar: add a `TQDMProgressBar` if there is none. Default True.
+        enable_model_summary: add a `ModelSummary`. Default False, unlike Lightning: fit prints five lines and no more.
+        accumulate_grad_batches: batches of one optimizer step. Default 1.
+        gradient_clip_val: clip to this; None for no clipping.
+        gradient_clip_algorithm: "norm" or "value". Default "norm".
+        deterministic: True, False or "warn": only deterministic algorithms, during the run.
+        benchmark: cuDNN's search for the fastest algorithm, during the run.
+        inference_mode: evaluate under `torch.inference_mode`, else `no_grad`. Default True.
+        use_distributed_sampler: shard loaders over ranks. Default True.
+        profiler: "simple", "advanced", "pytorch", or a `Profiler`.
+        detect_anomaly: find the operation that made a nan; slow.
+        barebones: nothing but the loop, to measure it.
+        sync_batchnorm: statistics of batch norm over all ranks.
+        reload_dataloaders_every_n_epochs: fetch loaders anew every n epochs; 0 for never.
+        default_root_dir: where runs and checkpoints go. Default: the current folder.
+        sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly. Ours.
+        allow_replay: let a resume load and drop what cannot be sought. Ours.
+
+    Raises:
+        ConfigurationError: for a value that cannot be; names the fix.
+
+    Example:
+        >>> trainer = Trainer(max_epochs=3, precision="bf16", logger=False)
+        >>> trainer.precision
+        'bf16-mixed'
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = UNSET,
+        strategy: str | Strategy = UNSET,
+        devices: int | str | Sequence[int] = UNSET,
+        num_nodes: int = UNSET,
+        precision: Any = UNSET,
+        logger: bool | Logger | Sequence[Logger] | None = UNSET,
+        callbacks: Callback | Sequence[Callback] | None = UNSET,
+        plugins: Any = UNSET,
+        fast_dev_run: bool | int = UNSET,
+        max_epochs: int | None = UNSET,
+        min_epochs: int | None = UNSET,
+        max_steps: int = UNSET,
+        min_steps: int | None = UNSET,
+        max_time: Any = UNSET,
+        limit_train_batches: float | int = UNSET,
+        limit_val_batches: float | int = UNSET,
+        limit_test_batches: float | int = UNSET,
+        limit_predict_batches: float | int = UNSET,
+        overfit_batches: float | int = UNSET,
+        val_check_interval: Any = UNSET,
+        check_val_every_n_epoch: int | None = UNSET,
+        num_sanity_val_steps: int = UNSET,
+        log_every_n_steps: int = UNSET,
+        enable_checkpointing: bool = UNSET,
+        enable_progress_bar: bool = UNSET,
+        enable_model_summary: bool = UNSET,
+        accumulate_grad_batches: int = UNSET,
+        gradient_clip_val: float | None = UNSET,
+        gradient_clip_algorithm: str | None = UNSET,
+        deterministic: bool | str | None = UNSET,
+        benchmark: bool | None = UNSET,
+        inference_mode: bool = UNSET,
+        use_distributed_sampler: bool = UNSET,
+        profiler: str | Profiler | None = UNSET,
+        detect_anomaly: bool = UNSET,
+        barebones: bool = UNSET,
+        sync_batchnorm: bool = UNSET,
+        reload_dataloaders_every_n_epochs: int = UNSET,
+        default_root_dir: str | Path | None = UNSET,
+        sample_rng: bool = UNSET,
+        allow_replay: bool = UNSET,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self.arguments, self.given = resolve(given)
+        arguments = self.arguments
+        if arguments.num_nodes > 1:
+            raise ConfigurationError(f"num_nodes={arguments.num_nodes}: this version runs on one machine, use num_nodes=1.")
+        self.accelerator = Accelerator(
+            strategy=arguments.strategy,
+            accelerator=arguments.accelerator,
+            precision=precision_of(arguments),
+            device=single_device(arguments.devices),
+        )
+        self.callbacks = build_callbacks(arguments)
+        self.loggers = _loggers(self.callbacks)
+        self.accumulation = _accumulation(self.callbacks)
+        self.profiler = find_profiler(arguments.profiler)
+        self.signals = Signals()
+        self.state = RunState()
+        self.progress = Progress()
+        self.module = TrainModule()
+        self.datamodule: DataModule | None = None
+        self.lr_scheduler_configs: list[SchedulerConfig] = []
+        self.should_stop = False
+        self.last_checkpoint: Path | None = None
+        self.transfer: Callable[[Any, int], Any] | None = None
+        self.max_epochs, self.max_steps = arguments.max_epochs, arguments.max_steps
+        self.max_seconds = _seconds(arguments.max_time)
+        self.val_check_seconds = _seconds(arguments.val_check_interval)
+        self._base_callbacks = list(self.callbacks)
+        self._initial_states = {callback: copy.deepcopy(callback.state_dict()) for callback in self.callbacks}
+        self._compiled: Any = None
+        self._fit = None
+        self._kept: dict[str, Any] | None = None
+        self._start = "anew"
+        self.sources = Sources(self)
+        self.hooks = Hooks((), self, self.module, TrainModule)
+        self.logs = Logs(self.hooks)
+
+    # what users call --------------------------------------------------------------------------------------------------
+    def fit(
+        self,
+        model: nn.Module | None = None,
+        train_dataloaders: Loaders = None,
+        val_dataloaders: Loaders = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        *,
+        restore: str | Sequence[str] = "all",
+        trust: bool = False,
+        max_epochs: int | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        """Trains. Begins anew each time, with the weights as they are, unless `ckpt_path` says otherwise.
+
+        Args:
+            model: what to train.
+            train_dataloaders: a loader, or a dict or list of loaders; or a DataModule.
+            val_dataloaders: one or several.
+            datamodule: gives loaders in place of the two.
+            ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last if
+                there is one, else anew; "current", where this Trainer's own last fit ended.
+            restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
+            trust: `ckpt_path` may be a pickle file of another trainer, whose weights are taken.
+            max_epochs: in place of the Trainer's.
+            max_steps: in place of the Trainer's.
+
+        Raises:
+            ConfigurationError: if something is missing or cannot work; names the fix.
+            CheckpointError: if the checkpoint is missing or damaged.
+            KeyboardInterrupt: after Ctrl-C, when the run has ended in order.
+        """
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
+            raise ConfigurationError("fit was given loaders and a datamodule: give one of them.")
+        if model is None:
+            raise ConfigurationError(
+                "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
+            )
+        self._limit(max_epochs, max_steps)
+        goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust)
+        self._run("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
+
+    def validate(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Loaders = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """One pass over the validation data.
+
+        Args:
+            model: the module; the last one that ran if left out.
+            dataloaders: one or several; the module's or datamodule's own if left out.
+            ckpt_path: weights to load first: a path, "best" or "last". The weights as they are if left out.
+            verbose: print the values.
+            datamodule: gives the loaders.
+
+        Returns:
+            For each loader the values that were logged.
+        """
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def test(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Loaders = None,
+        ckpt_path: str | Path | None = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """One pass over the test data; see `validate`. Tests the weights as they are, never silently the best."""
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def predict(
+        self,
+        model: nn.Module | None = None,
+        dataloaders: Loaders = None,
+        datamodule: DataModule | None = None,
+        return_predictions: bool | None = None,
+        ckpt_path: str | Path | None = None,
+    ) -> list[Any] | None:
+        """Runs `predict_step` on every batch.
+
+        Args:
+            model: the module; the last one that ran if left out.
+            dataloaders: one or several.
+            datamodule: gives the loaders.
+            return_predictions: False if a callback writes them.
+            ckpt_path: weights to load first.
+
+        Returns:
+            Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
+        """
+        keeps = return_predictions is not False
+        module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, "predict")
+        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
+        result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
+        return result
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, exact: bool = True) -> Path:
+        """Writes a checkpoint: a folder, complete or absent.
+
+        Args:
+            filepath: its path; a name that is taken gets `-v1` and so on.
+            weights_only: leave out optimizers, progress and random numbers.
+            exact: False lets it be written inside an accumulation window: a resume from it repeats that window.
+
+        Returns:
+            The path that was written.
+
+        Raises:
+            LeydenError: inside an accumulation window.
+            CheckpointError: if it cannot be written; the previous one stays whole.
+        """
+        path = checkpoints.save(self, self._fit, Path(filepath), weights_only=weights_only, exact=exact)
+        self.last_checkpoint = path
+        return path
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the main process."""
+        if self.is_global_zero:
+            print(*args, **kwargs, flush=True)
+
+    @contextmanager
+    def init_module(self) -> Iterator[None]:
+        """A module built in this context is built on the run's device and in its precision."""
+        with self.strategy.init_module():
+            yield
+
+    # one run ----------------------------------------------------------------------------------------------------------
+    def _run(
+        self,
+        stage: str,
+        model: nn.Module,
+        datamodule: DataModule | None,
+        goal: checkpoints.Goal,
+        keeps: bool = True,
+        **loaders: Any,
+    ) -> Any:
+        """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""
+        self._attach(stage, model, datamodule, goal, loaders)
+        with ExitStack() as stack:
+            stack.callback(self._teardown, stage)
+            stack.enter_context(self.signals)
+            stack.enter_context(runtime_settings(self.arguments))
+            result = None
+            try:
+                reader = self._setup(stage, goal)
+                if stage == "fit":
+                    restored = self._prepare_fit(goal, reader)
+                    self._fit = loop = FitLoop(self, restored)
+                    loop.run()
+                    self._finish_fit(loop)
+                elif stage == "predict":
+                    result = PredictionLoop(self, self.sources.evaluation("predict"), keeps).predict()
+                else:
+                    kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
+                    result = EvaluationLoop(self, name, self.sources.evaluation(kind)).run()  # type: ignore[arg-type]
+                self._end_in_order(stage)
+            except BaseException as error:
+                self._fail(error)
+                raise
+        return result
+
+    def _attach(
+        self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: checkpoints.Goal, loaders: dict[str, Any]
+    ) -> None:
+        """Takes the module of this run, and makes what belongs to one run anew."""
+        module = self._unwrap(model)
+        if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
+            raise ConfigurationError("ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first.")
+        if stage == "fit" and not goal.continues:
+            self.progress, self._kept = Progress(), None
+            for callback, state in self._initial_states.items():
+                if not isinstance(callback, Logger):
+                    # One that served an earlier fit starts as it was made; a logger goes on with its run folder.
+                    callback.load_state_dict(copy.deepcopy(state))
+        self.state = RunState(stage)
+        self.module, self.datamodule = module, datamodule
+        self.sources = Sources(self, **loaders)
+        self.should_stop = False
+
+    def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Reader | None:
+        """Everything up to the weights; gives back the reader of the checkpoint that the run goes on from."""
+        module, datamodule = self.module, self.datamodule
+        self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
+        self.loggers, self.accumulation = _loggers(self.callbacks), _accumulation(self.callbacks)
+        self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
+        self.logs = Logs(self.hooks)
+        module._trainer, module._logs = self, self.logs
+        if self.profiler is not None:
+            self.profiler.begin(self.default_root_dir)
+        reader, self._start = checkpoints.open_reader(self, goal)
+        self._check_steps(stage)
+        self.strategy.setup_environment()
+        if datamodule is not None:
+            datamodule.trainer = self
+            datamodule.prepare_data()
+        module.prepare_data()
+        if datamodule is not None:
+            datamodule.setup(stage)
+        self.hooks.fire_all("setup", stage)
+        module.configure_model()
+        self.accelerator.prepare_module(module)
+        self.transfer = transfer_of(self)
+        checkpoints.restore_weights(self, reader, goal)
+        return reader
+
+    def _check_steps(self, stage: str) -> None:
+        """Finds what is not written before anything runs."""
+        name = type(self.module).__name__
+        if stage == "fit":
+            for method in ("training_step", "configure_optimizers"):
+                if not overrides(self.module, method, TrainModule):
+                    raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
+            if not self.module.training:
+                warnings.warn(f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.", stacklevel=4)
+        elif stage == "predict" and not overrides(self.module, "predict_step", TrainModule):
+            if not overrides(self.module, "forward", nn.Module):
+                raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
+
+    def _prepare_fit(self, goal: checkpoints.Goal, reader: checkpoints.Reader | None) -> dict[str, Any] | None:
+        """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
+        if self._kept is None:
+            self._fit = FitLoop(self)
+            optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
+            self.accelerator.prepare_optimizers([self.module], optimizers)
+            self.accelerator.check_parameters([self.module])
+        else:
+            self.accelerator.prepare_optimizers([self.module], self.optimizers)
+        self.hooks.fire_all("on_fit_start")
+        if self._kept is not None:
+            self.logs.load_state_dict(self._kept["logs"])
+            restored: dict[str, Any] | None = self._kept
+        else:
+            restored = checkpoints.restore_run(self, reader, goal)
+        if not self.arguments.barebones:
+            checkpoints.check_composable(self)
+        if self.module.logs_hparams and self.is_global_zero:
+            for logger in self.loggers:
+                logger.log_hyperparams(self.module.hparams)
+        return restored
+
+    def announce(self) -> None:
+        """The five lines, once the training data is there."""
+        if not self.arguments.barebones:
+            self.print(plan.five_lines(self, self._start))
+
+    def _finish_fit(self, loop: FitLoop) -> None:
+        """Keeps what `ckpt_path="current"` goes on from."""
+        self._kept = checkpoints.rank_state(self, loop, self.progress)
+        self.hooks.fire_all("on_fit_end")
+
+    def _end_in_order(self, stage: str) -> None:
+        """The end of a run without an error; a signal that ended it is told to everyone, and raised at last."""
+        interruption = self.signals.exception()
+        if interruption is None:
+            self._finalize("success")
+            return
+        self.hooks.fire_all("on_exception", interruption)
+        self._finalize("interrupted")
+        if stage == "fit":
+            where = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
+            self.print(f"\nstopped at step {self.global_step}, epoch {self.current_epoch}: {where}")
+        raise interruption
+
+    def _fail(self, error: BaseException) -> None:
+        """Tells everyone of an error, then raises it, in words that say what to do where more is known."""
+        if error is not self.signals.interruption:
+            for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
+                try:
+                    listener(error)
+                except Exception as second:
+                    warnings.warn(f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2)
+        if plan.is_out_of_memory(error):
+            raise plan.out_of_memory(self, error) from error
+        hint = plan.device_mismatch_hint(error)
+        if hint is not None:
+            raise ConfigurationError(f"{hint} The error was: {error}") from error
+
+    def _tell_listeners(self, error: BaseException) -> None:
+        self.hooks.fire_all("on_exception", error)
+        if self.datamodule is not None:
+            self.datamodule.on_exception(error)
+
+    def _finalize(self, status: str) -> None:
+        for logger in self.loggers:
+            logger.finalize(status)
+        if self.profiler is not None and self.state.stage is not None:
+            text = self.profiler.finish(self.state.stage)
+            if text:
+                self.print(text)
+
+    def _teardown(self, stage: str) -> None:
+        try:
+            if self.datamodule is not None:
+                self.datamodule.teardown(stage)
+            self.hooks.fire_all("teardown", stage)
+        finally:
+            self.accelerator.teardown()
+            self.state = RunState()
+            self.module._logs = None
+
+    def _evaluate(
+        self, stage: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: Any, verbose: bool, datamodule: Any
+    ) -> list[dict[str, float]]:
+        module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, stage)
+        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
+        kind = "val" if stage == "validate" else "test"
+        results: list[dict[str, float]] = self._run(stage, module, datamodule, goal, **{kind: loaders}) or []
+        if verbose:
+            for values in results:
+                for name, value in values.items():
+                    self.print(f"{name:<24} {value:.6g}")
+        return results
+
+    def _evaluated(self, model: nn.Module | None, loaders: Loaders, datamodule: Any, stage: str) -> tuple[nn.Module, Any, Any]:
+        """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        if loaders is not None and datamodule is not None:
+            raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
+        if model is None:
+            if type(self.module) is TrainModule:
+                raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")
+            model = self.module
+            if datamodule is None and loaders is None:
+                datamodule = self.datamodule
+        return model, loaders, datamodule
+
+    def _unwrap(self, model: nn.Module) -> TrainModule:
+        """The module itself; of a compiled one, the steps are compiled in its way."""
+        self._compiled = None
+        inner = getattr(model, "_orig_mod", None)
+        if inner is not None:
+            self._compiled, model = model, inner
+        if not isinstance(model, TrainModule):
+            hint = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
+            raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {_described(model)}: {hint}.")
+        return model
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """A step of the module in the form in which the loop calls it: bare, compiled, profiled or checked."""
+        function: Callable[..., Any] = getattr(self.module, name)
+        if self._compiled is not None:
+            function = self._compiled.dynamo_ctx(function)
+        function = self.strategy.setup_step(function, self.module)
+        if self.arguments.detect_anomaly and name == "training_step":
+            function = plan.checked_for_nan(function, self)
+        return function if self.profiler is None else self.profiler.wrap(name, function)
+
+    def send(self, values: dict[str, Value], step: int | None = None) -> None:
+        """Gives values to the loggers, read back from the device all at once."""
+        if values and self.loggers:
+            numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
+            for logger in self.loggers:
+                logger.log_metrics(numbers, step=self.progress.global_step if step is None else step)
+
+    def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
+        """Python numbers of logged values, with one read-back for all of them."""
+        return read_back(values)
+
+    def _limit(self, max_epochs: int | None, max_steps: int | None) -> None:
+        """The end of a fit: its own arguments, else the Trainer's; 1000 epochs where nothing ends it."""
+        arguments = self.arguments
+        self.max_steps = arguments.max_steps if max_steps is None else max_steps
+        self.max_epochs = arguments.max_epochs if max_epochs is None else max_epochs
+        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if value is not None and (not isinstance(value, int) or value < -1):
+                raise ConfigurationError(f"fit({name}={value!r}): use a whole number from -1, where -1 means without end.")
+        if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
+            self.max_epochs = 1000
+
+
+def _loggers(callbacks: list[Callback]) -> list[Logger]:
+    return [callback for callback in callbacks if isinstance(callback, Logger)]
+
+
+def _accumulation(callbacks: list[Callback]) -> GradientAccumulation | None:
+    return next((callback for callback in callbacks if isinstance(callback, GradientAccumulation)), None)
+
+
+def _seconds(value: Any) -> float | None:
+    """Seconds of a duration; None for what is none."""
+    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
+
+
+def _described(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -1,0 +1,331 @@
+"""What may be asked of a Trainer while it runs: every property in one place, none of which changes anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.base import Strategy, Window
+
+if TYPE_CHECKING:
+    from leyden.callbacks.early_stopping import EarlyStopping
+    from leyden.callbacks.logger import Logger
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.progress_bar import TQDMProgressBar
+    from leyden.trainer.accelerator import Accelerator
+    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.logs import Logs
+    from leyden.trainer.loops.fit import FitLoop
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.progress import Progress
+    from leyden.trainer.signals import Signals
+    from leyden.trainer.sources import Sources
+    from leyden.trainer.state import RunState
+
+
+class TrainerView:
+    """The properties of a Trainer. Callbacks and modules read the run through them."""
+
+    accelerator: Accelerator
+    arguments: Arguments
+    callbacks: list[Callback]
+    loggers: list[Logger]
+    logs: Logs
+    module: TrainModule
+    progress: Progress
+    signals: Signals
+    sources: Sources
+    state: RunState
+    max_epochs: int | None
+    max_steps: int
+    _fit: FitLoop | None
+
+    # where it runs ----------------------------------------------------------------------------------------------------
+    @property
+    def strategy(self) -> Strategy:
+        return self.accelerator.strategy
+
+    @property
+    def precision(self) -> str:
+        """The full name of the precision."""
+        return self.strategy.precision.name
+
+    @property
+    def world_size(self) -> int:
+        return self.strategy.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.strategy.node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.strategy.is_global_zero
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of this machine that take part."""
+        return 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.arguments.num_nodes
+
+    @property
+    def device_ids(self) -> list[int]:
+        return [self.strategy.root_device.index or 0]
+
+    @property
+    def model(self) -> TrainModule:
+        """The module that runs, or ran last."""
+        return self.module
+
+    @property
+    def lightning_module(self) -> TrainModule:
+        """The same, for callbacks written for Lightning."""
+        return self.module
+
+    # where it stands --------------------------------------------------------------------------------------------------
+    @property
+    def global_step(self) -> int:
+        """Accumulation windows done."""
+        return self.progress.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        return self.progress.epoch
+
+    @property
+    def window(self) -> Window:
+        """The accumulation window: index, length, closes."""
+        return self.accelerator.window
+
+    @property
+    def window_is_over(self) -> bool:
+        """True between accumulation windows, where a checkpoint can be saved."""
+        return not self.accelerator.window.is_open
+
+    @property
+    def is_last_batch(self) -> bool:
+        """True while the last batch of an epoch is worked on, as far as its length is known."""
+        total = self._fit.num_batches if self._fit is not None else None
+        return total is not None and self.progress.batch + int(self.window.is_open) >= total
+
+    @property
+    def training(self) -> bool:
+        return self.state.stage == "fit" and self.state.pass_of is None
+
+    @property
+    def validating(self) -> bool:
+        return self.state.pass_of == "validation" and not self.state.sanity_checking
+
+    @property
+    def testing(self) -> bool:
+        return self.state.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        return self.state.stage == "predict"
+
+    @property
+    def sanity_checking(self) -> bool:
+        return self.state.sanity_checking
+
+    @property
+    def evaluating(self) -> bool:
+        """True in validation (the sanity check too) and test."""
+        return self.state.pass_of in ("validation", "test")
+
+    @property
+    def received_sigterm(self) -> bool:
+        import signal
+
+        return self.signals.received == signal.SIGTERM
+
+    @property
+    def interrupted(self) -> bool:
+        """True if Ctrl-C or SIGTERM asked the run to stop."""
+        return self.signals.received is not None
+
+    # what was logged --------------------------------------------------------------------------------------------------
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """Everything that was logged, under every name, on its device."""
+        return self.logs.callback_metrics()
+
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """What the loggers are given."""
+        return self.logs.logged_metrics()
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, Any]:
+        """What the bar shows; read back only by the bar."""
+        return self.logs.progress_bar_metrics()
+
+    # its parts --------------------------------------------------------------------------------------------------------
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        return self.accelerator.optimizers
+
+    @property
+    def logger(self) -> Logger | None:
+        """The first logger."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of the first logger that has one."""
+        return next((folder for logger in self.loggers if (folder := logger.log_dir) is not None), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
+        from leyden.callbacks.model_checkpoint import ModelCheckpoint
+
+        return [callback for callback in self.callbacks if isinstance(callback, ModelCheckpoint)]
+
+    @property
+    def checkpoint_callback(self) -> ModelCheckpoint | None:
+        """The first ModelCheckpoint."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where "last" is looked for: the folder of the first ModelCheckpoint."""
+        own = getattr(self.checkpoint_callback, "dirpath", None)
+        return Path(own) if own else Path(self.default_root_dir) / "checkpoints"
+
+    @property
+    def early_stopping_callbacks(self) -> list[EarlyStopping]:
+        from leyden.callbacks.early_stopping import EarlyStopping
+
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> EarlyStopping | None:
+        """The first EarlyStopping."""
+        return next(iter(self.early_stopping_callbacks), None)
+
+    @property
+    def progress_bar_callback(self) -> TQDMProgressBar | None:
+        from leyden.callbacks.progress_bar import TQDMProgressBar
+
+        return next((callback for callback in self.callbacks if isinstance(callback, TQDMProgressBar)), None)
+
+    # its data ---------------------------------------------------------------------------------------------------------
+    @property
+    def train_dataloader(self) -> Any:
+        return self.sources.train_loader
+
+    @property
+    def num_training_batches(self) -> float:
+        """Batches of a training epoch; inf where the loader has no length."""
+        return _batches(self.sources.sizes.get("train"))
+
+    @property
+    def num_val_batches(self) -> list[float]:
+        """Batches of each validation loader, so for test and predict."""
+        return self._evaluation_batches("val")
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        limit = self.num_sanity_val_steps
+        return [count if limit == -1 else min(limit, count) for count in self.num_val_batches]
+
+    @property
+    def num_test_batches(self) -> list[float]:
+        return self._evaluation_batches("test")
+
+    @property
+    def num_predict_batches(self) -> list[float]:
+        return self._evaluation_batches("predict")
+
+    def _evaluation_batches(self, kind: str) -> list[float]:
+        sizes = self.sources.sizes.get(kind) or []
+        return [_batches(size) for size in sizes] if isinstance(sizes, list) else []
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Optimizer steps of the whole fit, for schedulers; inf where it has no end. Loads the training data."""
+        if self._fit is None:
+            return float("inf")
+        self._fit.load_training_data()
+        return self._fit.estimated_steps()
+
+    # its settings -----------------------------------------------------------------------------------------------------
+    @property
+    def default_root_dir(self) -> str:
+        return self.arguments.default_root_dir
+
+    @property
+    def fast_dev_run(self) -> bool:
+        return bool(self.arguments.fast_dev_run)
+
+    @property
+    def barebones(self) -> bool:
+        return self.arguments.barebones
+
+    @property
+    def enable_progress_bar(self) -> bool:
+        return self.arguments.enable_progress_bar
+
+    @property
+    def enable_validation(self) -> bool:
+        """True if fit validates."""
+        return self.sources.has("val") and self.arguments.limit_val_batches != 0
+
+    @property
+    def num_sanity_val_steps(self) -> int:
+        return self.arguments.num_sanity_val_steps
+
+    @property
+    def log_every_n_steps(self) -> int:
+        return self.arguments.log_every_n_steps
+
+    @property
+    def val_check_interval(self) -> Any:
+        return self.arguments.val_check_interval
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        return self.arguments.check_val_every_n_epoch
+
+    @property
+    def min_epochs(self) -> int | None:
+        return self.arguments.min_epochs
+
+    @property
+    def min_steps(self) -> int | None:
+        return self.arguments.min_steps
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        return self.arguments.gradient_clip_val
+
+    @property
+    def gradient_clip_algorithm(self) -> str:
+        return self.arguments.gradient_clip_algorithm
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Batches of a window in this epoch."""
+        from leyden.callbacks.gradient_accumulation import GradientAccumulation
+
+        found = next((callback for callback in self.callbacks if isinstance(callback, GradientAccumulation)), None)
+        return 1 if found is None else found.length(self.progress.epoch)
+
+
+def _batches(count: int | list[int | None] | None) -> float:
+    return count if isinstance(count, int) else float("inf")
