@@ -84,13 +84,17 @@ class EarlyStopping(Callback):
         log_rank_zero_only: bool = False,
     ) -> None:
         if not isinstance(monitor, str) or not monitor:
-            raise ConfigurationError(f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric, as 'val_loss'.")
+            raise ConfigurationError(
+                f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric, as 'val_loss'."
+            )
         if mode not in MODES:
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
         if isinstance(patience, bool) or not isinstance(patience, int) or patience < 0:
             raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks from 0.")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
-            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): give a number from 0; mode tells its direction.")
+            raise ConfigurationError(
+                f"EarlyStopping(min_delta={min_delta!r}): give a number from 0; mode tells its direction."
+            )
         self.monitor = monitor
         self.min_delta = float(min_delta)
         self.patience = patience

@@ -33,7 +33,9 @@ class GradientAccumulation(Callback):
             raise ConfigurationError(f"{name} was given an empty schedule: write {{0: 4}}, say, or a number.")
         for epoch, length in schedule.items():
             if not _is_whole(epoch) or epoch < 0:
-                raise ConfigurationError(f"{name}: {epoch!r} is no epoch. Epochs are whole numbers from 0, as in {{0: 4}}.")
+                raise ConfigurationError(
+                    f"{name}: {epoch!r} is no epoch. Epochs are whole numbers from 0, as in {{0: 4}}."
+                )
             if not _is_whole(length) or length < 1:
                 raise ConfigurationError(f"{name}: {length!r} is no number of batches. Give a whole number from 1.")
         self.scheduling: dict[int, int] = dict(sorted({0: 1, **schedule}.items()))

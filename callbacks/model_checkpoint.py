@@ -191,7 +191,9 @@ class ModelCheckpoint(Callback):
         self._recent: list[str] = [
             path for path in (at(name, home) for name in state.get("recent", ())) if own and os.path.isdir(path)
         ]
-        self._doomed: dict[str, str | None] = {at(name, home): who for name, who in state.get("doomed", {}).items() if own}
+        self._doomed: dict[str, str | None] = {
+            at(name, home): who for name, who in state.get("doomed", {}).items() if own
+        }
         self._saved_step: int = state.get("saved_step", -1)
         ago = state.get("seconds_since_save")
         self._saved_at: float | None = None if ago is None else time.monotonic() - ago
@@ -227,7 +229,9 @@ class ModelCheckpoint(Callback):
             try:
                 os.makedirs(self.dirpath, exist_ok=True)
             except OSError as error:
-                raise CheckpointError(self.dirpath, f"cannot be made: {error.strerror}. Choose another dirpath.") from error
+                raise CheckpointError(
+                    self.dirpath, f"cannot be made: {error.strerror}. Choose another dirpath."
+                ) from error
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
@@ -499,7 +503,13 @@ class ModelCheckpoint(Callback):
     def _report(self, path: str, step: int, ranks: bool) -> str:
         if self.monitor is None or self.current_score is None:
             return f"step {step}: saved {path}"
-        place = f"among the best {self.save_top_k}" if ranks and self.save_top_k > 0 else "kept" if ranks else "not among the best"
+        place = (
+            f"among the best {self.save_top_k}"
+            if ranks and self.save_top_k > 0
+            else "kept"
+            if ranks
+            else "not among the best"
+        )
         return f"step {step}: {self.monitor} = {float(self.current_score):.5f}, {place}: saved {path}"
 
 
@@ -509,7 +519,9 @@ def _check(monitor: Any, mode: Any, save_top_k: Any, save_last: Any) -> None:
     if mode not in MODES:
         raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
     if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-        raise ConfigurationError(f"ModelCheckpoint(save_top_k={save_top_k!r}): give a whole number from 0, or -1 for all.")
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k!r}): give a whole number from 0, or -1 for all."
+        )
     if save_last not in (None, True, False, "link"):
         raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'.")
 

@@ -41,7 +41,9 @@ class OnExceptionCheckpoint(Callback):
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename or Path(filename).name != filename:
-            raise ConfigurationError(f"OnExceptionCheckpoint(filename={filename!r}): give one name, and folders in dirpath.")
+            raise ConfigurationError(
+                f"OnExceptionCheckpoint(filename={filename!r}): give one name, and folders in dirpath."
+            )
         self.dirpath = os.fspath(dirpath)
         self.filename = filename
         self.saved_path: Path | None = None
@@ -78,6 +80,6 @@ def save_after(trainer: Trainer, path: str, exception: BaseException, weights_on
         return None
     try:
         return trainer.save_checkpoint(path, weights_only=weights_only, exact=trainer.window_is_over)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the error that ended the run must come through
+    except Exception as error:
         warnings.warn(f"no checkpoint could be saved after {type(exception).__name__}: {error}", stacklevel=3)
         return None

@@ -25,7 +25,8 @@ class TensorBoardLogger(FolderLogger):
     """Writes to `<save_dir>/<name>/version_N`; look at it with `tensorboard --logdir <save_dir>`.
 
     TensorBoard is imported at the first write. A resumed run goes on in the same folder, and TensorBoard is told to
-    drop what was logged after the checkpoint (`purge_step`).
+    drop what was logged after the checkpoint's step (`purge_step`); what was logged at that very step, but after the
+    checkpoint, is there twice, with the same value.
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`.
@@ -111,7 +112,7 @@ class TensorBoardLogger(FolderLogger):
         self.log_metrics(metrics, max(self._last_step, 0))
         flat = flatten_hparams(self.hparams)
         file_writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
-        named = {name: 0 for name in plain_numbers(metrics, self._prefix)}
+        named = dict.fromkeys(plain_numbers(metrics, self._prefix), 0)
         for summary in hparams(flat, named):  # type: ignore[no-untyped-call]
             file_writer.add_summary(summary)
 

@@ -199,7 +199,7 @@ class WandbLogger(Logger):
             self.finish(exit_code=1)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Ends the run, and waits until all of it is written or sent. Logging more goes on with the same id."""
+        """Ends the run, and waits until wandb has all of it. Logging more goes on with the same id."""
         if self._run is not None and self.is_writer:
             self._id = str(self._run.id)
             self._run.finish(exit_code=exit_code)

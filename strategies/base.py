@@ -67,15 +67,14 @@ class BackwardHooks(Protocol):
 class StateWriter(Protocol):
     """The part of a checkpoint writer that a strategy fills."""
 
-    def model(self, state_dict: Mapping[str, Tensor]) -> None: ...
+    def model(self, state_dict: Mapping[str, Any]) -> None: ...
     def optimizers(self, states: list[dict[str, Any]]) -> None: ...
 
 
-class StateReader(Protocol):
-    """The part of a checkpoint reader that a strategy reads."""
+class WeightReader(Protocol):
+    """The part of a checkpoint reader that a strategy loads modules from."""
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
-    def optimizers(self) -> list[dict[str, Any]]: ...
 
 
 def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
@@ -244,11 +243,11 @@ class Strategy(ABC):
             hook(loss)
         scaled = self.precision.scale_loss(self.loss_to_backward(loss, num_items, window))
         if hooks.backward is None:
-            scaled.backward()
+            scaled.backward()  # type: ignore[no-untyped-call]
         else:
             hooks.backward(scaled)
-        for hook in hooks.on_after_backward:
-            hook()
+        for after in hooks.on_after_backward:
+            after()
         return outputs
 
     def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
@@ -353,7 +352,7 @@ class Strategy(ABC):
         if optimizers is not None:
             writer.optimizers(optimizers)
 
-    def load_module(self, reader: StateReader, module: nn.Module, strict: bool = True) -> None:
+    def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
         """Loads the module's tensors.
 
         Raises:

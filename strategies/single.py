@@ -27,12 +27,16 @@ def find_device(accelerator: str = "auto", index: int = 0) -> torch.device:
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"accelerator={accelerator!r} is not known. {nearest(accelerator, ACCELERATORS)}")
     if accelerator == "tpu":
-        raise ConfigurationError("accelerator='tpu' needs strategy='xla' and torch_xla, which this process does not have.")
+        raise ConfigurationError(
+            "accelerator='tpu' needs strategy='xla' and torch_xla, which this process does not have."
+        )
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if accelerator in ("auto", "gpu"):
         if not cuda and not mps:
             if accelerator == "gpu":
-                raise ConfigurationError("accelerator='gpu', but torch finds no GPU here: use accelerator='auto' or 'cpu'.")
+                raise ConfigurationError(
+                    "accelerator='gpu', but torch finds no GPU here: use accelerator='auto' or 'cpu'."
+                )
             return torch.device("cpu")
         accelerator = "cuda" if cuda else "mps"
     if (accelerator == "cuda" and not cuda) or (accelerator == "mps" and not mps):

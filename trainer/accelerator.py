@@ -88,7 +88,9 @@ class Accelerator:
         """Brings the module to where it runs; its optimizers are made after that."""
         return self.strategy.setup_modules([module])[0]
 
-    def prepare_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[PreparedOptimizer]:
+    def prepare_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> list[PreparedOptimizer]:
         """Prepares the optimizers of modules that are prepared."""
         prepared = self.strategy.setup_optimizers(modules, optimizers)
         self.prepared_optimizers = [PreparedOptimizer(optimizer, self) for optimizer in prepared]
@@ -117,9 +119,9 @@ class Accelerator:
         """Brings the gradients of the window to their mean: over its true length, or over its items."""
         window = self.window
         count = window.index + 1
-        if window.num_items is not None:
+        if window.num_items is not None and window.first_items is not None:
             if count > 1:
-                self.strategy.scale_gradients(window.first_items / window.num_items)  # type: ignore[operator]
+                self.strategy.scale_gradients(window.first_items / window.num_items)
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)
 

@@ -108,8 +108,10 @@ def _barebones(values: dict[str, Any]) -> None:
     """Everything off that a benchmark of the bare loop would not want to measure."""
     for name in BAREBONES:
         if values.get(name):
-            raise ConfigurationError(f"barebones=True turns {name} off, and {name}={values[name]!r} was given: choose one.")
-    off: dict[str, Any] = {name: False for name in BAREBONES}
+            raise ConfigurationError(
+                f"barebones=True turns {name} off, and {name}={values[name]!r} was given: choose one."
+            )
+    off: dict[str, Any] = dict.fromkeys(BAREBONES, False)
     off.update(profiler=None, num_sanity_val_steps=0, log_every_n_steps=0)
     values.update(off)
 
@@ -134,10 +136,22 @@ def _check(arguments: Arguments) -> None:
         ("reload_dataloaders_every_n_epochs", 0),
     ):
         _whole(name, getattr(arguments, name), least)
-    for name in ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"):
+    for name in (
+        "limit_train_batches",
+        "limit_val_batches",
+        "limit_test_batches",
+        "limit_predict_batches",
+        "overfit_batches",
+    ):
         _amount(name, getattr(arguments, name))
     for name in (
-        *("enable_checkpointing", "enable_progress_bar", "enable_model_summary", "inference_mode", "use_distributed_sampler"),
+        *(
+            "enable_checkpointing",
+            "enable_progress_bar",
+            "enable_model_summary",
+            "inference_mode",
+            "use_distributed_sampler",
+        ),
         *("detect_anomaly", "barebones", "sync_batchnorm", "sample_rng", "allow_replay"),
     ):
         if not isinstance(getattr(arguments, name), bool):
@@ -177,7 +191,9 @@ def _check_validation(arguments: Arguments) -> None:
             f"val_check_interval={value!r}: use a fraction of an epoch, a number of batches, or a time as '00:00:30:00'."
         )
     if isinstance(value, float) and not 0.0 < value <= 1.0:
-        raise ConfigurationError(f"val_check_interval={value!r}: a float is a fraction of an epoch, above 0.0 and up to 1.0.")
+        raise ConfigurationError(
+            f"val_check_interval={value!r}: a float is a fraction of an epoch, above 0.0 and up to 1.0."
+        )
     if isinstance(value, int) and value < 1:
         raise ConfigurationError(f"val_check_interval={value!r}: use a whole number of batches from 1.")
     if arguments.check_val_every_n_epoch is None and isinstance(value, float):
@@ -205,7 +221,9 @@ def _check_choices(arguments: Arguments) -> None:
     if arguments.benchmark not in (None, True, False):
         raise ConfigurationError(f"benchmark={arguments.benchmark!r}: use True or False.")
     if isinstance(arguments.profiler, str) and arguments.profiler not in PROFILERS:
-        raise ConfigurationError(f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}")
+        raise ConfigurationError(
+            f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}"
+        )
     if "://" in str(arguments.default_root_dir):
         raise ConfigurationError(
             f"default_root_dir={str(arguments.default_root_dir)!r}: this version writes to local and mounted folders only."
@@ -250,5 +268,3 @@ def single_device(devices: Any) -> int:
     if devices > 1:
         raise several
     return 0
-
-

@@ -107,7 +107,13 @@ class DataModule(Hyperparameters):
 
         def loader(data: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
             shuffle = shuffle and not isinstance(data, IterableDataset)
-            return DataLoader(data, batch_size=batch_size, shuffle=shuffle, num_workers=num_workers, pin_memory=torch.cuda.is_available())
+            return DataLoader(
+                data,
+                batch_size=batch_size,
+                shuffle=shuffle,
+                num_workers=num_workers,
+                pin_memory=torch.cuda.is_available(),
+            )
 
         def loaders(data: Any) -> Any:
             return [loader(part) for part in data] if isinstance(data, (list, tuple)) else loader(data)

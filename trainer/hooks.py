@@ -1,43 +1,61 @@
 """Who listens to which hook, worked out once per run: hooks that nobody overrides cost nothing.
 
-The order in which a run calls its hooks. `tests/trainer/test_hook_order.py` compares recorded runs with this text;
-indentation shows what lies inside what, and a name in brackets is called only where it applies.
+The order in which a run calls its hooks, as pseudocode, which `tests/trainer/test_hook_order.py` executes and compares with
+recorded runs. Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains.
 
     fit
         configure_callbacks, prepare_data, setup, configure_model
-        [resume] on_load_checkpoint, load_state_dict
+        [resume] compose, module.on_load_checkpoint, datamodule.load_state_dict, callback.on_load_checkpoint
+        [resume] callback.load_state_dict
         configure_optimizers, on_fit_start
-        [sanity check] on_sanity_check_start, val_dataloader, evaluation, on_sanity_check_end
-        train_dataloader, [no sanity check] val_dataloader, on_train_start
-        for epoch
-            on_train_epoch_start                                    (not again after a resume inside the epoch)
+        compose (so that what no checkpoint can hold is refused before the first step)
+        [sanity check] on_sanity_check_start, val_dataloader, validation, on_sanity_check_end
+        train_dataloader
+        [no sanity check] val_dataloader
+        on_train_start
+        for epoch (a resume goes on from here, where its checkpoint stands)
+            on_train_epoch_start
             for window
                 for batch
-                    on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
-                    on_train_batch_start
-                    [first of the window] on_before_zero_grad, optimizer_zero_grad
+                    on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer, on_train_batch_start
+                    [first of the window] for optimizer
+                        on_before_zero_grad, optimizer_zero_grad
                     training_step, on_before_backward, backward, on_after_backward
-                    [last of the window, for each optimizer] on_before_optimizer_step,
-                        configure_gradient_clipping, optimizer_step
-                    [last of the window] lr_scheduler_step
+                    [last of the window] for optimizer
+                        on_before_optimizer_step, configure_gradient_clipping, optimizer_step
+                    [last of the window, scheduler by step] lr_scheduler_step
+                    [last of the epoch, scheduler by epoch] lr_scheduler_step
                     on_train_batch_end
-                [validation due] evaluation
-            on_train_epoch_end
+                [validation due] validation
+                [plateau scheduler by step] lr_scheduler_step
+            main.on_train_epoch_end
+            [plateau scheduler by epoch] lr_scheduler_step
+            closing.on_train_epoch_end
         on_train_end, on_fit_end, teardown
-    evaluation (X is validation, test or predict)
+    validation, test, predict (X in the names)
+        [in fit] on_X_model_zero_grad
         on_X_model_eval, on_X_start, on_X_epoch_start
         for batch
             on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
             on_X_batch_start, X_step, on_X_batch_end
         on_X_epoch_end, on_X_end, on_X_model_train
-    validate, test, predict
-        configure_callbacks, prepare_data, setup, configure_model, X_dataloader, evaluation, teardown
-    save
-        state_dict, on_save_checkpoint
+    Trainer.validate, Trainer.test, Trainer.predict (X in the names: val, test, predict)
+        configure_callbacks, prepare_data, setup, configure_model
+        [with ckpt_path] module.on_load_checkpoint
+        X_dataloader
+        [Trainer.validate] validation
+        [Trainer.test] test
+        [Trainer.predict] predict
+        teardown
+    compose (what a checkpoint holds of the user's state)
+        callback.state_dict, on_save_checkpoint, datamodule.state_dict
+    error (wherever it came up; then teardown)
+        callback.on_exception, datamodule.on_exception
 
-On each event callbacks come first in their order, then the module, then the closing callbacks (`Callback.order >= 100`). Of
-setup, teardown, the loaders and the transfer hooks the DataModule's come before all of them. In training epochs and batches,
-and in evaluation, the metrics of the event are reduced and given to the loggers between the module and the closing callbacks.
+On each event the DataModule comes first, then callbacks in their order, the module, and the closing callbacks
+(`Callback.order >= 100`); "main" is all but the last of these. Loaders and transfer hooks are the DataModule's where it has
+them, else the module's. In training epochs and batches, and in evaluation, the metrics of the event are reduced and given to the
+loggers before the closing callbacks see it.
 """
 
 from __future__ import annotations
@@ -55,7 +73,15 @@ Call = Callable[..., Any]
 Wrapper = Callable[[str, Call], Call]
 
 EVENTS = (
-    *("setup", "teardown", "on_exception", "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
+    *(
+        "setup",
+        "teardown",
+        "on_exception",
+        "on_fit_start",
+        "on_fit_end",
+        "on_sanity_check_start",
+        "on_sanity_check_end",
+    ),
     *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
     "on_before_optimizer_step",
@@ -63,7 +89,16 @@ EVENTS = (
     *(
         f"on_{stage}_{moment}"
         for stage in ("validation", "test", "predict")
-        for moment in ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
+        for moment in (
+            "start",
+            "end",
+            "epoch_start",
+            "epoch_end",
+            "batch_start",
+            "batch_end",
+            "model_eval",
+            "model_train",
+        )
     ),
     "on_validation_model_zero_grad",
 )

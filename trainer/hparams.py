@@ -35,7 +35,11 @@ class Hyperparameters:
     """Gives a class `save_hyperparameters` and `hparams`."""
 
     def save_hyperparameters(
-        self, *args: Any, ignore: Iterable[str] | str | None = None, frame: types.FrameType | None = None, logger: bool = True
+        self,
+        *args: Any,
+        ignore: Iterable[str] | str | None = None,
+        frame: types.FrameType | None = None,
+        logger: bool = True,
     ) -> None:
         """Keeps the arguments of `__init__` in `self.hparams`, for checkpoints and loggers.
 
@@ -67,11 +71,11 @@ class Hyperparameters:
             names = args
         unknown = [name for name in names if name not in values]
         if unknown:
-            raise ConfigurationError(f"save_hyperparameters: {unknown[0]!r} is no argument. {nearest(unknown[0], values)}")
+            raise ConfigurationError(
+                f"save_hyperparameters: {unknown[0]!r} is no argument. {nearest(unknown[0], values)}"
+            )
         left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        kept = {
-            name: value for name, value in values.items() if (not names or name in names) and name not in left_out
-        }
+        kept = {name: value for name, value in values.items() if (not names or name in names) and name not in left_out}
         _check(type(self).__name__, kept)
         self.__dict__.setdefault("_hparams", AttributeDict()).update(kept)
         self.__dict__["_hparams_initial"] = copy.deepcopy(self.__dict__["_hparams"])
@@ -86,7 +90,8 @@ class Hyperparameters:
     @property
     def hparams_initial(self) -> AttributeDict:
         """A copy of `hparams` as they were kept."""
-        return copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+        initial: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
+        return initial
 
     @property
     def logs_hparams(self) -> bool:

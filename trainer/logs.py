@@ -65,13 +65,23 @@ class Entry:
     def __init__(self, event: str, name: str, options: tuple[Any, ...]) -> None:
         prog_bar, logger, on_step, on_epoch, reduce_fx = options
         rule = rule_of(event)
-        self.event, self.name, self.options, self.group, self.has_batch = event, name, options, rule.group, rule.has_batch
+        self.event, self.name, self.options, self.group, self.has_batch = (
+            event,
+            name,
+            options,
+            rule.group,
+            rule.has_batch,
+        )
         self.on_step = rule.on_step if on_step is None else on_step
         self.on_epoch = rule.on_epoch if on_epoch is None else on_epoch
         if self.on_step and not rule.has_batch:
-            raise ConfigurationError(f"self.log({name!r}, on_step=True) in {event}: there is no step there, use on_epoch=True.")
+            raise ConfigurationError(
+                f"self.log({name!r}, on_step=True) in {event}: there is no step there, use on_epoch=True."
+            )
         if not self.on_step and not self.on_epoch:
-            raise ConfigurationError(f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing: set one of them.")
+            raise ConfigurationError(
+                f"self.log({name!r}, on_step=False, on_epoch=False) would log nothing: set one of them."
+            )
         if isinstance(reduce_fx, str) and reduce_fx not in REDUCTIONS:
             raise ConfigurationError(
                 f"self.log({name!r}, reduce_fx={reduce_fx!r}) is not known. {nearest(reduce_fx, REDUCTIONS)} "
@@ -122,17 +132,24 @@ class Entry:
         if callable(self.reduce_fx):
             if not self.values:
                 return None
-            return self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values]))
+            result: Value = self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values]))
+            return result
         if self.total is None or self.reduce_fx != "mean":
             return self.total
         return self.total / self.weight
 
     def state(self) -> dict[str, Any]:
         return {
-            **{"event": self.event, "name": self.name, "options": self.options[:4]},
+            "event": self.event,
+            "name": self.name,
+            "options": self.options[:4],
             "reduce_fx": self.reduce_fx if isinstance(self.reduce_fx, str) else None,
-            **{"value": self.value, "fresh": self.fresh, "total": self.total},
-            **{"weight": self.weight, "values": self.values, "is_metric": self.metric is not None},
+            "value": self.value,
+            "fresh": self.fresh,
+            "total": self.total,
+            "weight": self.weight,
+            "values": self.values,
+            "is_metric": self.metric is not None,
         }
 
     def take(self, state: Mapping[str, Any]) -> None:
@@ -271,7 +288,11 @@ class Logs:
         return {
             entry.step_name: entry.value
             for entry in self._entries.values()
-            if entry.tick == self.tick and entry.group == group and entry.on_step and entry.logger and entry.value is not None
+            if entry.tick == self.tick
+            and entry.group == group
+            and entry.on_step
+            and entry.logger
+            and entry.value is not None
         }
 
     def reduce_epoch(self, group: str, keep: bool = False) -> tuple[dict[str, Value], dict[str, Value]]:

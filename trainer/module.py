@@ -134,7 +134,11 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_after_backward(self) -> None: ...
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None: ...
     def on_validation_model_zero_grad(self) -> None: ...
-    def on_validation_model_eval(self) -> None: ...
+
+    def on_validation_model_eval(self) -> None:
+        """Goes to eval mode for a validation. An override that does not call this one leaves the mode as it is."""
+        self.eval()
+
     def on_validation_model_train(self) -> None: ...
     def on_validation_start(self) -> None: ...
     def on_validation_end(self) -> None: ...
@@ -142,7 +146,11 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_validation_epoch_end(self) -> None: ...
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_test_model_eval(self) -> None: ...
+
+    def on_test_model_eval(self) -> None:
+        """Goes to eval mode for a test. An override that does not call this one leaves the mode as it is."""
+        self.eval()
+
     def on_test_model_train(self) -> None: ...
     def on_test_start(self) -> None: ...
     def on_test_end(self) -> None: ...
@@ -150,7 +158,11 @@ class TrainModule(Hyperparameters, nn.Module):
     def on_test_epoch_end(self) -> None: ...
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-    def on_predict_model_eval(self) -> None: ...
+
+    def on_predict_model_eval(self) -> None:
+        """Goes to eval mode for a prediction. An override that does not call this one leaves the mode as it is."""
+        self.eval()
+
     def on_predict_model_train(self) -> None: ...
     def on_predict_start(self) -> None: ...
     def on_predict_end(self) -> None: ...
@@ -179,7 +191,11 @@ class TrainModule(Hyperparameters, nn.Module):
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: PreparedOptimizer, optimizer_closure: Callable[[], Any] | None = None
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: PreparedOptimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Steps one optimizer.
 
@@ -456,7 +472,9 @@ class TrainModule(Hyperparameters, nn.Module):
 
 def _unwritten(module: TrainModule) -> ConfigurationError:
     name = inspect.stack()[1].function
-    return ConfigurationError(f"{type(module).__name__} has no {name}: write it, or give the Trainer what stands in for it.")
+    return ConfigurationError(
+        f"{type(module).__name__} has no {name}: write it, or give the Trainer what stands in for it."
+    )
 
 
 def step_arguments(step: Callable[..., Any]) -> tuple[bool, bool]:
@@ -465,5 +483,7 @@ def step_arguments(step: Callable[..., Any]) -> tuple[bool, bool]:
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return True, False
     takes_loader = any(p.name == "dataloader_idx" for p in parameters)
-    required = [p for p in parameters if p.name != "dataloader_idx" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    required = [
+        p for p in parameters if p.name != "dataloader_idx" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ]
     return bool(required), takes_loader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -98,7 +98,9 @@ def _from_dicts(parts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
     schedulers: list[SchedulerConfig] = []
     for part in parts:
         if "optimizer" not in part:
-            raise ConfigurationError(f"configure_optimizers returned a dict without 'optimizer' (keys {list(part)}): {FORMS}.")
+            raise ConfigurationError(
+                f"configure_optimizers returned a dict without 'optimizer' (keys {list(part)}): {FORMS}."
+            )
         for key in part:
             if key not in ("optimizer", "lr_scheduler", "monitor"):
                 raise ConfigurationError(
@@ -119,7 +121,9 @@ def _scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
         if key not in SCHEDULER_KEYS:
             raise ConfigurationError(f"lr_scheduler has the unknown key {key!r}. {nearest(key, SCHEDULER_KEYS)}")
     if "scheduler" not in values:
-        raise ConfigurationError("lr_scheduler is a dict without 'scheduler': {'scheduler': scheduler, 'interval': 'step'}.")
+        raise ConfigurationError(
+            "lr_scheduler is a dict without 'scheduler': {'scheduler': scheduler, 'interval': 'step'}."
+        )
     scheduler = values["scheduler"]
     if isinstance(scheduler, Optimizer) or not callable(getattr(scheduler, "step", None)):
         raise ConfigurationError(
@@ -163,5 +167,3 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
     parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
-
-

@@ -23,7 +23,9 @@ def precision_of(arguments: Arguments) -> Any:
     plugins = _as_list(arguments.plugins)
     for plugin in plugins:
         if not isinstance(plugin, Precision):
-            raise ConfigurationError(f"plugins: a {type(plugin).__name__} is no plugin that this version knows: give a Precision.")
+            raise ConfigurationError(
+                f"plugins: a {type(plugin).__name__} is no plugin that this version knows: give a Precision."
+            )
     if len(plugins) + (arguments.precision is not None) > 1:
         raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
     if plugins:
@@ -42,9 +44,13 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
     callbacks = _as_list(arguments.callbacks)
     for callback in callbacks:
         if isinstance(callback, type):
-            raise ConfigurationError(f"callbacks holds the class {callback.__name__}: give an instance, {callback.__name__}().")
+            raise ConfigurationError(
+                f"callbacks holds the class {callback.__name__}: give an instance, {callback.__name__}()."
+            )
         if not isinstance(callback, Callback):
-            raise ConfigurationError(f"callbacks holds a {type(callback).__name__}, which is no Callback: subclass Callback.")
+            raise ConfigurationError(
+                f"callbacks holds a {type(callback).__name__}, which is no Callback: subclass Callback."
+            )
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same callback twice: give it once.")
     _add_accumulation(callbacks, arguments)
@@ -107,12 +113,12 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
 
 def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
     """Those of the Trainer and of the module; one of the module's replaces the Trainer's of the same class."""
-    own = _as_list(own)
-    for callback in own:
+    extra: list[Callback] = _as_list(own)
+    for callback in extra:
         if not isinstance(callback, Callback):
             raise ConfigurationError(f"configure_callbacks returned a {type(callback).__name__}: return callbacks.")
-    replaced = {type(callback) for callback in own}
-    return [callback for callback in callbacks if type(callback) not in replaced] + own
+    replaced = {type(callback) for callback in extra}
+    return [callback for callback in callbacks if type(callback) not in replaced] + extra
 
 
 @contextmanager

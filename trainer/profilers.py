@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import cProfile
-import functools
 import io
 import pstats
 import time
@@ -65,7 +64,6 @@ class Profiler:
     def wrap(self, action: str, function: Callable[..., T]) -> Callable[..., T]:
         """The function, measured under a name."""
 
-        @functools.wraps(function if hasattr(function, "__name__") else function.__call__)
         def measured(*args: Any, **kwargs: Any) -> T:
             with self.profile(action):
                 return function(*args, **kwargs)
@@ -193,7 +191,7 @@ class PyTorchProfiler(Profiler):
         from torch.profiler import record_function
 
         span = record_function(action)
-        span.__enter__()
+        span.__enter__()  # type: ignore[no-untyped-call]
         self._spans.append(span)
 
     def stop(self, action: str) -> None:
@@ -216,7 +214,11 @@ def find_profiler(profiler: str | Profiler | None) -> Profiler | None:
     """The profiler that a name means."""
     if profiler is None or isinstance(profiler, Profiler):
         return profiler
-    kinds: dict[str, type[Profiler]] = {"simple": SimpleProfiler, "advanced": AdvancedProfiler, "pytorch": PyTorchProfiler}
+    kinds: dict[str, type[Profiler]] = {
+        "simple": SimpleProfiler,
+        "advanced": AdvancedProfiler,
+        "pytorch": PyTorchProfiler,
+    }
     if not isinstance(profiler, str) or profiler not in kinds:
         raise ConfigurationError(f"profiler={profiler!r}: use 'simple', 'advanced', 'pytorch' or a Profiler.")
     return kinds[profiler]()

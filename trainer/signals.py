@@ -52,5 +52,7 @@ class Signals:
     def exception(self) -> BaseException | None:
         """What a run that was asked to stop raises when it has ended in order."""
         if self.received is not None:
-            self.interruption = KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + self.received)
+            self.interruption = (
+                KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + self.received)
+            )
         return self.interruption

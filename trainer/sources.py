@@ -78,7 +78,9 @@ class Sources:
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         if count == 0:
-            raise ConfigurationError("limit_train_batches=0 leaves nothing to train on: use Trainer.validate to evaluate alone.")
+            raise ConfigurationError(
+                "limit_train_batches=0 leaves nothing to train on: use Trainer.validate to evaluate alone."
+            )
         self.train_loader = loader
         known = cursor.length is not None
         self.sizes["train"] = count
@@ -91,7 +93,9 @@ class Sources:
             self.sizes[kind] = []
             return []
         if not self._has_step(kind):
-            message = f"there is a {kind} loader, and {type(self.trainer.module).__name__} has no {STEPS[kind]}: write one."
+            message = (
+                f"there is a {kind} loader, and {type(self.trainer.module).__name__} has no {STEPS[kind]}: write one."
+            )
             if not optional:
                 raise ConfigurationError(message)
             warnings.warn(message, stacklevel=2)

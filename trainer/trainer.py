@@ -151,7 +151,9 @@ class Trainer(TrainerView):
         self.arguments, self.given = resolve(given)
         arguments = self.arguments
         if arguments.num_nodes > 1:
-            raise ConfigurationError(f"num_nodes={arguments.num_nodes}: this version runs on one machine, use num_nodes=1.")
+            raise ConfigurationError(
+                f"num_nodes={arguments.num_nodes}: this version runs on one machine, use num_nodes=1."
+            )
         self.accelerator = Accelerator(
             strategy=arguments.strategy,
             accelerator=arguments.accelerator,
@@ -354,12 +356,19 @@ class Trainer(TrainerView):
         return result
 
     def _attach(
-        self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: checkpoints.Goal, loaders: dict[str, Any]
+        self,
+        stage: str,
+        model: nn.Module,
+        datamodule: DataModule | None,
+        goal: checkpoints.Goal,
+        loaders: dict[str, Any],
     ) -> None:
         """Takes the module of this run, and makes what belongs to one run anew."""
         module = self._unwrap(model)
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
-            raise ConfigurationError("ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first.")
+            raise ConfigurationError(
+                "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."
+            )
         if stage == "fit" and not goal.continues:
             self.progress, self._kept = Progress(), None
             for callback, state in self._initial_states.items():
@@ -405,10 +414,13 @@ class Trainer(TrainerView):
                 if not overrides(self.module, method, TrainModule):
                     raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
             if not self.module.training:
-                warnings.warn(f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.", stacklevel=4)
-        elif stage == "predict" and not overrides(self.module, "predict_step", TrainModule):
-            if not overrides(self.module, "forward", nn.Module):
-                raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
+                warnings.warn(
+                    f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.",
+                    stacklevel=4,
+                )
+        own = overrides(self.module, "predict_step", TrainModule) or overrides(self.module, "forward", nn.Module)
+        if stage == "predict" and not own:
+            raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
 
     def _prepare_fit(self, goal: checkpoints.Goal, reader: checkpoints.Reader | None) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
@@ -451,7 +463,9 @@ class Trainer(TrainerView):
         self.hooks.fire_all("on_exception", interruption)
         self._finalize("interrupted")
         if stage == "fit":
-            where = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
+            where = (
+                f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
+            )
             self.print(f"\nstopped at step {self.global_step}, epoch {self.current_epoch}: {where}")
         raise interruption
 
@@ -462,7 +476,9 @@ class Trainer(TrainerView):
                 try:
                     listener(error)
                 except Exception as second:
-                    warnings.warn(f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2)
+                    warnings.warn(
+                        f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2
+                    )
         if plan.is_out_of_memory(error):
             raise plan.out_of_memory(self, error) from error
         hint = plan.device_mismatch_hint(error)
@@ -505,7 +521,9 @@ class Trainer(TrainerView):
                     self.print(f"{name:<24} {value:.6g}")
         return results
 
-    def _evaluated(self, model: nn.Module | None, loaders: Loaders, datamodule: Any, stage: str) -> tuple[nn.Module, Any, Any]:
+    def _evaluated(
+        self, model: nn.Module | None, loaders: Loaders, datamodule: Any, stage: str
+    ) -> tuple[nn.Module, Any, Any]:
         """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
@@ -558,7 +576,9 @@ class Trainer(TrainerView):
         self.max_epochs = arguments.max_epochs if max_epochs is None else max_epochs
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
             if value is not None and (not isinstance(value, int) or value < -1):
-                raise ConfigurationError(f"fit({name}={value!r}): use a whole number from -1, where -1 means without end.")
+                raise ConfigurationError(
+                    f"fit({name}={value!r}): use a whole number from -1, where -1 means without end."
+                )
         if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
             self.max_epochs = 1000
 

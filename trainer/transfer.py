@@ -19,7 +19,8 @@ def transfer_of(trainer: Trainer) -> Transfer | None:
     """The way of a batch; None where nothing is to be done to it. A DataModule's hook goes before the module's."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
     before, move, after = (
-        _owner(trainer, name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        _owner(trainer, name)
+        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
     if before is None and move is None and after is None:
         if strategy.leaves_batches:

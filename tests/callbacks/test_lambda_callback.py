@@ -51,7 +51,7 @@ def test_functions_are_called_with_what_the_hooks_get(tmp_path: Path) -> None:
 def test_every_hook_of_callbacks_is_known() -> None:
     hooks = {name for name in dir(Callback) if name.startswith("on_")} | {"setup", "teardown"}
     assert set(HOOKS) == hooks
-    LambdaCallback(**{name: print for name in hooks})
+    LambdaCallback(**dict.fromkeys(hooks, print))
 
 
 def test_an_unknown_hook_is_refused_with_the_nearest() -> None:

@@ -14,11 +14,17 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from leyden.callbacks.base import Callback
 from leyden.callbacks.csv_logger import CSVLogger
 from leyden.callbacks.logger import Logger, claim_version, flatten_hparams, plain_numbers
 from leyden.callbacks.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
 
 
 def handed(root: Path, *loggers: Logger, zero: bool = True) -> Any:
@@ -290,3 +296,81 @@ def test_loggers_leave_the_random_numbers_alone(tmp_path: Path) -> None:
         logger.log_metrics({"loss": 1.0}, 1)
         logger.finalize("success")
     assert before == (random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist())  # type: ignore[index]
+
+
+class Net(TrainModule):
+    def __init__(self, width: int = 2) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+        self.example_input_array = torch.ones(1, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self(batch).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run(root: Path, seed: int = 0, **arguments: Any) -> Trainer:
+    torch.manual_seed(seed)
+    data = DataLoader(torch.rand(12, 2), batch_size=2, shuffle=True)
+    held_out = DataLoader(torch.rand(4, 2), batch_size=2)
+    trainer = Trainer(
+        logger=[CSVLogger(), TensorBoardLogger()],
+        default_root_dir=root,
+        log_every_n_steps=1,
+        val_check_interval=2,
+        enable_progress_bar=False,
+        callbacks=arguments.pop("callbacks", None),
+    )
+    trainer.fit(Net(), data, held_out, **arguments)
+    return trainer
+
+
+def events(root: Path) -> dict[str, list[tuple[int, float]]]:
+    found = EventAccumulator(str(root / "logs/version_0"), size_guidance={"scalars": 0})  # type: ignore[no-untyped-call]
+    found.Reload()  # type: ignore[no-untyped-call]
+    names = found.Tags()["scalars"]  # type: ignore[no-untyped-call]
+    return {name: [(event.step, event.value) for event in found.Scalars(name)] for name in names}  # type: ignore[no-untyped-call]
+
+
+class Dies(Callback):
+    """Ends the run with an error, some steps after a checkpoint, when loggers have written more."""
+
+    order = 200
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "here")
+        if trainer.global_step == 9:
+            raise RuntimeError("the run is over")
+
+
+def test_a_resumed_run_has_logged_what_a_whole_run_logs(tmp_path: Path) -> None:
+    run(tmp_path / "whole", max_epochs=3)
+    with pytest.raises(RuntimeError, match="the run is over"):
+        run(tmp_path / "broken", max_epochs=3, callbacks=[Dies()])
+    broken = (tmp_path / "broken/logs/version_0/metrics.csv").read_text()
+    assert len(broken.splitlines()) > 9
+    trainer = run(tmp_path / "broken", max_epochs=3, ckpt_path=tmp_path / "broken/here")
+    assert trainer.log_dir == str(tmp_path / "broken/logs/version_0")
+    assert [entry.name for entry in (tmp_path / "broken/logs").iterdir()] == ["version_0"]
+    whole, resumed = ((tmp_path / name / "logs/version_0/metrics.csv").read_text() for name in ("whole", "broken"))
+    assert resumed == whole
+    first, second = events(tmp_path / "whole"), events(tmp_path / "broken")
+    assert second.keys() == first.keys()
+    assert second["loss_step"] == first["loss_step"]
+    assert second["loss_epoch"] == first["loss_epoch"]
+    # Validation's values of the checkpoint's step came after it, so they are there twice.
+    assert dict(second["val"]) == dict(first["val"])
+    assert len(second["val"]) == len(first["val"]) + 1
+    assert json.loads((tmp_path / "broken/logs/version_0/hparams.json").read_text()) == {"width": 2}

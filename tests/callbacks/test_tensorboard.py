@@ -16,6 +16,8 @@ from torch import nn
 
 from leyden.callbacks.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
 
 
 def read(logger: TensorBoardLogger) -> Any:
@@ -93,7 +95,7 @@ def test_hparams(tmp_path: Path) -> None:
     assert scalars(logger, "val_loss") == [(0, 0.5)]
     summary = read(logger).summary_metadata["_hparams_/session_start_info"]
     data = plugin_data_pb2.HParamsPluginData.FromString(summary.plugin_data.content)
-    found = {name: value for name, value in data.session_start_info.hparams.items()}
+    found = data.session_start_info.hparams
     assert found["optim/lr"].number_value == 0.1
     assert found["layers"].string_value == "[1, 2]"
     assert found["name"].string_value == "None"
@@ -131,6 +133,35 @@ def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), random_numbers)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert [net.training, net.layers[1].training, net.layers[2].training] == [True, False, True]
+
+
+class Trained(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.example_input_array = torch.ones(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self(batch).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*weights_only.*")
+def test_the_graph_of_a_fit(tmp_path: Path) -> None:
+    weights = []
+    for log_graph in (True, False):
+        torch.manual_seed(0)
+        module, logger = Trained(), TensorBoardLogger(tmp_path, log_graph=log_graph)
+        trainer = Trainer(logger=logger, max_epochs=2, enable_checkpointing=False, enable_progress_bar=False)
+        trainer.fit(module, [torch.rand(5, 4)] * 3)
+        assert read(logger).Tags()["graph"] is log_graph
+        weights.append(torch.cat([value.flatten().float() for value in module.state_dict().values()]))
+    assert torch.equal(weights[0], weights[1])
 
 
 def test_no_graph_unless_asked(tmp_path: Path) -> None:

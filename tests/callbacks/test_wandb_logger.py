@@ -46,6 +46,8 @@ def records(path: Path) -> Iterator[Any]:
 
 
 def files(root: Path) -> list[Path]:
+    # A run that is finished may still be on its way from wandb's own process to the disk.
+    wandb.teardown()
     return sorted(root.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
 
 

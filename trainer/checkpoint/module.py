@@ -43,7 +43,9 @@ def _saved_hparams(reader: CheckpointReader | ForeignWeights, cls: type) -> dict
     if not isinstance(reader, CheckpointReader) or not reader.has("hparams"):
         return {}
     # The classes of Enums and dataclasses come from the defaults of the arguments, never from the file.
-    defaults = [p.default for p in inspect.signature(cls).parameters.values() if p.default is not inspect.Parameter.empty]
+    defaults = [
+        p.default for p in inspect.signature(cls).parameters.values() if p.default is not inspect.Parameter.empty
+    ]
     found: dict[str, Any] = reader.state("hparams", like=_encodable_only(defaults)).get("module", {})
     return found
 

@@ -61,7 +61,9 @@ def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
     names = (restore,) if isinstance(restore, str) else tuple(restore)
     for name in names:
         if name not in PARTS:
-            raise ConfigurationError(f"restore={restore!r}: there is no part {name!r}. {nearest(name, ('all', *PARTS))}")
+            raise ConfigurationError(
+                f"restore={restore!r}: there is no part {name!r}. {nearest(name, ('all', *PARTS))}"
+            )
     return frozenset(names)
 
 
@@ -121,7 +123,9 @@ def _find(trainer: Trainer, goal: Goal) -> Path | None:
     if goal.path in ("last", "auto"):
         found = newest(folder, strict=goal.path == "auto")
         if found is None and goal.path == "last":
-            raise CheckpointError(folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew.")
+            raise CheckpointError(
+                folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
+            )
         return found
     return Path(os.fspath(goal.path)) if goal.path is not None else None
 
@@ -253,7 +257,8 @@ def restore_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> dict[str
         return None
     if not reader.has("schedulers"):
         raise CheckpointError(
-            reader.path, "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights."
+            reader.path,
+            "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
         )
     if "optimizers" in goal.parts:
         _restore_optimizers(trainer, reader)

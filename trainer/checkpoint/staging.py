@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -38,10 +39,8 @@ def sweep(folder: Path) -> None:
             continue
         left, target = folder / name, folder / match["name"]
         if match["kind"] == "old" and (left / MANIFEST).is_file() and not os.path.lexists(target):
-            try:
+            with contextlib.suppress(OSError):
                 os.rename(left, target)
-            except OSError:
-                pass
             continue
         shutil.rmtree(left, ignore_errors=True)
 

@@ -132,7 +132,7 @@ class CheckpointWriter:
             self._write(file, lambda path: write_tensors(path, tensors))
         self._compact(f"{name}.json", {"tensors": file, "tree": encoded})
 
-    def model(self, state_dict: Mapping[str, Tensor]) -> None:
+    def model(self, state_dict: Mapping[str, Any]) -> None:
         """Writes `model.safetensors`, as any reader of safetensors takes it, and `layout.json`.
 
         A tensor that stands under several names is stored once, under the first. Entries that are no tensors go to

@@ -7,7 +7,7 @@ import operator
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -99,10 +99,8 @@ def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
 def seeded(*key: Any) -> Iterator[None]:
     """Seeds Python, NumPy and torch (CPU) from a key within a block, and restores them after it."""
     *numbers, index = key
-    try:
+    with suppress(TypeError):
         index = operator.index(index)
-    except TypeError:
-        pass
     digest = hashlib.blake2b(repr((*numbers, index)).encode(), digest_size=16).digest()
     seed = int.from_bytes(digest[:8], "little")
     torch_state, python_state = torch.get_rng_state(), random.getstate()

@@ -130,7 +130,8 @@ class EvaluationLoop:
         if len(self.loaders) == 1:
             return [numbers]
         return [
-            {name: value for name, value in numbers.items() if _belongs(name, index)} for index in range(len(self.loaders))
+            {name: value for name, value in numbers.items() if _belongs(name, index)}
+            for index in range(len(self.loaders))
         ]
 
     @contextmanager
@@ -146,9 +147,8 @@ class EvaluationLoop:
         try:
             yield
         finally:
-            if not overrides(module, f"on_{stage}_model_train", TrainModule):
-                for part, training in modes:
-                    part.training = training
+            for part, training in modes:
+                part.training = training
         self._fire("model_train")
 
     @contextmanager

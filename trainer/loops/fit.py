@@ -301,7 +301,9 @@ class FitLoop:
         if self.validation is not None and not again:
             return
         loaders = self.trainer.sources.evaluation("val")
-        self.validation = EvaluationLoop(self.trainer, "validation", loaders) if any(limit != 0 for _, limit in loaders) else None
+        self.validation = (
+            EvaluationLoop(self.trainer, "validation", loaders) if any(limit != 0 for _, limit in loaders) else None
+        )
 
     def loader_state(self, progress: Progress) -> dict[str, Any] | None:
         """Where the loaders stand: the training one at a place in the epoch or between two, the others between passes."""

@@ -15,7 +15,6 @@ from leyden.trainer.module import TrainModule, step_arguments
 from leyden.trainer.optimization import needs_closure
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator import PreparedOptimizer
     from leyden.trainer.trainer import Trainer
 
 
@@ -73,6 +72,8 @@ class AutomaticStep(Step):
         self.clips = self.clip_value is not None or overrides(module, "configure_gradient_clipping", TrainModule)
         self.own_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
         self.own_step = overrides(module, "optimizer_step", TrainModule)
+        self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
+        self.hooks_step = self.hooks.listens("on_before_optimizer_step")
         self.hooks.backward = module.backward if overrides(module, "backward", TrainModule) else None
         self.prepared = self.accelerator.prepared_optimizers
         self.optimizers = self.accelerator.optimizers
@@ -93,15 +94,16 @@ class AutomaticStep(Step):
         elif not self.strategy.supports_closure:
             refusal = f"strategy={self.strategy.name!r}: use a single device or DDP"
         if refusal:
-            raise ConfigurationError(f"{name} evaluates the loss several times in one step, which cannot go with {refusal}.")
+            raise ConfigurationError(
+                f"{name} evaluates the loss several times in one step, which cannot go with {refusal}."
+            )
 
     def run(self, batch: Any, batch_idx: int) -> Any:
         if self.closure_optimizer is not None:
             return self._run_closure(batch, batch_idx)
-        window = self.window
+        window, hooks = self.window, self.hooks
         if window.index == 0:
             self._zero_grad(batch_idx)
-        hooks = self.hooks
         hooks.current = "training_step"
         extra = (batch_idx,) if self.takes_index else ()
         outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
@@ -114,40 +116,43 @@ class AutomaticStep(Step):
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
-            self.hooks.fire_all("on_before_zero_grad", optimizer)
+            if self.hooks_zero_grad:
+                self.hooks.fire_all("on_before_zero_grad", optimizer)
             if self.own_zero_grad:
                 self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
             else:
                 optimizer.zero_grad()
 
     def close(self, batch_idx: int) -> None:
-        accelerator, hooks = self.accelerator, self.hooks
+        accelerator = self.accelerator
         accelerator.close_window()
         accelerator.stepped = False
         for prepared in self.prepared:
-            self._before_step(prepared)
+            self._before_step(prepared.optimizer)
             if self.own_step:
-                hooks.current = "optimizer_step"
+                self.hooks.current = "optimizer_step"
                 self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, self._last_loss)
+                self.hooks.current = ""
             else:
-                prepared.step()
+                accelerator.step(prepared)
         self.strategy.end_step()
         self._count()
 
-    def _before_step(self, prepared: PreparedOptimizer) -> None:
-        optimizer = prepared.optimizer
+    def _before_step(self, optimizer: Optimizer) -> None:
         self.strategy.before_step(optimizer)
-        self.hooks.fire_all("on_before_optimizer_step", optimizer)
+        if self.hooks_step:
+            self.hooks.fire_all("on_before_optimizer_step", optimizer)
         if self.clips:
             self.module.configure_gradient_clipping(optimizer, self.clip_value, self.clip_algorithm)
 
     def _count(self) -> None:
-        self.progress.global_step += 1
+        progress = self.progress
+        progress.global_step += 1
         if self.accelerator.stepped or not self.prepared:
-            self.progress.stepped += 1
+            progress.stepped += 1
             if self.trainer.lr_scheduler_configs:
-                self.step_schedulers("step", self.progress.stepped)
-        self.hooks.current = ""
+                self.step_schedulers("step", progress.stepped)
+                self.hooks.current = ""
 
     def _last_loss(self) -> Tensor | None:
         return read_loss(self.outputs)[0].detach() if self.outputs is not None else None
@@ -165,7 +170,7 @@ class AutomaticStep(Step):
             outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
             first.append(outputs)
             self.accelerator.close_window()
-            self._before_step(prepared)
+            self._before_step(prepared.optimizer)
             return read_loss(outputs)[0].detach()
 
         self.accelerator.stepped = False
