@@ -4,12 +4,13 @@ The order in which a run calls its hooks, as pseudocode, which `tests/trainer/te
 recorded runs. Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains.
 
     fit
+        [fitted before] callback.load_state_dict (each starts as it was made)
         configure_callbacks, prepare_data, setup, configure_model
         [resume] compose, module.on_load_checkpoint, datamodule.load_state_dict, callback.on_load_checkpoint
         [resume] callback.load_state_dict
         configure_optimizers, on_fit_start
         compose (so that what no checkpoint can hold is refused before the first step)
-        [sanity check] on_sanity_check_start, val_dataloader, validation, on_sanity_check_end
+        [sanity check] on_sanity_check_start, val_dataloader, evaluation, on_sanity_check_end
         train_dataloader
         [no sanity check] val_dataloader
         on_train_start
@@ -26,27 +27,25 @@ recorded runs. Indentation shows what lies inside what, [a condition] holds for 
                     [last of the window, scheduler by step] lr_scheduler_step
                     [last of the epoch, scheduler by epoch] lr_scheduler_step
                     on_train_batch_end
-                [validation due] validation
+                [validation due] evaluation
                 [plateau scheduler by step] lr_scheduler_step
             main.on_train_epoch_end
             [plateau scheduler by epoch] lr_scheduler_step
             closing.on_train_epoch_end
         on_train_end, on_fit_end, teardown
-    validation, test, predict (X in the names)
+    evaluation (X is validation, test or predict; in loaders val, test or predict)
         [in fit] on_X_model_zero_grad
         on_X_model_eval, on_X_start, on_X_epoch_start
         for batch
             on_before_batch_transfer, transfer_batch_to_device, on_after_batch_transfer
             on_X_batch_start, X_step, on_X_batch_end
         on_X_epoch_end, on_X_end, on_X_model_train
-    Trainer.validate, Trainer.test, Trainer.predict (X in the names: val, test, predict)
+    validate, test, predict
         configure_callbacks, prepare_data, setup, configure_model
         [with ckpt_path] module.on_load_checkpoint
-        X_dataloader
-        [Trainer.validate] validation
-        [Trainer.test] test
-        [Trainer.predict] predict
-        teardown
+        X_dataloader, evaluation, teardown
+    save
+        compose
     compose (what a checkpoint holds of the user's state)
         callback.state_dict, on_save_checkpoint, datamodule.state_dict
     error (wherever it came up; then teardown)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from leyden.callbacks.base import Callback
+from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
@@ -56,7 +56,7 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
     _add_accumulation(callbacks, arguments)
     _add_loggers(callbacks, arguments)
     _add_defaults(callbacks, arguments)
-    return callbacks
+    return list(in_order(callbacks))
 
 
 def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
@@ -112,7 +112,7 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
 
 
 def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
-    """Those of the Trainer and of the module; one of the module's replaces the Trainer's of the same class."""
+    """Those of the Trainer and of the module, in order; the module's replace the Trainer's of the same class."""
     extra: list[Callback] = _as_list(own)
     for callback in extra:
         if not isinstance(callback, Callback):

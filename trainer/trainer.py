@@ -372,7 +372,7 @@ class Trainer(TrainerView):
         if stage == "fit" and not goal.continues:
             self.progress, self._kept = Progress(), None
             for callback, state in self._initial_states.items():
-                if not isinstance(callback, Logger):
+                if self._fit is not None and not isinstance(callback, Logger):
                     # One that served an earlier fit starts as it was made; a logger goes on with its run folder.
                     callback.load_state_dict(copy.deepcopy(state))
         self.state = RunState(stage)

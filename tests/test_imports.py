@@ -1,0 +1,193 @@
+"""The house: who may import whom, what is imported only where it is used, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("trainer", "callbacks", "strategies")
+
+# From the ground up. The longest prefix that fits a module tells its floor; a module imports from its own and lower ones.
+FLOORS: tuple[tuple[str, ...], ...] = (
+    # What a callback is stands apart from the callbacks, since whoever calls hooks must know it. It imports nothing.
+    ("leyden.strategies", "leyden.callbacks.base"),
+    ("leyden.trainer.checkpoint", "leyden.trainer.data", "leyden.trainer.progress", "leyden.trainer.hooks", "leyden.trainer.logs"),
+    ("leyden.callbacks",),
+    ("leyden.trainer.accelerator",),
+    ("leyden.trainer",),
+    ("leyden.trainer.cli", "leyden.trainer.tuning"),
+)
+# `import leyden` must cost nothing beyond torch: these come in where they are used.
+LAZY = {
+    *("numpy", "safetensors", "tqdm", "tensorboard", "torchmetrics", "wandb", "sklearn", "yaml", "packaging"),
+    *("deepspeed", "torch_xla", "torchao", "transformers", "torch.utils.tensorboard", "torch.distributed.checkpoint"),
+}
+# No name that a checkpoint holds is imported or called, and nothing is unpickled behind torch's back.
+FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+MAX_LINES = 600
+
+
+def sources() -> dict[str, Path]:
+    """Every module of the package, by the name that it is imported by."""
+    found = {"leyden": ROOT / "leyden" / "__init__.py"}
+    for room in ROOMS:
+        for path in sorted((ROOT / room).rglob("*.py")):
+            parts = ("leyden", *path.relative_to(ROOT).with_suffix("").parts)
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imports(tree: ast.AST, deep: bool, package: str = "") -> Iterator[tuple[str, int]]:
+    """Names that a module imports, with their lines; those under TYPE_CHECKING are free.
+
+    Args:
+        deep: also those inside functions.
+        package: of the module, for relative imports.
+    """
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for other in node.orelse:
+                yield from imports(ast.Module([other], []), deep, package)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parents, *([base] if base else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if inner in SOURCES else base), node.lineno
+        elif deep or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imports(node, deep, package)
+
+
+def imports_of(module: str, deep: bool = True) -> list[tuple[str, int]]:
+    path = SOURCES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return list(imports(ast.parse(path.read_text(), str(path)), deep, package))
+
+
+def within(module: str, prefix: str) -> bool:
+    return module == prefix or module.startswith(f"{prefix}.")
+
+
+def floor(module: str) -> int:
+    fits = [(len(prefix), number) for number, prefixes in enumerate(FLOORS) for prefix in prefixes if within(module, prefix)]
+    assert fits, f"{module} stands on no floor"
+    return max(fits)[1]
+
+
+def test_every_module_is_found() -> None:
+    assert {"leyden.trainer.trainer", "leyden.callbacks.base", "leyden.strategies.base", "leyden.trainer"} <= set(SOURCES)
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if module not in ("leyden", "leyden.trainer")])
+def test_imports_go_down(module: str) -> None:
+    wrong = [
+        f"line {line}: {name}"
+        for name, line in imports_of(module)
+        if within(name, "leyden") and (name == "leyden" or (name in SOURCES and floor(name) > floor(module)))
+    ]
+    assert not wrong, f"{module} imports from a higher floor: {', '.join(wrong)}"
+
+
+def test_inside_only_the_package_name_is_used() -> None:
+    """`from trainer.x import y` would make a second copy of every class."""
+    wrong = [
+        f"{module}, line {line}: {name}"
+        for module in SOURCES
+        for name, line in imports_of(module)
+        if name.partition(".")[0] in ROOMS
+    ]
+    assert not wrong
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    graph = {
+        module: {name for name, _ in imports_of(module, deep=False) if name in SOURCES and name != module} for module in SOURCES
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' → '.join(reversed(error.args[1]))}")
+
+
+@pytest.mark.parametrize("module", list(SOURCES))
+def test_optional_packages_are_imported_where_they_are_used(module: str) -> None:
+    wrong = [
+        f"line {line}: {name}"
+        for name, line in imports_of(module, deep=False)
+        if any(within(name, package) for package in LAZY)
+    ]
+    assert not wrong, f"{module} imports at its top what not every run needs: {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("module", list(SOURCES))
+def test_nothing_is_pickled(module: str) -> None:
+    wrong = [f"line {line}: {name}" for name, line in imports_of(module) if name.partition(".")[0] in FORBIDDEN]
+    assert not wrong, f"{module} imports {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("module", list(SOURCES))
+def test_files_can_be_read(module: str) -> None:
+    path = SOURCES[module]
+    text = path.read_text()
+    assert text.count("\n") < MAX_LINES, f"{path.relative_to(ROOT)} is too long: cut it where it has two subjects"
+    assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} does not say what it is"
+    assert path.stem not in ("utils", "helpers", "manager", "common", "misc"), "a name that says what is in it"
+
+
+def test_the_package_folder_holds_nothing_else() -> None:
+    names = {path.name for path in (ROOT / "leyden").iterdir()} - {"__pycache__"}
+    assert names <= {"__init__.py", "__main__.py", "py.typed", *ROOMS}
+    for room in ROOMS:
+        link = ROOT / "leyden" / room
+        assert link.is_symlink()
+        assert not link.readlink().is_absolute()
+        assert link.resolve() == ROOT / room
+
+
+def run(program: str) -> str:
+    """Runs a program in a new process, in the checkout."""
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_loads_no_optional_package() -> None:
+    loaded = run(
+        "import sys, torch; before = set(sys.modules); import leyden; from leyden import Trainer, TrainModule; "
+        "print(*(name for name in sys.modules if name not in before))"
+    ).split()
+    assert "leyden.trainer.trainer" in loaded
+    assert not {name for name in loaded if any(within(name, package) for package in LAZY)}
+
+
+def test_importing_leyden_alone_loads_no_trainer() -> None:
+    loaded = run("import sys, leyden; print(*sys.modules)").split()
+    assert "leyden" in loaded
+    assert not {name for name in loaded if name.startswith("leyden.")}
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("package", ["leyden", "leyden.callbacks"])
+def test_every_public_name_can_be_imported(package: str) -> None:
+    missing = run(
+        f"import importlib; p = importlib.import_module({package!r}); "
+        "print(*(name for name in p.__all__ if getattr(p, name, None) is None))"
+    )
+    assert missing == ""
+
+
+def test_a_room_imported_by_its_folder_gives_the_same_classes() -> None:
+    """In the checkout the rooms are importable by themselves, and what they import inside is `leyden.…`."""
+    assert run("from trainer.parts import Callback; from leyden.callbacks.base import Callback as C; print(Callback is C)") == "True"
