@@ -18,7 +18,13 @@ ROOMS = ("trainer", "callbacks", "strategies")
 FLOORS: tuple[tuple[str, ...], ...] = (
     # What a callback is stands apart from the callbacks, since whoever calls hooks must know it. It imports nothing.
     ("leyden.strategies", "leyden.callbacks.base"),
-    ("leyden.trainer.checkpoint", "leyden.trainer.data", "leyden.trainer.progress", "leyden.trainer.hooks", "leyden.trainer.logs"),
+    (
+        "leyden.trainer.checkpoint",
+        "leyden.trainer.data",
+        "leyden.trainer.progress",
+        "leyden.trainer.hooks",
+        "leyden.trainer.logs",
+    ),
     ("leyden.callbacks",),
     ("leyden.trainer.accelerator",),
     ("leyden.trainer",),
@@ -29,8 +35,9 @@ LAZY = {
     *("numpy", "safetensors", "tqdm", "tensorboard", "torchmetrics", "wandb", "sklearn", "yaml", "packaging"),
     *("deepspeed", "torch_xla", "torchao", "transformers", "torch.utils.tensorboard", "torch.distributed.checkpoint"),
 }
-# No name that a checkpoint holds is imported or called, and nothing is unpickled behind torch's back.
-FORBIDDEN = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+# Loading what these wrote runs code. Files of other trainers are pickles, and need `trust=True`.
+PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
 MAX_LINES = 600
 
 
@@ -83,23 +90,28 @@ def within(module: str, prefix: str) -> bool:
 
 
 def floor(module: str) -> int:
-    fits = [(len(prefix), number) for number, prefixes in enumerate(FLOORS) for prefix in prefixes if within(module, prefix)]
+    fits = [
+        (len(prefix), number) for number, prefixes in enumerate(FLOORS) for prefix in prefixes if within(module, prefix)
+    ]
     assert fits, f"{module} stands on no floor"
     return max(fits)[1]
 
 
 def test_every_module_is_found() -> None:
-    assert {"leyden.trainer.trainer", "leyden.callbacks.base", "leyden.strategies.base", "leyden.trainer"} <= set(SOURCES)
+    assert {"leyden.trainer.trainer", "leyden.callbacks.base", "leyden.strategies.base", "leyden.trainer"} <= set(
+        SOURCES
+    )
 
 
-@pytest.mark.parametrize("module", [module for module in SOURCES if module not in ("leyden", "leyden.trainer")])
-def test_imports_go_down(module: str) -> None:
+def test_imports_go_down() -> None:
     wrong = [
-        f"line {line}: {name}"
+        f"{module}, line {line}: {name}"
+        for module in SOURCES
+        if module not in ("leyden", "leyden.trainer")
         for name, line in imports_of(module)
-        if within(name, "leyden") and (name == "leyden" or (name in SOURCES and floor(name) > floor(module)))
+        if name == "leyden" or (name in SOURCES and floor(name) > floor(module))
     ]
-    assert not wrong, f"{module} imports from a higher floor: {', '.join(wrong)}"
+    assert not wrong
 
 
 def test_inside_only_the_package_name_is_used() -> None:
@@ -115,7 +127,8 @@ def test_inside_only_the_package_name_is_used() -> None:
 
 def test_nothing_is_imported_in_a_circle() -> None:
     graph = {
-        module: {name for name, _ in imports_of(module, deep=False) if name in SOURCES and name != module} for module in SOURCES
+        module: {name for name, _ in imports_of(module, deep=False) if name in SOURCES and name != module}
+        for module in SOURCES
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -123,29 +136,34 @@ def test_nothing_is_imported_in_a_circle() -> None:
         pytest.fail(f"a circle of imports: {' → '.join(reversed(error.args[1]))}")
 
 
-@pytest.mark.parametrize("module", list(SOURCES))
-def test_optional_packages_are_imported_where_they_are_used(module: str) -> None:
+def test_optional_packages_are_imported_where_they_are_used() -> None:
     wrong = [
-        f"line {line}: {name}"
+        f"{module}, line {line}: {name}"
+        for module in SOURCES
         for name, line in imports_of(module, deep=False)
         if any(within(name, package) for package in LAZY)
     ]
-    assert not wrong, f"{module} imports at its top what not every run needs: {', '.join(wrong)}"
+    assert not wrong
 
 
-@pytest.mark.parametrize("module", list(SOURCES))
-def test_nothing_is_pickled(module: str) -> None:
-    wrong = [f"line {line}: {name}" for name, line in imports_of(module) if name.partition(".")[0] in FORBIDDEN]
-    assert not wrong, f"{module} imports {', '.join(wrong)}"
+def test_nothing_is_pickled() -> None:
+    wrong = [
+        f"{module}, line {line}: {name}"
+        for module in SOURCES
+        for name, line in imports_of(module)
+        if name.partition(".")[0] in PICKLES and module not in MAY_UNPICKLE
+    ]
+    assert not wrong
 
 
-@pytest.mark.parametrize("module", list(SOURCES))
-def test_files_can_be_read(module: str) -> None:
-    path = SOURCES[module]
-    text = path.read_text()
-    assert text.count("\n") < MAX_LINES, f"{path.relative_to(ROOT)} is too long: cut it where it has two subjects"
-    assert ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} does not say what it is"
-    assert path.stem not in ("utils", "helpers", "manager", "common", "misc"), "a name that says what is in it"
+def test_files_can_be_read() -> None:
+    for path in SOURCES.values():
+        text, name = path.read_text(), path.relative_to(ROOT)
+        assert text.count("\n") <= MAX_LINES, f"{name} is too long: cut it where it has two subjects"
+        assert ast.get_docstring(ast.parse(text)), f"{name} does not say what it is"
+        assert path.stem not in ("utils", "helpers", "manager", "common", "misc"), (
+            f"{name}: a name that says what is in it"
+        )
 
 
 def test_the_package_folder_holds_nothing_else() -> None:
@@ -160,7 +178,9 @@ def test_the_package_folder_holds_nothing_else() -> None:
 
 def run(program: str) -> str:
     """Runs a program in a new process, in the checkout."""
-    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_importing_loads_no_optional_package() -> None:
@@ -188,6 +208,9 @@ def test_every_public_name_can_be_imported(package: str) -> None:
     assert missing == ""
 
 
-def test_a_room_imported_by_its_folder_gives_the_same_classes() -> None:
-    """In the checkout the rooms are importable by themselves, and what they import inside is `leyden.…`."""
-    assert run("from trainer.parts import Callback; from leyden.callbacks.base import Callback as C; print(Callback is C)") == "True"
+@pytest.mark.parametrize(
+    ("room", "name"), [("callbacks", "ModelCheckpoint"), ("strategies", "Strategy"), ("trainer.parts", "Callback")]
+)
+def test_a_room_imported_by_its_folder_gives_the_same_classes(room: str, name: str) -> None:
+    """In the checkout the rooms can be imported by themselves, and what they import inside is `leyden.…`."""
+    assert run(f"from {room} import {name} as a; from leyden.{room} import {name} as b; print(a is b)") == "True"

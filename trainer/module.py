@@ -60,8 +60,12 @@ class TrainModule(Hyperparameters, nn.Module):
         self._logs: Logs | None = None
 
     # what a subclass writes -------------------------------------------------------------------------------------------
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        """Computes the loss of one batch.
+    # Steps are typed so that a subclass may take fewer arguments without a word from its type checker.
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`training_step(batch, batch_idx)`: computes the loss of one batch.
+
+        A step whose first argument is called `dataloader_iter` draws its own batches, as (batch, batch_idx,
+        dataloader_idx).
 
         Returns:
             A scalar loss; a dict with `loss`; or a dict with `loss`, a sum, and `num_items`, the number of tokens or
@@ -70,17 +74,18 @@ class TrainModule(Hyperparameters, nn.Module):
         """
         raise _unwritten(self)
 
-    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """One batch of validation; runs without gradients, in eval mode."""
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`validation_step(batch, batch_idx, dataloader_idx=0)`: one batch of validation; runs without gradients, in eval mode."""
         raise _unwritten(self)
 
-    def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """One batch of `Trainer.test`."""
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`test_step(batch, batch_idx, dataloader_idx=0)`: one batch of `Trainer.test`."""
         raise _unwritten(self)
 
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """One batch of `Trainer.predict`; calls the module on the batch unless overridden."""
-        return self(batch)
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """`predict_step(batch, batch_idx, dataloader_idx=0)`: one batch of `Trainer.predict`; unless overridden, the
+        module is called on the batch."""
+        return self(args[0])
 
     def configure_optimizers(self) -> Any:
         """The optimizers, with their schedulers.

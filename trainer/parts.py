@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
+from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
+from leyden.trainer.hooks import overrides
+from leyden.trainer.module import TrainModule
 
 
 def precision_of(arguments: Arguments) -> Any:
@@ -100,9 +105,9 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
     elif any(type(callback).__name__ == "ModelCheckpoint" for callback in callbacks):
         raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
     if arguments.enable_progress_bar:
-        from leyden.callbacks.progress_bar import TQDMProgressBar
+        from leyden.callbacks.progress_bar import ProgressBar, TQDMProgressBar
 
-        if not any(isinstance(callback, TQDMProgressBar) for callback in callbacks):
+        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
             callbacks.append(TQDMProgressBar())
     if arguments.enable_model_summary:
         from leyden.callbacks.model_summary import ModelSummary
@@ -119,6 +124,23 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
             raise ConfigurationError(f"configure_callbacks returned a {type(callback).__name__}: return callbacks.")
     replaced = {type(callback) for callback in extra}
     return [callback for callback in callbacks if type(callback) not in replaced] + extra
+
+
+def check_steps(module: TrainModule, stage: str) -> None:
+    """Finds what is not written before anything runs."""
+    name = type(module).__name__
+    if stage == "fit":
+        for method in ("training_step", "configure_optimizers"):
+            if not overrides(module, method, TrainModule):
+                raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
+        if not module.training:
+            warnings.warn(
+                f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.",
+                stacklevel=4,
+            )
+    own = overrides(module, "predict_step", TrainModule) or overrides(module, "forward", nn.Module)
+    if stage == "predict" and not own:
+        raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
 
 
 @contextmanager
@@ -144,6 +166,19 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
         torch.backends.cudnn.benchmark = was[2]
+
+
+def loggers_of(callbacks: list[Callback]) -> list[Logger]:
+    return [callback for callback in callbacks if isinstance(callback, Logger)]
+
+
+def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
+    return next((callback for callback in callbacks if isinstance(callback, GradientAccumulation)), None)
+
+
+def seconds_of(value: Any) -> float | None:
+    """Seconds of a duration; None for what is none."""
+    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).totalseconds_of()
 
 
 def _as_list(value: Any) -> list[Any]:

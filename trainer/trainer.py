@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
-from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
-from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer import plan
@@ -22,14 +20,23 @@ from leyden.trainer.accelerator import Accelerator
 from leyden.trainer.arguments import UNSET, resolve, single_device
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
-from leyden.trainer.hooks import Hooks, overrides
+from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.loops.predict import PredictionLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.optimization import SchedulerConfig, parse
-from leyden.trainer.parts import build_callbacks, merge_callbacks, precision_of, runtime_settings
+from leyden.trainer.parts import (
+    accumulation_of,
+    build_callbacks,
+    check_steps,
+    loggers_of,
+    merge_callbacks,
+    precision_of,
+    runtime_settings,
+    seconds_of,
+)
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.progress import Progress
 from leyden.trainer.signals import Signals
@@ -161,8 +168,8 @@ class Trainer(TrainerView):
             device=single_device(arguments.devices),
         )
         self.callbacks = build_callbacks(arguments)
-        self.loggers = _loggers(self.callbacks)
-        self.accumulation = _accumulation(self.callbacks)
+        self.loggers = loggers_of(self.callbacks)
+        self.accumulation = accumulation_of(self.callbacks)
         self.profiler = find_profiler(arguments.profiler)
         self.signals = Signals()
         self.state = RunState()
@@ -174,8 +181,8 @@ class Trainer(TrainerView):
         self.last_checkpoint: Path | None = None
         self.transfer: Callable[[Any, int], Any] | None = None
         self.max_epochs, self.max_steps = arguments.max_epochs, arguments.max_steps
-        self.max_seconds = _seconds(arguments.max_time)
-        self.val_check_seconds = _seconds(arguments.val_check_interval)
+        self.max_seconds = seconds_of(arguments.max_time)
+        self.val_check_seconds = seconds_of(arguments.val_check_interval)
         self._base_callbacks = list(self.callbacks)
         self._initial_states = {callback: copy.deepcopy(callback.state_dict()) for callback in self.callbacks}
         self._compiled: Any = None
@@ -310,9 +317,10 @@ class Trainer(TrainerView):
         return path
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process."""
+        """Prints on the main process, past a progress bar that stands on the screen."""
+        bar = self.progress_bar_callback
         if self.is_global_zero:
-            print(*args, **kwargs, flush=True)
+            (bar.print if bar is not None else print)(*args, **kwargs)
 
     @contextmanager
     def init_module(self) -> Iterator[None]:
@@ -384,14 +392,14 @@ class Trainer(TrainerView):
         """Everything up to the weights; gives back the reader of the checkpoint that the run goes on from."""
         module, datamodule = self.module, self.datamodule
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
-        self.loggers, self.accumulation = _loggers(self.callbacks), _accumulation(self.callbacks)
+        self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
         self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
         self.logs = Logs(self.hooks)
         module._trainer, module._logs = self, self.logs
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
         reader, self._start = checkpoints.open_reader(self, goal)
-        self._check_steps(stage)
+        check_steps(module, stage)
         self.strategy.setup_environment()
         if datamodule is not None:
             datamodule.trainer = self
@@ -405,22 +413,6 @@ class Trainer(TrainerView):
         self.transfer = transfer_of(self)
         checkpoints.restore_weights(self, reader, goal)
         return reader
-
-    def _check_steps(self, stage: str) -> None:
-        """Finds what is not written before anything runs."""
-        name = type(self.module).__name__
-        if stage == "fit":
-            for method in ("training_step", "configure_optimizers"):
-                if not overrides(self.module, method, TrainModule):
-                    raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
-            if not self.module.training:
-                warnings.warn(
-                    f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.",
-                    stacklevel=4,
-                )
-        own = overrides(self.module, "predict_step", TrainModule) or overrides(self.module, "forward", nn.Module)
-        if stage == "predict" and not own:
-            raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
 
     def _prepare_fit(self, goal: checkpoints.Goal, reader: checkpoints.Reader | None) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
@@ -581,19 +573,6 @@ class Trainer(TrainerView):
                 )
         if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
             self.max_epochs = 1000
-
-
-def _loggers(callbacks: list[Callback]) -> list[Logger]:
-    return [callback for callback in callbacks if isinstance(callback, Logger)]
-
-
-def _accumulation(callbacks: list[Callback]) -> GradientAccumulation | None:
-    return next((callback for callback in callbacks if isinstance(callback, GradientAccumulation)), None)
-
-
-def _seconds(value: Any) -> float | None:
-    """Seconds of a duration; None for what is none."""
-    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
 
 
 def _described(value: object) -> str:

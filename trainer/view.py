@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.logger import Logger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
-    from leyden.callbacks.progress_bar import TQDMProgressBar
+    from leyden.callbacks.progress_bar import ProgressBar
     from leyden.trainer.accelerator import Accelerator
     from leyden.trainer.arguments import Arguments
     from leyden.trainer.logs import Logs
@@ -219,10 +219,10 @@ class TrainerView:
         return next(iter(self.early_stopping_callbacks), None)
 
     @property
-    def progress_bar_callback(self) -> TQDMProgressBar | None:
-        from leyden.callbacks.progress_bar import TQDMProgressBar
+    def progress_bar_callback(self) -> ProgressBar | None:
+        from leyden.callbacks.progress_bar import ProgressBar
 
-        return next((callback for callback in self.callbacks if isinstance(callback, TQDMProgressBar)), None)
+        return next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
 
     # its data ---------------------------------------------------------------------------------------------------------
     @property

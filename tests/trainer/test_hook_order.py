@@ -84,7 +84,6 @@ class Plan:
     ckpt_path: bool = False
     again: bool = False
     stage: str = "fit"
-    epoch: int = 0
     window: int = 0
     batch: int = 0
     in_sanity_check: bool = False
@@ -102,8 +101,11 @@ class Plan:
             "last of the window": done % self.accumulated == 0 or done == self.batches,
             "last of the epoch": done == self.batches,
             "validation due": self._validation_due(done),
-            **{f"{word} by {interval}": f"{word} by {interval}" in self.schedulers
-               for word in ("scheduler", "plateau scheduler") for interval in ("step", "epoch")},
+            **{
+                f"{word} by {interval}": f"{word} by {interval}" in self.schedulers
+                for word in ("scheduler", "plateau scheduler")
+                for interval in ("step", "epoch")
+            },
         }[condition]
 
     def _validation_due(self, done: int) -> bool:
@@ -115,14 +117,15 @@ class Plan:
             yield from [None] * (self.sanity if self.in_sanity_check else self.evaluated)
         elif loop == "batch":
             start = self.window * self.accumulated
-            for self.batch in range(start, min(start + self.accumulated, self.batches)):
+            for batch in range(start, min(start + self.accumulated, self.batches)):
+                self.batch = batch
                 yield
         elif loop == "window":
-            for self.window in range(-(-self.batches // self.accumulated)):
+            for window in range(-(-self.batches // self.accumulated)):
+                self.window = window
                 yield
         elif loop == "epoch":
-            for self.epoch in range(self.epochs):
-                yield
+            yield from [None] * self.epochs
         else:
             yield from [None] * {"optimizer": self.optimizers}[loop]
 
@@ -229,7 +232,8 @@ class Module(TrainModule):
         make = {
             "scheduler": lambda o: {"scheduler": torch.optim.lr_scheduler.StepLR(o, 2)},
             "plateau scheduler": lambda o: {
-                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o), "monitor": "val_loss", "strict": False
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(o),
+                "monitor": "loss",
             },
         }
         configs = [name.split(" by ") for name in self.wanted]
@@ -279,7 +283,10 @@ class Run:
             num_sanity_val_steps=plan.sanity,
             gradient_clip_val=1.0,
             default_root_dir=self.folder,
-            **{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False},
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
         )
         trace.clear()
 
@@ -292,7 +299,9 @@ class Saver(Callback):
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.window_is_over and trainer.global_step == self.run.save_at:
             noted = len(self.run.trace)
             trainer.save_checkpoint(self.run.folder / "saved")
@@ -310,7 +319,9 @@ SCHEDULERS = ("scheduler by step", "scheduler by epoch", "plateau scheduler by s
 FITS = {
     "plain": Plan(epochs=2, batches=3, validate_every=3, evaluated=2, sanity=1),
     "no sanity check": Plan(epochs=1, batches=2, validate_every=2, evaluated=1),
-    "accumulation with a short window": Plan(epochs=2, batches=5, accumulated=2, validate_every=5, evaluated=1, sanity=1),
+    "accumulation with a short window": Plan(
+        epochs=2, batches=5, accumulated=2, validate_every=5, evaluated=1, sanity=1
+    ),
     "validation inside a window": Plan(epochs=1, batches=8, accumulated=3, validate_every=4, evaluated=1),
     "two optimizers": Plan(epochs=1, batches=4, accumulated=2, optimizers=2, validate_every=4, evaluated=1, sanity=1),
     "schedulers": Plan(epochs=2, batches=4, schedulers=SCHEDULERS, validate_every=2, evaluated=1),

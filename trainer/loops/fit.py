@@ -15,6 +15,7 @@ from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state
+from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
 
@@ -50,6 +51,7 @@ class FitLoop:
         self._window_start = 0
         self._clock = time.perf_counter()
         self._counts_samples = True
+        self._draws = False
 
     # the story --------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -58,6 +60,12 @@ class FitLoop:
         step = AutomaticStep if module.automatic_optimization else ManualStep
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
         self.accelerator.manual = not module.automatic_optimization
+        self._draws = draws_itself(module.training_step)
+        if self._draws and self.trainer.accumulation is not None:
+            raise ConfigurationError(
+                "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "
+                "step instead."
+            )
         self._sanity_check()
         self.load_training_data()
         self._load_validation_data()
@@ -73,12 +81,13 @@ class FitLoop:
 
     def _epoch(self) -> None:
         progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
-        accelerator, window, transfer = self.accelerator, self.accelerator.window, self.trainer.transfer
+        accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
+        transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
         if progress.phase == "epoch_start":
             self._begin_epoch()
         ends_early, complete = False, True
-        for batch, is_last in self._batches():
+        for batch, is_last in Draws(self).turns() if draws else self.batches():
             batch_idx = progress.batch
             accelerator.begin_batch(self._window_length, is_last)
             if transfer is not None:
@@ -89,8 +98,19 @@ class FitLoop:
                 if window.index == 0:
                     window.is_open = False
                     break
-            outputs = step.run(batch, batch_idx)
-            self._count(batch)
+            try:
+                outputs = step.run(batch, batch_idx)
+            except StopIteration:
+                if not draws:
+                    raise
+                # The step drew past the end: what it had drawn for this turn is dropped, and the epoch is over.
+                window.is_open = False
+                break
+            accelerator.end_batch()
+            if draws:
+                is_last = batch.is_last
+            else:
+                self.count(batch)
             if window.closes:
                 self._after_step(is_last)
             if listens_end:
@@ -121,7 +141,7 @@ class FitLoop:
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
-    def _batches(self) -> Iterator[tuple[Any, bool]]:
+    def batches(self) -> Iterator[tuple[Any, bool]]:
         """The batches that are left of this epoch, each with the word whether it is the last."""
         iterator, total = self._iterator, self.num_batches
         assert iterator is not None and self.cursor is not None
@@ -194,8 +214,8 @@ class FitLoop:
             return length
         return min(length, self.num_batches - self.progress.batch)
 
-    def _count(self, batch: Any) -> None:
-        self.accelerator.end_batch()
+    def count(self, batch: Any) -> None:
+        """A batch is done (or, where the step draws by itself, drawn)."""
         progress = self.progress
         progress.batch += 1
         progress.batches += 1

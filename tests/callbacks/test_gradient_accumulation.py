@@ -1,0 +1,112 @@
+"""GradientAccumulation: what it answers, what it refuses, and that the Trainer asks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Windows(Callback):
+    """Notes (epoch, batches) of each window when it closes."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.window.closes:
+            self.seen.append((trainer.current_epoch, trainer.window.length))
+
+
+@pytest.mark.parametrize(
+    ("steps", "lengths"),
+    [
+        (4, [4, 4, 4, 4, 4]),
+        ({0: 3}, [3, 3, 3, 3, 3]),
+        ({1: 2, 3: 5}, [1, 2, 2, 5, 5]),
+        ({3: 5, 1: 2}, [1, 2, 2, 5, 5]),
+        ({0: 8, 2: 4}, [8, 8, 4, 4, 4]),
+    ],
+)
+def test_lengths(steps: Any, lengths: list[int]) -> None:
+    accumulation = GradientAccumulation(steps)
+    assert [accumulation.length(epoch) for epoch in range(5)] == lengths
+    assert accumulation.longest == max(lengths)
+    assert accumulation.length(10**9) == lengths[-1]
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (0, "0 is no number of batches. Give a whole number from 1"),
+        (-2, "-2 is no number of batches"),
+        (2.0, "2.0 is no number of batches"),
+        (True, "True is no number of batches"),
+        ("4", "'4' is no number of batches"),
+        (None, "None is no number of batches"),
+        ({}, "an empty schedule"),
+        ({0: 0}, "0 is no number of batches"),
+        ({0: 1.5}, "1.5 is no number of batches"),
+        ({-1: 2}, "-1 is no epoch"),
+        ({"0": 2}, "'0' is no epoch"),
+        ({1.0: 2}, "1.0 is no epoch"),
+        ({False: 2}, "False is no epoch"),
+    ],
+)
+def test_refusals(steps: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        GradientAccumulation(steps)
+
+
+def test_lightnings_name() -> None:
+    scheduler = GradientAccumulationScheduler(scheduling={0: 8, 4: 4})
+    assert isinstance(scheduler, GradientAccumulation)
+    assert (scheduler.length(3), scheduler.length(4)) == (8, 4)
+    with pytest.raises(ConfigurationError, match="give a dict"):
+        GradientAccumulationScheduler(scheduling=4)  # type: ignore[arg-type]
+
+
+def test_the_schedule_is_the_callbacks_own() -> None:
+    given = {0: 2}
+    accumulation = GradientAccumulation(given)
+    given[0] = 7
+    assert accumulation.length(0) == 2
+
+
+def test_the_trainer_asks_at_each_window(tmp_path: Path) -> None:
+    windows = Windows()
+    trainer = Trainer(
+        max_epochs=3,
+        callbacks=[GradientAccumulation({1: 4, 2: 2}), windows],
+        default_root_dir=tmp_path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Net(), [torch.ones(2, 2)] * 5)
+    # The last window of an epoch is as long as what is left.
+    assert windows.seen == [(0, 1)] * 5 + [(1, 4), (1, 1)] + [(2, 2), (2, 2), (2, 1)]
+    assert trainer.global_step == 10

@@ -1,0 +1,50 @@
+"""What the docs show runs: every example in a docstring, the README's example, and its links."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import leyden
+
+ROOT = Path(__file__).parents[1]
+FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def modules() -> list[str]:
+    return sorted(found.name for found in pkgutil.walk_packages(leyden.__path__, "leyden."))
+
+
+def test_every_example_in_a_docstring_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    attempted = 0
+    for name in modules():
+        result = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+        assert result.failed == 0, name
+        attempted += result.attempted
+    assert attempted > 60
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [name for name in modules() if not importlib.import_module(name).__doc__] == []
+
+
+def test_the_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[0]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 25
+    names: dict[str, object] = {"__name__": "readme"}
+    exec(compile(code.replace("max_epochs=3", "max_epochs=1, accelerator='cpu'"), "README.md", "exec"), names)
+    assert list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []

@@ -1,0 +1,145 @@
+"""What is shipped: every module is in the wheel and in the source distribution, and works from there."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import email
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("trainer", "callbacks", "strategies")
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    """Runs a command that must succeed; gives back what it printed."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env={**clean, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution, and the wheel that was built from it, as an index would hold them."""
+    checkout, out = tmp_path_factory.mktemp("checkout"), tmp_path_factory.mktemp("dist")
+    # A copy, since a build leaves build/ and *.egg-info behind.
+    names = ("leyden", *ROOMS, "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+    run("cp", "--archive", *(ROOT / name for name in names), checkout, cwd=ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, checkout, cwd=out)
+    return out
+
+
+def modules() -> set[str]:
+    """Files that must be shipped, by their path in the package."""
+    inside = {f"leyden/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    return {*inside, "leyden/__init__.py", "leyden/py.typed"}
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(dist: Path) -> None:
+    [wheel] = dist.glob("*.whl")
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert held == modules()
+    assert wheel.name.endswith("-py3-none-any.whl")
+
+
+def test_the_source_distribution_holds_every_module_as_a_file(dist: Path) -> None:
+    [archive] = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        entries = {member.name.partition("/")[2]: member for member in tar.getmembers()}
+        missing = modules() - {name for name, member in entries.items() if member.isfile()}
+        assert not missing
+        assert {"setup.cfg", "pyproject.toml", "README.md", "LICENSE"} <= set(entries)
+        # Where links cannot be made, an archive with one could not be unpacked.
+        assert not [name for name, member in entries.items() if member.issym() or member.islnk()]
+
+
+def test_what_the_wheel_says_of_itself(dist: Path) -> None:
+    [wheel] = dist.glob("*.whl")
+    archive = zipfile.ZipFile(wheel)
+    [name] = [name for name in archive.namelist() if name.endswith("dist-info/METADATA")]
+    metadata = email.message_from_bytes(archive.read(name))
+    tree = ast.parse((ROOT / "leyden" / "__init__.py").read_text())
+    [version] = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__"
+    ]
+    assert metadata["Name"] == "leyden"
+    assert metadata["Version"] == version
+    assert metadata["Requires-Python"] == ">=3.10"
+    required = {re.split(r"[ ;<>=!~\[]", line)[0]: line for line in metadata.get_all("Requires-Dist", [])}
+    assert required["torch"].replace(" ", "") == "torch>=2.9"
+    assert {"torchmetrics", "tensorboard", "wandb", "tqdm", "safetensors", "numpy"} <= set(required)
+    assert {"test", "examples"} <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_an_installed_wheel_works(dist: Path, tmp_path: Path) -> None:
+    """Beside a user's own trainer.py and callbacks.py, far from the checkout."""
+    [wheel] = dist.glob("*.whl")
+    home = tmp_path / "venv"
+    venv.create(home, system_site_packages=True, with_pip=True)
+    python = home / ("Scripts" if os.name == "nt" else "bin") / "python"
+    # The environment of the tests is not the system's if it is one of its own; its packages are lent by a path file.
+    [site] = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).splitlines()
+    [ours] = run(
+        sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path
+    ).splitlines()
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--force-reinstall", "--quiet", wheel, cwd=tmp_path)
+    Path(site, "zz_lent.pth").write_text(ours)
+    work = tmp_path / "work"
+    work.mkdir()
+    for name in ROOMS:
+        (work / f"{name}.py").write_text("raise RuntimeError('a file of the user was taken for a part of Leyden')")
+    program = """
+import leyden
+from leyden import Trainer, TrainModule
+from leyden.callbacks import ModelCheckpoint
+import torch
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+Trainer(max_epochs=1, logger=False, enable_progress_bar=False, accelerator="cpu").fit(Net(), [torch.ones(2, 2)] * 3)
+print(leyden.__file__)
+"""
+    (work / "train.py").write_text(program)
+    printed = run(python, "train.py", cwd=work).splitlines()
+    assert Path(printed[-1]) == Path(site, "leyden", "__init__.py")
+    assert (work / "checkpoints" / "epoch=0-step=3" / "manifest.json").is_file()
+
+
+def test_constraints_hold_what_setup_asks_for() -> None:
+    """torch stands first, and nothing that is asked for is left open."""
+    pins = [
+        line.split(";")[0].strip()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line[:1] not in "# "
+    ]
+    assert pins[0] == "torch==2.13.0"
+    assert all(re.fullmatch(r"[A-Za-z0-9_.\-]+==[\w.]+", pin) for pin in pins)
+    pinned = {pin.partition("==")[0].lower().replace("_", "-") for pin in pins}
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    wanted = [
+        setup["options"]["install_requires"],
+        setup["options.extras_require"]["test"],
+        setup["options.extras_require"]["examples"],
+    ]
+    names = {re.split(r"[<>=]", line)[0] for text in wanted for line in text.split()}
+    assert names <= pinned

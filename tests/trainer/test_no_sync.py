@@ -1,0 +1,246 @@
+"""Logging and the progress bar never make a step wait for the device: values are read back only when somebody looks."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.callbacks import CSVLogger, TQDMProgressBar
+from leyden.callbacks.progress_bar import DRAW_SECONDS
+
+STEPS = 100
+EVERY = 50
+# Of an epoch: the loader's seed and order, and what is returned or monitored at its end.
+ONCE = 10
+
+READING_METHODS = {
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__float__, Tensor.__int__, Tensor.__bool__),
+    *(Tensor.__index__, Tensor.__complex__, Tensor.__array__, Tensor.__contains__, Tensor.is_nonzero),
+    *(torch.equal, torch.allclose, Tensor.equal, Tensor.allclose),
+}
+READING_OPS = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.is_nonzero.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten.nonzero.default,
+}
+
+
+class Methods(TorchFunctionMode):
+    """Counts calls of the methods that give a tensor's values to Python."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        to_cpu = function is Tensor.to and any(str(part) == "cpu" for part in (*args[1:], *(kwargs or {}).values()))
+        if function in READING_METHODS or to_cpu:
+            self.note()
+        return function(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that do the same from below, whoever called them."""
+
+    def __init__(self, note: Callable[[], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in READING_OPS:
+            self.note()
+        return function(*args, **(kwargs or {}))
+
+
+class Readings:
+    """The read-backs of a run: how many in all, in which steps, and from where."""
+
+    def __init__(self) -> None:
+        self.trainer: Trainer | None = None
+        self.by_bar = 0
+        self.others: list[tuple[int, str]] = []
+
+    def note(self) -> None:
+        stack = traceback.extract_stack()
+        if any(frame.name == "get_metrics" for frame in stack):
+            self.by_bar += 1
+            return
+        step = self.trainer.progress.batches if self.trainer is not None else -1
+        own = [frame for frame in stack if "torch" not in frame.filename and frame.filename != __file__]
+        self.others.append((step, " < ".join(f"{Path(f.filename).name}:{f.lineno}" for f in own[:-4:-1])))
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with Methods(self.note), Operations(self.note):
+            yield
+
+
+class Module(TrainModule):
+    def __init__(self, per_step: Callable[[Tensor], Any] | None = None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.per_step = per_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log_dict({"double": 2 * loss.detach(), "constant": 1.0}, prog_bar=True)
+        self.log("largest", loss, reduce_fx="max", on_epoch=True, on_step=False)
+        if self.per_step is not None:
+            self.per_step(loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.layer(batch[0]).square().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10), "interval": "step"}]
+
+
+def run(
+    folder: Path, module: Module | None = None, validation: bool = False, **arguments: Any
+) -> tuple[Readings, float]:
+    module = module or Module()
+    readings = Readings()
+    data = DataLoader(TensorDataset(torch.ones(STEPS * 2, 4)), batch_size=2, shuffle=True)
+    loaders = (data, DataLoader(TensorDataset(torch.ones(STEPS, 4)), batch_size=1)) if validation else (data,)
+    everything: dict[str, Any] = {
+        "logger": CSVLogger(folder),
+        "callbacks": [TQDMProgressBar()],
+        "enable_checkpointing": False,
+        "log_every_n_steps": EVERY,
+    }
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **(everything | arguments))
+    readings.trainer = trainer
+    start = time.perf_counter()
+    with readings.counted():
+        trainer.fit(module, *loaders)
+    assert trainer.progress.batch == STEPS
+    return readings, time.perf_counter() - start
+
+
+def assert_few(readings: Readings, seconds: float) -> None:
+    assert len(readings.others) <= STEPS // EVERY + ONCE, readings.others
+    steps = [step for step, _ in readings.others if 0 < step < STEPS - 1]
+    # The logger is given values of the last batch of every 50: nothing else reads between the first and the last step.
+    assert {step % EVERY for step in steps} <= {0}, readings.others
+    # The bar reads when it draws, which is by the clock: ten times a second at most, the first time and the last besides.
+    assert readings.by_bar <= 2 * (seconds / DRAW_SECONDS + 4)
+
+
+@contextmanager
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """A real pseudo-terminal as stderr, read by a thread so that it never fills."""
+    main, other = os.openpty()
+    written: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                data = os.read(main, 4096)
+            except OSError:
+                return
+            if not data:
+                return
+            written.append(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    stream = os.fdopen(other, "w", encoding="utf-8")
+    monkeypatch.setattr(sys, "stderr", stream)
+    try:
+        yield written
+    finally:
+        monkeypatch.undo()
+        stream.close()
+        reader.join()
+        os.close(main)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 2, "log_every_n_steps": 25},
+        {"gradient_clip_val": 1.0},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=str,
+)
+def test_lines_and_a_logger(arguments: dict[str, Any], tmp_path: Path) -> None:
+    readings, seconds = run(tmp_path, **arguments)
+    assert_few(readings, seconds)
+    assert readings.by_bar >= 1, "the bar has shown nothing, and the test shows nothing"
+    rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
+    assert len(rows) >= 1 + STEPS // EVERY
+
+
+def test_a_bar_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal(monkeypatch) as written:
+        readings, seconds = run(tmp_path)
+    assert_few(readings, seconds)
+    assert readings.by_bar >= 1
+    shown = b"".join(written).decode()
+    assert "Epoch 0/0" in shown
+    assert "loss_step=" in shown
+
+
+def test_validation_too(tmp_path: Path) -> None:
+    readings, seconds = run(tmp_path, validation=True, num_sanity_val_steps=0, val_check_interval=STEPS)
+    # Its batches go to the logger as the training's do, and its end reads the epoch's values.
+    assert len(readings.others) <= 2 * (STEPS // EVERY) + ONCE, readings.others
+
+
+def test_without_anybody_who_looks(tmp_path: Path) -> None:
+    readings, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False)
+    assert readings.by_bar == 0
+    assert len(readings.others) <= ONCE, readings.others
+    assert not [step for step, _ in readings.others if 0 < step < STEPS], readings.others
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        lambda loss: loss.item(),
+        lambda loss: float(loss),
+        lambda loss: bool(loss > 0),
+        lambda loss: loss.tolist(),
+        lambda loss: loss.detach().cpu(),
+        lambda loss: loss.detach().to("cpu"),
+        lambda loss: loss.detach().numpy(),
+        lambda loss: f"{loss:.3f}",
+        lambda loss: torch.nonzero(loss),
+    ],
+)
+def test_each_kind_of_reading_is_counted(reading: Callable[[Tensor], Any], tmp_path: Path) -> None:
+    """The test can fail: one read-back in each step is found, of whatever kind it is."""
+    readings, _ = run(tmp_path, Module(reading), logger=False, callbacks=[], enable_progress_bar=False)
+    assert len(readings.others) >= STEPS
+
+
+def test_the_scaler_reads_once_a_window(tmp_path: Path) -> None:
+    """Whether it found inf is the one read-back that 16-mixed cannot do without."""
+    arguments = {"precision": "16-mixed", "accumulate_grad_batches": 4}
+    readings, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False, **arguments)
+    windows = STEPS // 4
+    steps = [step for step, _ in readings.others if 0 < step < STEPS]
+    # Counted as a method and as the operation below it.
+    assert windows - 2 <= len(steps) <= 2 * windows, readings.others
+    assert len(set(steps)) <= windows
