@@ -222,7 +222,9 @@ CASES = {
     "workers": Case(workers=2, noisy=True),
     "validation inside the epoch": Case(adamw, noisy=True, val_every=3),
     "bf16": Case(adamw, one_cycle, "step", precision="bf16-mixed", accumulation=4, clip=(0.5, "norm")),
-    "fp16": Case(adamw, one_cycle, "step", precision="16-mixed", accumulation=4, clip=(0.5, "norm")),
+    "fp16": Case(
+        adamw, one_cycle, "step", precision="16-mixed", init_scale=2.0**10, accumulation=4, clip=(0.5, "norm")
+    ),
     "fp16, skipped steps": Case(adamw, one_cycle, "step", precision="16-mixed", init_scale=2.0**19, noisy=True),
 }
 
@@ -302,7 +304,9 @@ def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
     seed()
     module = Items()
     start = {name: value.clone() for name, value in module.net.state_dict().items()}
-    trainer = Trainer(max_epochs=EPOCHS, accelerator="cpu", accumulate_grad_batches=4, default_root_dir=tmp_path, **quiet)
+    trainer = Trainer(
+        max_epochs=EPOCHS, accelerator="cpu", accumulate_grad_batches=4, default_root_dir=tmp_path, **quiet
+    )
     trainer.fit(module, DataLoader(data, BATCH))
 
     big = nn.Linear(6, 3).double()
@@ -316,8 +320,12 @@ def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
     for ours, theirs in zip(module.net.parameters(), big.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
     # Hooks see the user's own loss: a sum.
-    first = cross_entropy(nn.functional.linear(data.x[:4].double(), start["weight"], start["bias"]), data.y[:4],
-                          ignore_index=0, reduction="sum")
+    first = cross_entropy(
+        nn.functional.linear(data.x[:4].double(), start["weight"], start["bias"]),
+        data.y[:4],
+        ignore_index=0,
+        reduction="sum",
+    )
     assert module.seen[0] == float(first)
 
 
@@ -328,8 +336,14 @@ def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path
     plain = nn.Linear(6, 3).double()
     plain.load_state_dict(module.net.state_dict())
     trainer = Trainer(
-        max_epochs=1, accelerator="cpu", accumulate_grad_batches=4, gradient_clip_val=0.1, logger=False,
-        enable_progress_bar=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=4,
+        gradient_clip_val=0.1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
     )
     trainer.fit(module, DataLoader(Samples(), BATCH))
     optimizer = SGD(plain.parameters(), 0.3, momentum=0.9)
@@ -342,7 +356,7 @@ def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path
             (cross_entropy(plain(x.double()), y, ignore_index=0, reduction="sum") / counts[0]).backward()
         for parameter in plain.parameters():
             assert parameter.grad is not None
-            parameter.grad.mul_(counts[0] / sum(counts))
+            parameter.grad.mul_(int(counts[0]) / int(sum(counts)))
         nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         optimizer.step()
     assert_same(module.net, plain)
@@ -411,7 +425,9 @@ class GAN(TrainModule):
         self.log("generator", loss, prog_bar=True)
 
         scores = self.critic(torch.cat([real, fake.detach()]))
-        loss = binary_cross_entropy_with_logits(scores, torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)]))
+        loss = binary_cross_entropy_with_logits(
+            scores, torch.cat([torch.ones(len(real), 1), torch.zeros(len(real), 1)])
+        )
         of_critic.zero_grad()
         self.manual_backward(loss)
         if batch_idx % 2 == 0:
@@ -495,8 +511,14 @@ def test_several_optimizers_in_automatic_mode(tmp_path: Path) -> None:
     seed()
     module = TwoInTurn()
     trainer = Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", accumulate_grad_batches=4, gradient_clip_val=0.2, logger=False,
-        enable_progress_bar=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        accumulate_grad_batches=4,
+        gradient_clip_val=0.2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
     )
     trainer.fit(module, Case().loaders()[0])
     assert_same(module, plain)
@@ -528,8 +550,13 @@ def test_a_second_fit_begins_anew_with_the_weights_as_they_are(tmp_path: Path) -
     seed()
     module = Classifier(case)
     trainer = Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", precision=MixedPrecision("16", init_scale=case.init_scale),
-        logger=False, enable_progress_bar=False, enable_checkpointing=False, default_root_dir=tmp_path,
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        precision=MixedPrecision("16", init_scale=case.init_scale),
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
     )
     for _ in range(2):
         trainer.fit(module, case.loaders()[0])

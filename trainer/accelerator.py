@@ -179,3 +179,10 @@ class Accelerator:
                     f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of this module. Make it in "
                     "configure_optimizers, from self.parameters()."
                 )
+
+
+def _ratio(first: Tensor | float | None, total: Tensor | float) -> Tensor | float:
+    """In float64 where there is one: torch divides whole numbers in float32, which is too coarse for 64-true."""
+    if isinstance(total, Tensor) and total.device.type != "mps":
+        total = total.double()
+    return first / total  # type: ignore[operator]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -115,14 +116,12 @@ class Entry:
             self.values.append(value)
             return
         total = self.total
-        if total is None:
-            self.total = value.to(_sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
-        elif isinstance(total, Tensor) and isinstance(value, Tensor) and total.device == value.device:
-            total.add_(value, alpha=weight)
-        else:
-            if isinstance(total, Tensor) and isinstance(value, Tensor):
-                total = total.to(value.device)
-            self.total = total + value * weight
+        if isinstance(total, Tensor) and isinstance(value, Tensor):
+            total, value = _together(total, value)
+            self.total = total.add_(value, alpha=weight)
+            return
+        addend = value.to(_sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
+        self.total = addend if total is None else total + addend
 
     def result(self) -> Value | None:
         """The epoch's value, on the device; None if nothing was logged."""
@@ -371,8 +370,20 @@ def read_back(values: Mapping[str, Value]) -> dict[str, float]:
     for names in by_device.values():
         tensors = [values[name] for name in names]
         stacked = torch.stack([t.detach().to(_sum_dtype(t)).reshape(()) for t in tensors if isinstance(t, Tensor)])
-        result.update(zip(names, stacked.tolist(), strict=True))
+        result.update(zip(names, _to_host(stacked), strict=True))
     return {name: result[name] for name in values}
+
+
+def _to_host(values: Tensor) -> list[float]:
+    if values.device.type != "cuda":
+        return values.tolist()  # type: ignore[no-any-return]
+    # By pinned memory and an event: this one wait is meant, and torch.cuda.set_sync_debug_mode is left to find the others.
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(values.device))
+    copied.synchronize()
+    return host.tolist()  # type: ignore[no-any-return]
 
 
 def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -400,9 +411,20 @@ def load_metric_states(modules: Iterable[tuple[str, Any]], states: Mapping[str, 
 def _extreme(total: Value, value: Value, which: str) -> Value:
     if isinstance(total, Tensor) or isinstance(value, Tensor):
         function = torch.maximum if which == "max" else torch.minimum
-        a, b = _as_tensor(total), _as_tensor(value)
-        return function(a.to(b.device), b)
+        return function(*_together(_as_tensor(total), _as_tensor(value)))
+    if total != total or value != value:
+        # As torch's functions have it, and not by the order in which the two come.
+        return math.nan
     return max(total, value) if which == "max" else min(total, value)
+
+
+def _together(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both on one device; a number of the CPU goes to the other's, since the other way round would be a read-back."""
+    if a.device == b.device:
+        return a, b
+    if a.device.type == "cpu":
+        return a.to(b.device, non_blocking=True), b
+    return a, b.to(a.device, non_blocking=True)
 
 
 def _as_tensor(value: Value) -> Tensor:

@@ -178,7 +178,7 @@ def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
 
 def seconds_of(value: Any) -> float | None:
     """Seconds of a duration; None for what is none."""
-    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).totalseconds_of()
+    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
 
 
 def _as_list(value: Any) -> list[Any]:

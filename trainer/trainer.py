@@ -184,7 +184,7 @@ class Trainer(TrainerView):
         self.max_seconds = seconds_of(arguments.max_time)
         self.val_check_seconds = seconds_of(arguments.val_check_interval)
         self._base_callbacks = list(self.callbacks)
-        self._initial_states = {callback: copy.deepcopy(callback.state_dict()) for callback in self.callbacks}
+        self._initial_states: dict[str, Any] = {}
         self._compiled: Any = None
         self._fit = None
         self._kept: dict[str, Any] | None = None
@@ -348,8 +348,8 @@ class Trainer(TrainerView):
             try:
                 reader = self._setup(stage, goal)
                 if stage == "fit":
-                    restored = self._prepare_fit(goal, reader)
-                    self._fit = loop = FitLoop(self, restored)
+                    self._fit = loop = FitLoop(self)
+                    loop.restored = self._prepare_fit(goal, reader)
                     loop.run()
                     self._finish_fit(loop)
                 elif stage == "predict":
@@ -379,10 +379,10 @@ class Trainer(TrainerView):
             )
         if stage == "fit" and not goal.continues:
             self.progress, self._kept = Progress(), None
-            for callback, state in self._initial_states.items():
-                if self._fit is not None and not isinstance(callback, Logger):
-                    # One that served an earlier fit starts as it was made; a logger goes on with its run folder.
-                    callback.load_state_dict(copy.deepcopy(state))
+            for callback in self._base_callbacks:
+                # One that served an earlier fit starts as it did then; a logger goes on with its run folder.
+                if callback.state_key in self._initial_states and not isinstance(callback, Logger):
+                    callback.load_state_dict(copy.deepcopy(self._initial_states[callback.state_key]))
         self.state = RunState(stage)
         self.module, self.datamodule = module, datamodule
         self.sources = Sources(self, **loaders)
@@ -417,8 +417,8 @@ class Trainer(TrainerView):
     def _prepare_fit(self, goal: checkpoints.Goal, reader: checkpoints.Reader | None) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
         if self._kept is None:
-            self._fit = FitLoop(self)
             optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
+            self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
             self.accelerator.check_parameters([self.module])
         else:
@@ -430,10 +430,17 @@ class Trainer(TrainerView):
         else:
             restored = checkpoints.restore_run(self, reader, goal)
         if not self.arguments.barebones:
-            checkpoints.check_composable(self)
-        if self.module.logs_hparams and self.is_global_zero:
-            for logger in self.loggers:
-                logger.log_hyperparams(self.module.hparams)
+            state = checkpoints.check_composable(self)
+            if restored is None and not self._initial_states:
+                self._initial_states = copy.deepcopy(state["callbacks"])
+        hparams = {
+            name: value
+            for owner in (self.datamodule, self.module)
+            if owner is not None and owner.logs_hparams
+            for name, value in owner.hparams.items()
+        }
+        for logger in self.loggers if hparams and self.is_global_zero else ():
+            logger.log_hyperparams(hparams)
         return restored
 
     def announce(self) -> None:

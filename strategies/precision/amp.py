@@ -48,6 +48,7 @@ class MixedPrecision(Precision):
         self.dtype = torch.float16 if dtype == "16" else torch.bfloat16
         self.may_skip = dtype == "16"
         self.scaler = scaler
+        self._given_state = None if scaler is None else scaler.state_dict()
         self._scaler_arguments = {
             "init_scale": init_scale,
             "growth_factor": growth_factor,
@@ -71,6 +72,14 @@ class MixedPrecision(Precision):
         self._device_type = device.type
         if self.may_skip and self.scaler is None:
             self.scaler = GradScaler(device.type, **self._scaler_arguments)  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        self._skips = 0
+        self._unscaled.clear()
+        if self._given_state is not None and self.scaler is not None:
+            self.scaler.load_state_dict(self._given_state)
+        elif self.may_skip:
+            self.scaler = GradScaler(self._device_type, **self._scaler_arguments)  # type: ignore[arg-type]
 
     def register(self, optimizer: Optimizer) -> None:
         if self.scaler is not None:

@@ -30,6 +30,9 @@ class Precision:
     def check(self, device: torch.device) -> None:
         """Raises ConfigurationError where the device cannot run this precision."""
 
+    def reset(self) -> None:
+        """Forgets what an earlier fit has left: a new one begins anew."""
+
     def init_context(self) -> AbstractContextManager[Any]:
         """Modules built in it have the precision's parameter dtype from the start."""
         return nullcontext()

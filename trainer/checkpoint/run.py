@@ -150,10 +150,12 @@ def compose(trainer: Trainer) -> dict[str, Any]:
     return {"callbacks": callbacks, "user": {"checkpoint": checkpoint, "datamodule": datamodule}}
 
 
-def check_composable(trainer: Trainer) -> None:
-    """Finds before the first step what the first save would refuse."""
-    for name, tree in compose(trainer).items():
+def check_composable(trainer: Trainer) -> dict[str, Any]:
+    """Finds before the first step what the first save would refuse; gives back what it composed."""
+    state = compose(trainer)
+    for name, tree in state.items():
         check_encodable(tree, where=name)
+    return state
 
 
 def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bool, exact: bool) -> Path:

@@ -31,16 +31,16 @@ class FitLoop:
 
     Args:
         trainer: holds the parts; their hooks, logs and progress are those of this run.
-        restored: loader state and RNG of the checkpoint that the run goes on from, or None.
     """
 
-    def __init__(self, trainer: Trainer, restored: dict[str, Any] | None = None) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.hooks = trainer.hooks
         self.logs = trainer.logs
         self.progress = trainer.progress
         self.accelerator = trainer.accelerator
-        self.restored = restored
+        self.restored: dict[str, Any] | None = None
+        """Loader state and random numbers of what the run goes on from; None to begin anew."""
         self.cursor: LoaderCursor | None = None
         self.num_batches: int | None = None
         """Batches in an epoch, as limited; None where the loader does not know."""

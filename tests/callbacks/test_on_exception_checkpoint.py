@@ -1,0 +1,161 @@
+"""OnExceptionCheckpoint, and ModelCheckpoint(save_on_exception=True)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden.callbacks.base import Callback
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+DATA = [torch.full((2, 2), float(number)) for number in range(6)]
+
+
+class Failing(TrainModule):
+    """Raises, or is interrupted, in one batch of its training."""
+
+    def __init__(self, fails_at: int = -1, interrupts: bool = False, fails_in_validation: bool = False) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        nn.init.ones_(self.layer.weight)
+        nn.init.zeros_(self.layer.bias)
+        self.fails_at = fails_at
+        self.interrupts = interrupts
+        self.fails_in_validation = fails_in_validation
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == self.fails_at:
+            if not self.interrupts:
+                raise ArithmeticError("the user's own error")
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.fails_in_validation:
+            raise ArithmeticError("the user's own error")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def make(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    return Trainer(
+        default_root_dir=root,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        **{"max_epochs": 1, "num_sanity_val_steps": 0, **arguments},
+    )
+
+
+def saved_progress(path: str | Path) -> dict[str, Any]:
+    reader = CheckpointReader(path)
+    reader.verify()
+    return reader.progress()
+
+
+def test_it_saves_the_step_before_the_error(tmp_path: Path) -> None:
+    callback = OnExceptionCheckpoint(tmp_path)
+    trainer = make(tmp_path, callback)
+    with pytest.raises(ArithmeticError, match="the user's own error"):
+        trainer.fit(Failing(fails_at=4), DATA)
+    assert callback.ckpt_path == str(tmp_path / "on_exception")
+    assert callback.saved_path == tmp_path / "on_exception"
+    progress = saved_progress(callback.ckpt_path)
+    assert (progress["global_step"], progress["batch"]) == (4, 4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_resume_from_it_ends_as_if_nothing_had_happened(tmp_path: Path, accumulate: int) -> None:
+    """With accumulation the error lies inside a window, which the resume repeats from its start."""
+    whole = Failing()
+    make(tmp_path / "whole", accumulate_grad_batches=accumulate).fit(whole, DATA)
+    callback = OnExceptionCheckpoint(tmp_path)
+    with pytest.raises(ArithmeticError):
+        make(tmp_path, callback, accumulate_grad_batches=accumulate).fit(Failing(fails_at=5), DATA)
+    progress = saved_progress(callback.ckpt_path)
+    assert (progress["global_step"], progress["batch"], progress["exact"]) == (
+        (5, 5, True) if accumulate == 1 else (1, 4, False)
+    )
+    resumed = Failing()
+    make(tmp_path, accumulate_grad_batches=accumulate).fit(resumed, DATA, ckpt_path=callback.ckpt_path)
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    assert torch.equal(resumed.layer.bias, whole.layer.bias)
+
+
+def test_ctrl_c_counts(tmp_path: Path) -> None:
+    callback = OnExceptionCheckpoint(tmp_path, filename="stopped")
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, callback).fit(Failing(fails_at=2, interrupts=True), DATA)
+    assert saved_progress(tmp_path / "stopped")["global_step"] == 3
+
+
+def test_a_name_that_is_taken_is_kept(tmp_path: Path) -> None:
+    for fails_at in (2, 3):
+        with pytest.raises(ArithmeticError):
+            make(tmp_path, OnExceptionCheckpoint(tmp_path)).fit(Failing(fails_at), DATA)
+    assert saved_progress(tmp_path / "on_exception")["global_step"] == 2
+    assert saved_progress(tmp_path / "on_exception-v1")["global_step"] == 3
+
+
+def test_where_there_is_nothing_to_save(tmp_path: Path) -> None:
+    failing = Failing(fails_in_validation=True)
+    for trainer, method in (
+        (make(tmp_path, OnExceptionCheckpoint(tmp_path)), "validate"),
+        (make(tmp_path, OnExceptionCheckpoint(tmp_path), num_sanity_val_steps=2), "fit"),
+        (make(tmp_path, OnExceptionCheckpoint(tmp_path), fast_dev_run=True), "fit"),
+    ):
+        with pytest.raises(ArithmeticError):
+            trainer.validate(failing, DATA) if method == "validate" else trainer.fit(failing, DATA, DATA)
+    assert not (tmp_path / "on_exception").exists()
+
+
+def test_a_second_error_does_not_hide_the_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    callback = OnExceptionCheckpoint(tmp_path / "file" / "inside")
+    with (
+        pytest.warns(UserWarning, match="no checkpoint could be saved after ArithmeticError: .*file/inside"),
+        pytest.raises(ArithmeticError, match="the user's own error"),
+    ):
+        make(tmp_path, callback).fit(Failing(fails_at=4), DATA)
+    assert callback.saved_path is None
+
+
+@pytest.mark.parametrize("filename", ["", "a/b", "/a", ".."])
+def test_refusals(tmp_path: Path, filename: str) -> None:
+    with pytest.raises(ConfigurationError, match="give one name, and folders in dirpath"):
+        OnExceptionCheckpoint(tmp_path, filename)
+
+
+def test_model_checkpoint_does_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    callback = ModelCheckpoint(every_n_train_steps=2, save_on_exception=True, verbose=True)
+    with pytest.raises(ArithmeticError):
+        make(tmp_path, callback).fit(Failing(fails_at=5), DATA)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["epoch=0-step=4", "epoch=0-step=5"]
+    assert "epoch=0-step=5 after ArithmeticError" in capsys.readouterr().out
+    assert saved_progress(tmp_path / "checkpoints" / "epoch=0-step=5")["global_step"] == 5
+
+
+def test_model_checkpoint_does_not_save_a_step_twice(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(every_n_train_steps=2, save_on_exception=True)
+    with pytest.raises(ArithmeticError):
+        make(tmp_path, callback).fit(Failing(fails_at=4), DATA)
+    assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
+
+
+def test_model_checkpoint_does_it_only_if_asked(tmp_path: Path) -> None:
+    with pytest.raises(ArithmeticError):
+        make(tmp_path, ModelCheckpoint(every_n_train_steps=2)).fit(Failing(fails_at=5), DATA)
+    assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]

@@ -1,0 +1,245 @@
+"""What only a GPU can show: parity there, no hidden sync, out of memory, and random numbers that go on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Callback, Trainer, TrainModule
+from leyden.callbacks import CSVLogger, TQDMProgressBar
+from leyden.trainer.logs import read_back
+
+# cuBLAS reads it when it makes its first workspace, which another test may do.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+
+
+@pytest.fixture(scope="module")
+def digits() -> TensorDataset:
+    """The first 512 of scikit-learn's handwritten digits, 8 × 8 pixels."""
+    from sklearn.datasets import load_digits
+
+    bunch: Any = load_digits()
+    images = torch.tensor(bunch.images[:512], dtype=torch.float32).unsqueeze(1) / 16
+    return TensorDataset(images, torch.tensor(bunch.target[:512]))
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    yield
+    torch.use_deterministic_algorithms(before[0])
+    torch.backends.cudnn.benchmark = before[1]
+    torch.cuda.set_sync_debug_mode("default")
+
+
+class Digits(TrainModule):
+    """A small convolutional network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2), nn.ReLU()),
+            *(nn.Flatten(), nn.Dropout(0.2), nn.Linear(144, 10)),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.net(images)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        images, labels = batch
+        loss = nn.functional.cross_entropy(self(images), labels)
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        images, labels = batch
+        self.log("accuracy", (self(images).argmax(1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-3)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5), "interval": "step"}]
+
+
+def trainer(folder: Path, **arguments: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    return Trainer(accelerator="cuda", devices=1, default_root_dir=folder, **(quiet | arguments))
+
+
+def by_hand(data: TensorDataset, precision: str, epochs: int) -> Digits:
+    """The loop of plain PyTorch: accumulation 3 over 8 batches, the last window of 2 divided by 2, clipping."""
+    torch.manual_seed(3)
+    module = Digits().cuda()
+    [optimizer], [config] = module.configure_optimizers()
+    scheduler, loader = config["scheduler"], DataLoader(data, 64, shuffle=True)
+    scaler = torch.amp.GradScaler("cuda", enabled=precision == "16-mixed")
+    half = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}.get(precision)
+    for _ in range(epochs):
+        for index, (images, labels) in enumerate(loader):
+            if index % 3 == 0:
+                optimizer.zero_grad()
+            length = min(3, len(loader) - index // 3 * 3)
+            with torch.autocast("cuda", half) if half else nullcontext():
+                loss = nn.functional.cross_entropy(module(images.cuda()), labels.cuda())
+            scaler.scale(loss / length).backward()
+            if index % 3 == length - 1:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+                scale = scaler.get_scale()
+                scaler.step(optimizer)
+                scaler.update()
+                if scaler.get_scale() >= scale:
+                    scheduler.step()
+    return module
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
+    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert x.device == y.device, name
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_the_weights_of_the_plain_loop(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+    expected = by_hand(digits, precision, epochs=2)
+    torch.manual_seed(3)
+    module = Digits()
+    trainer(
+        tmp_path,
+        max_epochs=2,
+        precision=precision,
+        accumulate_grad_batches=3,
+        gradient_clip_val=1.0,
+        deterministic=True,
+    ).fit(module, DataLoader(digits, 64, shuffle=True))
+    assert_same_weights(module, expected)
+    assert not torch.equal(module.net[0].weight, Digits().cuda().net[0].weight)
+
+
+class SyncsAreErrors(Callback):
+    """From the first batch to the last, torch raises on an operation that waits for the device unasked."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, *rest: Any) -> None:
+        self.batches += 1
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_hundred_steps_without_a_sync(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+    guard = SyncsAreErrors()
+    run = trainer(
+        tmp_path,
+        max_epochs=13,
+        max_steps=100,
+        precision=precision,
+        gradient_clip_val=1.0,
+        log_every_n_steps=50,
+        logger=CSVLogger(tmp_path),
+        enable_progress_bar=True,
+        callbacks=[guard, TQDMProgressBar()],
+    )
+    pinned = DataLoader(digits, 64, shuffle=True, pin_memory=True)
+    run.fit(Digits(), pinned, DataLoader(digits, 256, pin_memory=True))
+    assert guard.batches == 100
+    rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
+    assert len(rows) > 2
+
+
+def test_a_sync_in_a_step_is_found(digits: TensorDataset, tmp_path: Path) -> None:
+    """The test above can fail."""
+
+    class Reads(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            loss.item()
+            return loss
+
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        trainer(tmp_path, max_steps=3, callbacks=[SyncsAreErrors()]).fit(Reads(), DataLoader(digits, 64))
+
+
+def test_read_back_gives_the_values() -> None:
+    values: dict[str, Any] = {"a": torch.tensor(0.5, device="cuda"), "b": 2, "c": torch.tensor(3, dtype=torch.int64)}
+    values |= {f"many/{i}": torch.tensor(float(i), device="cuda", dtype=torch.bfloat16) for i in range(100)}
+    numbers = read_back(values)
+    assert list(numbers) == list(values)
+    assert (numbers["a"], numbers["b"], numbers["c"]) == (0.5, 2.0, 3.0)
+    assert [numbers[f"many/{i}"] for i in range(100)] == [float(i) for i in range(100)]
+
+
+def test_out_of_memory_says_where_and_what_to_try(digits: TensorDataset, tmp_path: Path) -> None:
+    class Greedy(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 2:
+                torch.empty(2**44, device=self.device)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        trainer(tmp_path, max_epochs=1).fit(Greedy(), DataLoader(digits, 64))
+    text = str(caught.value)
+    assert "in step 2, epoch 0, batch 2" in text
+    assert "(64, 1, 8, 8) float32" in text
+    assert "GiB are in use" in text
+    assert "(1)" in text
+    assert "(2)" in text
+    assert "(3)" in text
+
+
+def test_nothing_of_a_run_stays_on_the_device(digits: TensorDataset, tmp_path: Path) -> None:
+    """After a fit there are weights, gradients and optimizer state, and no batch and no graph."""
+    module = Digits()
+    run = trainer(tmp_path, max_epochs=1)
+    run.fit(module, DataLoader(digits, 64), DataLoader(digits, 64))
+    kept = [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters() if p.grad is not None)]
+    kept += [part for state in run.optimizers[0].state.values() for part in state.values() if part.is_cuda]
+    wanted = sum(-(-tensor.numel() * tensor.element_size() // 512) * 512 for tensor in kept)
+    # The values that were logged are a few blocks of 512 bytes.
+    assert torch.cuda.memory_allocated() <= wanted + 64 * 512 + torch.cuda.memory_stats().get("workspace", 2**24)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_resume_goes_on_with_the_devices_random_numbers(
+    precision: str, digits: TensorDataset, tmp_path: Path
+) -> None:
+    def fit(module: Digits, path: Path | None = None, **limits: Any) -> Trainer:
+        run = trainer(tmp_path, precision=precision, deterministic=True, **limits)
+        run.fit(module, DataLoader(digits, 64, shuffle=True), ckpt_path=path)
+        return run
+
+    torch.manual_seed(5)
+    whole = Digits()
+    fit(whole, max_epochs=2)
+
+    torch.manual_seed(5)
+    first = fit(Digits(), max_epochs=2, max_steps=5)
+    saved = first.save_checkpoint(tmp_path / "saved")
+
+    torch.manual_seed(99)
+    torch.cuda.manual_seed_all(98)
+    resumed = Digits()
+    fit(resumed, saved, max_epochs=2)
+    assert_same_weights(resumed, whole)
