@@ -40,7 +40,7 @@ class OnExceptionCheckpoint(Callback):
     order: ClassVar[int] = 200
 
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
-        if not filename or Path(filename).name != filename:
+        if filename in ("", ".", "..") or Path(filename).name != filename:
             raise ConfigurationError(
                 f"OnExceptionCheckpoint(filename={filename!r}): give one name, and folders in dirpath."
             )

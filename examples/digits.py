@@ -81,6 +81,8 @@ def main() -> None:
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
+    # Images this small gain nothing from a second thread, and wait for it on a machine that has other work.
+    torch.set_num_threads(1)
     train, val, test = make_loaders(args.batch_size)
     trainer = Trainer(
         accelerator="cpu",

@@ -37,7 +37,8 @@ class Window:
         is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
         num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
             where the loss is a mean, and the number of batches divides it.
-        first_items: `num_items` of the window's first batch, by which backward divides (see `Strategy.loss_to_backward`).
+        first_items: `num_items` of the window's first batch (1 where it has none), by which backward divides (see
+            `Strategy.loss_to_backward`).
     """
 
     index: int = 0
@@ -111,7 +112,17 @@ def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
         raise ConfigurationError(
             f"the loss that training_step returned has the shape {tuple(loss.shape)}: return one number, as loss.mean()."
         )
+    if num_items is not None:
+        _check_items(num_items)
     return loss, num_items
+
+
+def _check_items(num_items: object) -> None:
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ConfigurationError(f"num_items has the shape {tuple(num_items.shape)}: return one number.")
+    elif isinstance(num_items, bool) or not isinstance(num_items, (int, float)):
+        raise ConfigurationError(f"num_items is {_kind(num_items)}: return a number, or a tensor of one.")
 
 
 def _kind(value: object) -> str:
@@ -267,7 +278,7 @@ class Strategy(ABC):
         if num_items is None:
             return loss / window.length if window.length > 1 else loss
         if window.index == 0:
-            window.first_items = window.num_items = num_items
+            window.num_items, window.first_items = num_items, _not_zero(num_items)
         else:
             window.num_items = window.num_items + num_items  # type: ignore[operator]
         return loss / window.first_items  # type: ignore[operator]
@@ -289,8 +300,10 @@ class Strategy(ABC):
         self.precision.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiplies every gradient by a factor, on the device."""
-        grads = [p.grad for module in self.modules for p in module.parameters() if p.grad is not None]
+        """Multiplies every gradient that an optimizer steps by a factor, on the device."""
+        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
+        stepped = {id(p): p for params in groups for p in params}
+        grads = [p.grad for p in stepped.values() if p.grad is not None]
         if not grads:
             return
         if isinstance(factor, Tensor):
@@ -365,6 +378,11 @@ class Strategy(ABC):
         return nullcontext()
 
 
+def _not_zero(num_items: Tensor | float) -> Tensor | float:
+    """A divisor: the first batch of a window may hold no item, and 0 / 0 would spoil the whole window."""
+    return num_items.masked_fill(num_items == 0, 1) if isinstance(num_items, Tensor) else num_items or 1
+
+
 def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
     """Loads a state dict and names what does not fit, in words that a user can act on.
 
@@ -375,6 +393,6 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
         module.load_state_dict(dict(state), strict=strict)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"the checkpoint's weights do not fit {type(module).__name__}: {error}. Build the module as it was saved, or "
+            f"the checkpoint's weights do not fit {type(module).__name__}: {' '.join(str(error).split()).rstrip('. ')}. Build the module as it was saved, or "
             "set strict_loading = False on it to load what fits by name."
         ) from error

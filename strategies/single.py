@@ -78,7 +78,6 @@ class SingleDeviceStrategy(Strategy):
             torch.cuda.set_device(self._device)
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        modules = super().setup_modules(modules)
         for module in modules:
             for name, tensor in module.named_parameters():
                 if tensor.is_meta:
@@ -86,4 +85,4 @@ class SingleDeviceStrategy(Strategy):
                         f"the parameter {name!r} is on the meta device and has no values. Build the module on a real device, "
                         "or in configure_model, which a sharding strategy fills."
                     )
-        return modules
+        return super().setup_modules(modules)

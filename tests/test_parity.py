@@ -329,6 +329,28 @@ def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
     assert module.seen[0] == float(first)
 
 
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_first_batch_without_items_spoils_nothing(accumulation: int, tmp_path: Path) -> None:
+    data = Samples()
+    data.y[:4] = 0
+    seed()
+    module = Items()
+    start = module.net.weight.detach().clone()
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        accumulate_grad_batches=accumulation,
+        logger=False,
+        limit_train_batches=accumulation,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, DataLoader(data, BATCH))
+    assert bool(torch.isfinite(module.net.weight).all())
+    assert torch.equal(module.net.weight, start) == (accumulation == 1)
+
+
 def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path) -> None:
     """Bit for bit: backward by the first batch's count, then one correction (DECISIONS.md 3)."""
     seed()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -39,6 +40,12 @@ class PreparedOptimizer:
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Steps the optimizer, unscaled and in the strategy's way."""
         self.step_was_skipped = not self._accelerator.step(self, closure)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 class Accelerator:
@@ -102,26 +109,13 @@ class Accelerator:
         self.strategy.teardown()
 
     # the window -------------------------------------------------------------------------------------------------------
-    def begin_batch(self, length: Callable[[], int], is_last: bool) -> Window:
-        """Goes on to the next batch: of the open window, or of a new one.
-
-        Args:
-            length: gives the number of batches of a new window; asked only then.
-            is_last: no batch comes after this one, so that the window closes with it.
-        """
-        window = self.window
-        if not window.is_open:
-            window.open(length())
-        window.closes = is_last or window.index == window.length - 1
-        return window
-
     def close_window(self) -> None:
         """Brings the gradients of the window to their mean: over its true length, or over its items."""
         window = self.window
         count = window.index + 1
         if window.num_items is not None and window.first_items is not None:
             if count > 1:
-                self.strategy.scale_gradients(window.first_items / window.num_items)
+                self.strategy.scale_gradients(_ratio(window.first_items, window.num_items))
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)
 
@@ -141,9 +135,11 @@ class Accelerator:
             strategy.before_step(optimizer)
             if self.before_step is not None:
                 self.before_step(optimizer)
+        elif closure is not None and not needs_closure(optimizer):
+            # The gradients are there: it only tells the loss, and a scaler could not hand it on.
+            closure()
+            closure = None
         stepped = strategy.step(optimizer, closure)
-        if self.manual:
-            strategy.end_step()
         self.stepped = self.stepped or stepped
         return stepped
 
@@ -181,8 +177,8 @@ class Accelerator:
                 )
 
 
-def _ratio(first: Tensor | float | None, total: Tensor | float) -> Tensor | float:
+def _ratio(first: Tensor | float, total: Tensor | float) -> Tensor | float:
     """In float64 where there is one: torch divides whole numbers in float32, which is too coarse for 64-true."""
     if isinstance(total, Tensor) and total.device.type != "mps":
         total = total.double()
-    return first / total  # type: ignore[operator]
+    return first / total

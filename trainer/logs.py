@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError, nearest
@@ -19,7 +19,11 @@ Value: TypeAlias = "Tensor | float"
 Reduction: TypeAlias = "str | Callable[[Tensor], Tensor]"
 REDUCTIONS = ("mean", "sum", "max", "min")
 STAGES = ("validation", "test")
-STEP_EVENTS = ("training_step", "on_train_batch_", "on_before_", "on_after_backward", "optimizer_step", "backward")
+LOADER_SUFFIX = "/dataloader_idx_"
+STEP_EVENTS = (
+    *("training_step", "on_train_batch_", "on_before_", "on_after_backward", "backward", "configure_gradient_clipping"),
+    *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step"),
+)
 EPOCH_EVENTS = ("on_train_epoch_", "on_train_start")
 
 
@@ -90,7 +94,11 @@ class Entry:
             )
         self.prog_bar, self.logger, self.reduce_fx = bool(prog_bar), logger is None or bool(logger), reduce_fx
         fork = self.on_step and self.on_epoch
-        self.step_name, self.epoch_name = (f"{name}_step", f"{name}_epoch") if fork else (name, name)
+        # "_step" goes to the name itself, not behind the loader's index.
+        own, index, number = name.partition(LOADER_SUFFIX)
+        self.step_name, self.epoch_name = (
+            f"{own}{level}{index}{number}" if fork else name for level in ("_step", "_epoch")
+        )
         self.value: Value | None = None
         self.metric: Any = None
         self.tick = -1
@@ -126,16 +134,21 @@ class Entry:
     def result(self) -> Value | None:
         """The epoch's value, on the device; None if nothing was logged."""
         if self.metric is not None:
-            value = self.metric.compute()
-            return value if isinstance(value, Tensor) else float(value)
+            return _single(self.name, self.metric.compute())
         if callable(self.reduce_fx):
             if not self.values:
                 return None
-            result: Value = self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values]))
-            return result
+            return _single(self.name, self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values])))
         if self.total is None or self.reduce_fx != "mean":
             return self.total
         return self.total / self.weight
+
+    def follows(self, options: tuple[Any, ...]) -> bool:
+        """True if a call with these options, which are not equal to its own, belongs to this entry all the same."""
+        if isinstance(self.reduce_fx, Reduced) and callable(options[-1]) and self.options[:-1] == options[:-1]:
+            self.reduce_fx, self.options = options[-1], options
+            return True
+        return _same_options(self.options, options)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -148,12 +161,23 @@ class Entry:
             "total": self.total,
             "weight": self.weight,
             "values": self.values,
-            "is_metric": self.metric is not None,
+            # A function cannot be saved. Where no further value comes, what it makes of these is the epoch's value.
+            "result": self.result() if callable(self.reduce_fx) and self.metric is None else None,
         }
 
     def take(self, state: Mapping[str, Any]) -> None:
         self.value, self.fresh, self.total = state["value"], state["fresh"], state["total"]
         self.weight, self.values = state["weight"], list(state["values"])
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """Stands in for a function that is not known again yet after a resume: the value that it gave."""
+
+    result: Value | None
+
+    def __call__(self, values: Tensor) -> Value | None:
+        return self.result
 
 
 class Logs:
@@ -175,7 +199,6 @@ class Logs:
         """True while nothing that is logged may count."""
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
-        self._waiting: dict[tuple[str, str], dict[str, Any]] = {}
 
     def record(
         self,
@@ -194,12 +217,12 @@ class Logs:
         if self.discards:
             return
         if add_dataloader_idx and self.dataloader_idx is not None:
-            name = f"{name}/dataloader_idx_{self.dataloader_idx}"
+            name = f"{name}{LOADER_SUFFIX}{self.dataloader_idx}"
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx)
         entry = self._entries.get((self.hooks.current, name))
         if entry is None:
             entry = self._open(name, options)
-        elif entry.options != options:
+        elif entry.options != options and not entry.follows(options):
             raise ConfigurationError(
                 f"self.log({name!r}) was called with other arguments before, in the same hook: give it the same prog_bar, "
                 "logger, on_step, on_epoch and reduce_fx each time, or another name."
@@ -229,9 +252,6 @@ class Logs:
         if not isinstance(name, str):
             raise ConfigurationError(f"self.log needs a name, and got a {type(name).__name__}: self.log('loss', loss).")
         entry = Entry(self.hooks.current, name, options)
-        waiting = self._waiting.pop((entry.event, name), None)
-        if waiting is not None:
-            entry.take(waiting)
         self._entries[entry.event, name] = entry
         return entry
 
@@ -317,7 +337,8 @@ class Logs:
                 values[entry.epoch_name] = result
                 if entry.logger:
                     logged[entry.epoch_name] = result
-            elif entry.on_step and entry.fresh and entry.value is not None:
+            forks = entry.step_name != entry.epoch_name
+            if entry.on_step and entry.fresh and entry.value is not None and (forks or result is None):
                 self._epoch_values[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
             if not keep:
                 entry.reset()
@@ -330,31 +351,35 @@ class Logs:
         for entry in self._entries.values():
             if entry.group == group:
                 entry.reset()
+                if entry.metric is not None:
+                    entry.metric.reset()
 
     def clear(self) -> None:
         """Forgets everything."""
         self._entries.clear()
         self._epoch_values.clear()
-        self._waiting.clear()
 
     # resume -----------------------------------------------------------------------------------------------------------
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Sums of the training epoch, and every value that is shown; metrics by their names in the module."""
+        names = {id(part): name for name, part in module.named_modules()}
+        entries = [entry for entry in self._entries.values() if entry.group == "train"]
         return {
-            "entries": [entry.state() for entry in self._entries.values() if entry.group == "train"],
+            "entries": [{**entry.state(), "metric": names.get(id(entry.metric))} for entry in entries],
             "epoch_values": {name: list(value) for name, value in self._epoch_values.items()},
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back sums and values. An entry that needs live objects (a function, a metric) waits for its next call."""
+    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
+        """Takes back sums and values. A function is known again at the next call of `record`."""
         self.clear()
+        parts = dict(module.named_modules())
         self._epoch_values = {name: (value[0], value[1], value[2]) for name, value in state["epoch_values"].items()}
         for saved in state["entries"]:
             key = (saved["event"], saved["name"])
-            if saved["reduce_fx"] is None or saved["is_metric"]:
-                self._waiting[key] = saved
-                continue
-            entry = Entry(*key, (*saved["options"], saved["reduce_fx"]))
+            reduction = Reduced(saved["result"]) if saved["reduce_fx"] is None else saved["reduce_fx"]
+            entry = Entry(*key, (*saved["options"], reduction))
             entry.take(saved)
+            entry.metric = parts.get(saved["metric"])
             self._entries[key] = entry
 
 
@@ -380,7 +405,7 @@ def _to_host(values: Tensor) -> list[float]:
     # By pinned memory and an event: this one wait is meant, and torch.cuda.set_sync_debug_mode is left to find the others.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(values.device))
     copied.synchronize()
     return host.tolist()  # type: ignore[no-any-return]
@@ -392,7 +417,14 @@ def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any
     if torchmetrics is None:
         return {}
     return {
-        name: {"state": dict(metric.metric_state), "update_count": metric._update_count}
+        name: {
+            # Copies: a metric goes on to change its tensors in place, and appends to its lists.
+            "state": {
+                key: value.clone() if isinstance(value, Tensor) else list(value)
+                for key, value in metric.metric_state.items()
+            },
+            "update_count": metric._update_count,
+        }
         for name, metric in modules
         if isinstance(metric, torchmetrics.Metric)
     }
@@ -406,6 +438,25 @@ def load_metric_states(modules: Iterable[tuple[str, Any]], states: Mapping[str, 
                 setattr(metric, key, value.to(metric.device) if isinstance(value, Tensor) else value)
             metric._update_count = states[name]["update_count"]
             metric._computed = None
+
+
+def _same_options(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
+    """True also where `reduce_fx` was written in the call, which makes another function of the same code each time."""
+    code = getattr(old[-1], "__code__", None)
+    return old[:-1] == new[:-1] and code is not None and code is getattr(new[-1], "__code__", None)
+
+
+def _single(name: str, value: Any) -> Value:
+    """The one number that an epoch comes to."""
+    if not isinstance(value, Tensor) and isinstance(value, (int, float)):
+        return float(value)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ConfigurationError(
+            f"{name!r} was reduced over the epoch to {kind}, which is not one number: compute the metric yourself in the "
+            "epoch's last hook, and log each of its values by a name of its own."
+        )
+    return value.reshape(())
 
 
 def _extreme(total: Value, value: Value, which: str) -> Value:

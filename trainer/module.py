@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.trainer.accelerator import PreparedOptimizer
 from leyden.trainer.hparams import Hyperparameters
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
     from leyden.callbacks.base import Callback
     from leyden.strategies.base import Strategy
-    from leyden.trainer.accelerator import PreparedOptimizer
     from leyden.trainer.logs import Logs, Reduction
     from leyden.trainer.trainer import Trainer
 
@@ -227,7 +227,10 @@ class TrainModule(Hyperparameters, nn.Module):
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def clip_gradients(
-        self, optimizer: Optimizer, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+        self,
+        optimizer: Optimizer | PreparedOptimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
     ) -> Tensor | None:
         """Clips the gradients of one optimizer; gives back their total norm ("norm") or None ("value")."""
         if gradient_clip_val is None:
@@ -235,7 +238,9 @@ class TrainModule(Hyperparameters, nn.Module):
         algorithm = gradient_clip_algorithm or "norm"
         if algorithm not in ("norm", "value"):
             raise ConfigurationError(f"gradient_clip_algorithm={algorithm!r} is not known: use 'norm' or 'value'.")
-        return self._strategy.clip(optimizer, float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
+        # Of `self.optimizers()` they come wrapped, and precision and strategy know them by the optimizer itself.
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        return self._strategy.clip(own, float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward in manual optimisation, scaled for the precision.
@@ -482,11 +487,17 @@ def _unwritten(module: TrainModule) -> ConfigurationError:
     )
 
 
-def step_arguments(step: Callable[..., Any]) -> tuple[bool, bool]:
-    """Whether a step takes the index of the batch, whatever its name, and `dataloader_idx`, after the batch itself."""
-    parameters = list(inspect.signature(step).parameters.values())[1:]
+def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[bool, bool]:
+    """Whether a step takes the index of the batch, whatever its name, and `dataloader_idx`, after the batch itself.
+
+    Args:
+        step: the user's method.
+        several: there are several loaders, so that `*args` take the index of the loader too.
+    """
+    parameters = list(inspect.signature(step).parameters.values())
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return True, False
+        return True, several or any(p.name == "dataloader_idx" for p in parameters)
+    parameters = parameters[1:]
     takes_loader = any(p.name == "dataloader_idx" for p in parameters)
     required = [
         p for p in parameters if p.name != "dataloader_idx" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -161,9 +160,3 @@ def _check_schedulers(schedulers: Sequence[SchedulerConfig], optimizers: Sequenc
                 f"{type(config.scheduler).__name__} was made for an optimizer that configure_optimizers does not return: its "
                 "steps would have no effect. Return that optimizer too."
             )
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty

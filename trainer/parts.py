@@ -22,6 +22,8 @@ from leyden.trainer.arguments import Arguments
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule
 
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
 
 def precision_of(arguments: Arguments) -> Any:
     """The precision, from its own argument or from plugins; None to leave a given strategy's own."""
@@ -96,14 +98,14 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
 
 def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
     """Imported here: a run without them does not pay for them."""
-    if arguments.enable_checkpointing or arguments.fast_dev_run or arguments.barebones:
+    if arguments.enable_checkpointing or arguments.callbacks:
         from leyden.callbacks.model_checkpoint import ModelCheckpoint
 
         has = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
         if arguments.enable_checkpointing and not has:
             callbacks.append(ModelCheckpoint())
-    elif any(type(callback).__name__ == "ModelCheckpoint" for callback in callbacks):
-        raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
+        elif has and not arguments.enable_checkpointing and not arguments.fast_dev_run:
+            raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
     if arguments.enable_progress_bar:
         from leyden.callbacks.progress_bar import ProgressBar, TQDMProgressBar
 
@@ -146,6 +148,7 @@ def check_steps(module: TrainModule, stage: str) -> None:
 @contextmanager
 def runtime_settings(arguments: Arguments) -> Iterator[None]:
     """torch's switches, as they are asked for, during a run; afterwards they are as they were."""
+    variable = os.environ.get(CUBLAS)
     was = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -153,7 +156,7 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
     )
     if arguments.deterministic:
         # cuBLAS reads this when it makes its first workspace; without it torch refuses its matrix products.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault(CUBLAS, ":4096:8")
     if arguments.deterministic is not None:
         torch.use_deterministic_algorithms(bool(arguments.deterministic), warn_only=arguments.deterministic == "warn")
     if arguments.benchmark is not None:
@@ -166,6 +169,8 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(was[0], warn_only=was[1])
         torch.backends.cudnn.benchmark = was[2]
+        if variable is None:
+            os.environ.pop(CUBLAS, None)
 
 
 def loggers_of(callbacks: list[Callback]) -> list[Logger]:

@@ -24,6 +24,8 @@ class Progress:
             validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
             "epoch_end": before the epoch's first hook, after its last; "paused": after the last hook of an epoch that a limit
             broke off, which a resume goes on with.
+        cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
+        ended: the window that was closed last ended its epoch.
         validation_due: a validation belongs to the window that was closed last.
         validations: validation passes done (the sanity check does not count).
         seconds: training time, over all resumes.
@@ -38,6 +40,8 @@ class Progress:
     batches: int = 0
     samples: int = 0
     phase: Phase = "epoch_start"
+    cut: bool = False
+    ended: bool = False
     validation_due: bool = False
     validations: int = 0
     seconds: float = 0.0

@@ -104,27 +104,31 @@ class Sources:
         name = f"limit_{kind}_batches"
         limit = getattr(self.trainer.arguments, name)
         result: list[tuple[LoaderCursor, int | None]] = []
-        for loader in _flat(self._fetch(kind)):
+        for loader, most in _flat(self._fetch(kind)):
             _check_iterable(kind, loader)
             if limit != 0:
                 check_not_empty(loader, kind)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
             cursor = LoaderCursor(self.trainer.strategy.wrap_loader(loader))
-            result.append((cursor, 0 if limit == 0 else batches_of(limit, cursor.length, name)))
+            count = 0 if limit == 0 else batches_of(limit, cursor.length, name)
+            result.append((cursor, most if count is None or (most is not None and most < count) else count))
         self.sizes[kind] = [count for _, count in result]
         return result
 
 
-def _flat(loaders: Any) -> list[Any]:
-    """Several loaders of an evaluation run one after the other; a CombinedLoader of another mode is one loader."""
-    if isinstance(loaders, CombinedLoader):
-        return list(loaders.flattened) if loaders.mode == "sequential" else [loaders]
+def _flat(loaders: Any) -> list[tuple[Any, int | None]]:
+    """The loaders of an evaluation, which run one after the other, each with its own limit.
+
+    A CombinedLoader of another mode than "sequential" is one loader.
+    """
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return list(zip(loaders.flattened, loaders.limits, strict=True))
     if isinstance(loaders, Mapping):
         return [part for value in loaders.values() for part in _flat(value)]
     if isinstance(loaders, (list, tuple)) and holds_loaders(loaders):
         return [part for value in loaders for part in _flat(value)]
-    return [loaders]
+    return [(loaders, None)]
 
 
 def _check_iterable(kind: str, loader: Any) -> None:

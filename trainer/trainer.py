@@ -339,6 +339,7 @@ class Trainer(TrainerView):
         **loaders: Any,
     ) -> Any:
         """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""
+        goal = checkpoints.settled(self, goal)
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             stack.callback(self._teardown, stage)
@@ -346,10 +347,10 @@ class Trainer(TrainerView):
             stack.enter_context(runtime_settings(self.arguments))
             result = None
             try:
-                reader = self._setup(stage, goal)
+                saved = self._setup(stage, goal)
                 if stage == "fit":
                     self._fit = loop = FitLoop(self)
-                    loop.restored = self._prepare_fit(goal, reader)
+                    loop.restored = self._prepare_fit(goal, saved)
                     loop.run()
                     self._finish_fit(loop)
                 elif stage == "predict":
@@ -388,8 +389,8 @@ class Trainer(TrainerView):
         self.sources = Sources(self, **loaders)
         self.should_stop = False
 
-    def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Reader | None:
-        """Everything up to the weights; gives back the reader of the checkpoint that the run goes on from."""
+    def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Saved:
+        """Everything up to the weights; gives back the rest of the checkpoint that the run goes on from."""
         module, datamodule = self.module, self.datamodule
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
@@ -411,10 +412,9 @@ class Trainer(TrainerView):
         module.configure_model()
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
-        checkpoints.restore_weights(self, reader, goal)
-        return reader
+        return checkpoints.restore_weights(self, reader, goal)
 
-    def _prepare_fit(self, goal: checkpoints.Goal, reader: checkpoints.Reader | None) -> dict[str, Any] | None:
+    def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
         if self._kept is None:
             optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
@@ -424,11 +424,9 @@ class Trainer(TrainerView):
         else:
             self.accelerator.prepare_optimizers([self.module], self.optimizers)
         self.hooks.fire_all("on_fit_start")
-        if self._kept is not None:
-            self.logs.load_state_dict(self._kept["logs"])
-            restored: dict[str, Any] | None = self._kept
-        else:
-            restored = checkpoints.restore_run(self, reader, goal)
+        restored, self._kept = self._kept, None
+        if restored is None:
+            restored = checkpoints.restore_run(self, saved, goal)
         if not self.arguments.barebones:
             state = checkpoints.check_composable(self)
             if restored is None and not self._initial_states:
@@ -505,7 +503,7 @@ class Trainer(TrainerView):
         finally:
             self.accelerator.teardown()
             self.state = RunState()
-            self.module._logs = None
+            self.module._logs = self.logs.batch = None
 
     def _evaluate(
         self, stage: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: Any, verbose: bool, datamodule: Any
@@ -574,7 +572,7 @@ class Trainer(TrainerView):
         self.max_steps = arguments.max_steps if max_steps is None else max_steps
         self.max_epochs = arguments.max_epochs if max_epochs is None else max_epochs
         for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if value is not None and (not isinstance(value, int) or value < -1):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
                 raise ConfigurationError(
                     f"fit({name}={value!r}): use a whole number from -1, where -1 means without end."
                 )

@@ -60,6 +60,8 @@ class MixedPrecision(Precision):
         self._stepped = False
         self._skips = 0
         self._unscaled: set[int] = set()
+        self._done: set[int] = set()
+        """Optimizers that stepped, or whose step was skipped, since the last update of the scale."""
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, dtype=self.dtype)
@@ -94,21 +96,34 @@ class MixedPrecision(Precision):
 
     def unscale(self, optimizer: Optimizer) -> None:
         # Clipping by hand and the step itself both ask for it, and the scaler refuses the second time.
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            self._unscaled.add(id(optimizer))
-            self.scaler.unscale_(optimizer)
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        if id(optimizer) in self._done:
+            # A further step within one training_step. The scaler would want an update in between, which changes the scale
+            # while other optimizers hold gradients of the old one; so what it noted is put aside until the update.
+            noted = self.scaler._per_optimizer_states
+            noted[-len(noted)] = noted.pop(id(optimizer))
+            self._done.discard(id(optimizer))
+        self._unscaled.add(id(optimizer))
+        self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         if self.scaler is None:
-            return super().step(optimizer, closure)
+            super().step(optimizer, closure)
+            torch.clear_autocast_cache()
+            return True
         if closure is not None:
             raise ConfigurationError(
                 f"{type(optimizer).__name__} evaluates the loss again in its step, which a gradient scaler cannot follow: "
                 "use precision='bf16-mixed' or '32-true'."
             )
         self._stepped = False
-        self._unscaled.discard(id(optimizer))
+        self.unscale(optimizer)
         self.scaler.step(optimizer)
+        # In manual optimisation the step is made inside of autocast, whose half-precision copies of the weights are old now.
+        torch.clear_autocast_cache()
+        self._unscaled.discard(id(optimizer))
+        self._done.add(id(optimizer))
         self._skips = 0 if self._stepped else self._skips + 1
         if self._skips >= SKIPS_IN_A_ROW:
             raise LeydenError(
@@ -119,8 +134,11 @@ class MixedPrecision(Precision):
         return self._stepped
 
     def end_step(self) -> None:
-        if self.scaler is not None:
+        # One update for all optimizers and all their steps: their gradients were scaled alike.
+        if self.scaler is not None and (self._done or self._unscaled):
             self.scaler.update()
+            self._done.clear()
+            self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
         if self.scaler is None:

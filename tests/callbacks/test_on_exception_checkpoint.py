@@ -79,16 +79,16 @@ def test_it_saves_the_step_before_the_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_a_resume_from_it_ends_as_if_nothing_had_happened(tmp_path: Path, accumulate: int) -> None:
-    """With accumulation the error lies inside a window, which the resume repeats from its start."""
+    """The error lies inside a window, which the resume repeats from its start."""
     whole = Failing()
     make(tmp_path / "whole", accumulate_grad_batches=accumulate).fit(whole, DATA)
     callback = OnExceptionCheckpoint(tmp_path)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback, accumulate_grad_batches=accumulate).fit(Failing(fails_at=5), DATA)
     progress = saved_progress(callback.ckpt_path)
-    assert (progress["global_step"], progress["batch"], progress["exact"]) == (
-        (5, 5, True) if accumulate == 1 else (1, 4, False)
-    )
+    # Also a window of one batch was open: random numbers may have been drawn in it.
+    assert (progress["global_step"], progress["batch"]) == ((5, 5) if accumulate == 1 else (1, 4))
+    assert not progress["exact"]
     resumed = Failing()
     make(tmp_path, accumulate_grad_batches=accumulate).fit(resumed, DATA, ckpt_path=callback.ckpt_path)
     assert torch.equal(resumed.layer.weight, whole.layer.weight)

@@ -91,7 +91,8 @@ def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
         return []
     for name in names:
         path = folder / name
-        if staging.is_staging(name) or not path.is_dir() or not _looks_like_one(path):
+        # A link such as "last" leads to one that is listed by its own name.
+        if staging.is_staging(name) or path.is_symlink() or not path.is_dir() or not _looks_like_one(path):
             continue
         try:
             manifest = read_manifest(path)

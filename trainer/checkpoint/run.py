@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state
-from leyden.trainer.logs import load_metric_states, metric_states
+from leyden.trainer.logs import metric_states
 from leyden.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -58,7 +58,11 @@ def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
     """
     if restore == "all":
         return frozenset(PARTS)
-    names = (restore,) if isinstance(restore, str) else tuple(restore)
+    if isinstance(restore, str):
+        restore = (restore,)
+    elif not isinstance(restore, Iterable):
+        raise ConfigurationError(f"restore={restore!r}: use 'all', 'weights', or a set of {', '.join(PARTS)}.")
+    names = tuple(restore)
     for name in names:
         if name not in PARTS:
             raise ConfigurationError(
@@ -86,6 +90,18 @@ Reader = CheckpointReader | ForeignWeights
 
 
 # finding ----------------------------------------------------------------------------------------------------------------
+def settled(trainer: Trainer, goal: Goal) -> Goal:
+    """The goal with the path that "best" means now: a new fit begins with empty books."""
+    if goal.path != "best":
+        return goal
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if not best:
+        raise ConfigurationError(
+            "ckpt_path='best', and no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'."
+        )
+    return dataclasses.replace(goal, path=best)
+
+
 def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     """Opens and verifies what a run goes on from, before anything of the run has changed.
 
@@ -113,13 +129,6 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
 
 def _find(trainer: Trainer, goal: Goal) -> Path | None:
     folder = trainer.checkpoint_folder
-    if goal.path == "best":
-        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        if not best:
-            raise ConfigurationError(
-                "ckpt_path='best', and no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'."
-            )
-        return Path(best)
     if goal.path in ("last", "auto"):
         found = newest(folder, strict=goal.path == "auto")
         if found is None and goal.path == "last":
@@ -161,6 +170,8 @@ def check_composable(trainer: Trainer) -> dict[str, Any]:
 def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bool, exact: bool) -> Path:
     """Writes a checkpoint of the run; see `Trainer.save_checkpoint`."""
     window = trainer.accelerator.window
+    if trainer.module._trainer is None:
+        raise LeydenError("save_checkpoint has no module to save: fit one first.")
     if window.is_open and exact:
         raise LeydenError(
             "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. Call it "
@@ -204,7 +215,7 @@ def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> di
     """What each rank has of its own: place in the data, sums of logged values, metrics, random numbers."""
     return {
         "loader": None if loop is None else loop.loader_state(progress),
-        "logs": trainer.logs.state_dict(),
+        "logs": trainer.logs.state_dict(trainer.module),
         "metrics": metric_states(trainer.module.named_modules()),
         # Last, since everything before it may draw.
         "rng": rng_state(),
@@ -217,28 +228,64 @@ def _hparams(trainer: Trainer) -> dict[str, Any]:
 
 
 # restoring --------------------------------------------------------------------------------------------------------------
-def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
-    """Weights, and in fit the state of DataModule and callbacks: all that comes before the optimizers."""
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a checkpoint holds beside the weights, as far as it is wanted."""
+
+    user: dict[str, Any] | None = None
+    callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
+    schedulers: dict[str, Any] | None = None
+    optimizers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    progress: Progress | None = None
+    rank: dict[str, Any] | None = None
+
+
+def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
+    """Reads everything at once, so that a file which is not what it should be is found before anything has changed."""
+    if isinstance(reader, ForeignWeights):
+        return Saved()
+    fits, whole = trainer.state.stage == "fit", reader.has("user")
+    template = _template(trainer) if fits and whole else {}
+    user = reader.state("user", like=template.get("user")) if whole else None
+    if not fits or goal.parts == {"weights"}:
+        return Saved(user)
+    if not whole:
+        raise CheckpointError(
+            reader.path,
+            "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
+        )
+    steps = "optimizers" in goal.parts
+    return Saved(
+        user,
+        reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {},
+        reader.state("schedulers") if steps else None,
+        reader.optimizers() if steps else [],
+        Progress.from_dict(reader.progress()) if "progress" in goal.parts else None,
+        reader.state(f"rank-{trainer.strategy.data_rank}"),
+    )
+
+
+def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Saved:
+    """Weights, and in fit the state of DataModule and callbacks: all that comes before the optimizers.
+
+    Returns:
+        What `restore_run` goes on with.
+    """
     if reader is None:
-        return
-    whole = isinstance(reader, CheckpointReader) and reader.has("user")
-    fits = trainer.state.stage == "fit"
-    template = _template(trainer) if whole and fits else {}
-    user = reader.state("user", like=template.get("user")) if isinstance(reader, CheckpointReader) and whole else {}
+        return Saved()
+    saved = _read(trainer, reader, goal)
     if "weights" in goal.parts:
-        if user:
-            trainer.hooks.module_only("on_load_checkpoint", user["checkpoint"])
+        if saved.user is not None:
+            trainer.hooks.module_only("on_load_checkpoint", saved.user["checkpoint"])
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
-    if not fits or not whole or "callbacks" not in goal.parts:
-        return
-    assert isinstance(reader, CheckpointReader)
-    if trainer.datamodule is not None and user["datamodule"]:
-        trainer.datamodule.load_state_dict(user["datamodule"])
-    trainer.hooks.callbacks_only("on_load_checkpoint", user["checkpoint"])
-    saved = reader.state("callbacks", like=template.get("callbacks"))
-    for callback in trainer.callbacks:
-        if callback.state_key in saved:
-            callback.load_state_dict(saved[callback.state_key])
+    if trainer.state.stage == "fit" and saved.user is not None and "callbacks" in goal.parts:
+        if trainer.datamodule is not None and saved.user["datamodule"]:
+            trainer.datamodule.load_state_dict(saved.user["datamodule"])
+        trainer.hooks.callbacks_only("on_load_checkpoint", saved.user["checkpoint"])
+        for callback in trainer.callbacks:
+            if callback.state_key in saved.callbacks:
+                callback.load_state_dict(saved.callbacks[callback.state_key])
+    return saved
 
 
 def _template(trainer: Trainer) -> dict[str, Any]:
@@ -249,39 +296,30 @@ def _template(trainer: Trainer) -> dict[str, Any]:
         return {}
 
 
-def restore_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> dict[str, Any] | None:
+def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | None:
     """Optimizers, schedulers, scaler, progress and metrics.
 
     Returns:
-        What the fit loop takes: loader state and random numbers; None to begin anew.
+        What the fit loop takes: loader state, sums of logged values and random numbers; None to begin anew.
     """
-    if not isinstance(reader, CheckpointReader) or goal.parts == {"weights"}:
+    if saved.rank is None:
         return None
-    if not reader.has("schedulers"):
-        raise CheckpointError(
-            reader.path,
-            "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
-        )
-    if "optimizers" in goal.parts:
-        _restore_optimizers(trainer, reader)
-    rank = reader.state(f"rank-{trainer.strategy.data_rank}")
-    if "progress" in goal.parts:
-        saved = Progress.from_dict(reader.progress())
+    if saved.schedulers is not None:
+        _restore_optimizers(trainer, saved.optimizers, saved.schedulers)
+    if saved.progress is not None:
         for field in dataclasses.fields(Progress):
-            setattr(trainer.progress, field.name, getattr(saved, field.name))
+            setattr(trainer.progress, field.name, getattr(saved.progress, field.name))
         trainer.progress.exact = True
-        trainer.logs.load_state_dict(rank["logs"])
-        load_metric_states(trainer.module.named_modules(), rank["metrics"])
     return {
-        "loader": rank["loader"] if "loaders" in goal.parts else None,
-        "rng": rank["rng"] if "rng" in goal.parts else None,
+        "logs": saved.rank["logs"] if saved.progress is not None else None,
+        "metrics": saved.rank["metrics"],
+        "loader": saved.rank["loader"] if "loaders" in goal.parts else None,
+        "rng": saved.rank["rng"] if "rng" in goal.parts else None,
     }
 
 
-def _restore_optimizers(trainer: Trainer, reader: CheckpointReader) -> None:
-    saved, optimizers = reader.optimizers(), trainer.optimizers
-    state = reader.state("schedulers")
-    configs = trainer.lr_scheduler_configs
+def _restore_optimizers(trainer: Trainer, saved: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
     for kind, there, here in (
         ("optimizers", len(saved), len(optimizers)),
         ("schedulers", len(state["schedulers"]), len(configs)),

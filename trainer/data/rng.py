@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,20 +80,30 @@ def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
         >>> with isolated_rng():
         ...     _ = torch.rand(3)
     """
+    undo = undoing(loaders)
+    try:
+        yield
+    finally:
+        undo()
+
+
+def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
+    """Notes where the generators stand; the function that it gives back brings them there again, as `isolated_rng` does."""
     loaders = list(loaders)
     workers = [getattr(loader, "_iterator", None) for loader in loaders]
     owned = [Generators(loader) for loader in loaders]
     states = [generators.states() for generators in owned]
     state = rng_state()
-    try:
-        yield
-    finally:
+
+    def undo() -> None:
         for loader, before in zip(loaders, workers, strict=True):
             if isinstance(loader, DataLoader) and before is None:
                 loader._iterator = None
         for generators, values in zip(owned, states, strict=True):
             generators.restore(values)
         set_rng_state(state)
+
+    return undo
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:

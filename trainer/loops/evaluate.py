@@ -12,7 +12,7 @@ import torch
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.hooks import overrides
-from leyden.trainer.logs import Value, read_back
+from leyden.trainer.logs import LOADER_SUFFIX, Value, read_back
 from leyden.trainer.module import TrainModule, step_arguments
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class EvaluationLoop:
         self.step_name = f"{stage}_step"
         self.step = trainer.step_function(self.step_name)
         own = getattr(trainer.module, self.step_name)
-        self.takes_index, self.takes_loader = step_arguments(own)
+        self.takes_index, self.takes_loader = step_arguments(own, several=len(loaders) > 1)
         if len(loaders) > 1 and not self.takes_loader:
             raise ConfigurationError(
                 f"there are {len(loaders)} {stage} loaders: {self.step_name} must take a dataloader_idx "
@@ -73,7 +73,7 @@ class EvaluationLoop:
         if limit == 0:
             return True
         trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
-        which = (index,) if len(self.loaders) > 1 else ()
+        which, every = (index,) if len(self.loaders) > 1 else (), trainer.log_every_n_steps
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         for batch_idx, batch in enumerate(itertools.islice(cursor.start(), limit)):
             if trainer.signals.received is not None:
@@ -90,8 +90,10 @@ class EvaluationLoop:
             if listens_end:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
             self._take(index, outputs)
-            if trainer.loggers and not trainer.sanity_checking and (batch_idx + 1) % trainer.log_every_n_steps == 0:
+            if trainer.loggers and every and not trainer.sanity_checking and (batch_idx + 1) % every == 0:
                 trainer.send(logs.step_values(self.stage), step=batch_idx + 1)
+            if trainer.profiler is not None and trainer.state.stage != "fit":
+                trainer.profiler.step()
             outputs = batch = logs.batch = None
         return True
 
@@ -165,4 +167,4 @@ def _smaller(limit: int, other: int | None) -> int:
 
 def _belongs(name: str, index: int) -> bool:
     """True for values of this loader, and for those that were logged for all of them."""
-    return "/dataloader_idx_" not in name or name.endswith(f"/dataloader_idx_{index}")
+    return LOADER_SUFFIX not in name or name.endswith(f"{LOADER_SUFFIX}{index}")

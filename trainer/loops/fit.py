@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,7 +14,8 @@ from torch import Tensor
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
-from leyden.trainer.data.rng import isolated_rng, set_rng_state
+from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
+from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
@@ -22,8 +23,6 @@ from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
 if TYPE_CHECKING:
     from leyden.trainer.progress import Progress
     from leyden.trainer.trainer import Trainer
-
-END = object()
 
 
 class FitLoop:
@@ -48,6 +47,8 @@ class FitLoop:
         self.step: Step
         self._iterator: Iterator[Any] | None = None
         self._validate_every: int | None = None
+        self._waits = False
+        """Something follows a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
         self._clock = time.perf_counter()
         self._counts_samples = True
@@ -70,6 +71,9 @@ class FitLoop:
         self.load_training_data()
         self._load_validation_data()
         self._validate_every = self._validation_interval()
+        self._waits = (
+            self.validation is not None or bool(self.trainer.lr_scheduler_configs) or bool(self.trainer.profiler)
+        )
         self.trainer.announce()
         self.hooks.fire_all("on_train_start")
         self._clock = time.perf_counter()
@@ -84,17 +88,22 @@ class FitLoop:
         accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
         transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
+        waits, accumulates = self._waits, self.trainer.accumulation is not None
+        logs_steps = bool(self.trainer.loggers) and self.trainer.log_every_n_steps > 0
         if progress.phase == "epoch_start":
             self._begin_epoch()
-        ends_early, complete = False, True
-        for batch, is_last in Draws(self).turns() if draws else self.batches():
+        cut, complete = progress.cut, True
+        for batch, is_last in () if cut else Draws(self).turns() if draws else self.batches():
             batch_idx = progress.batch
-            accelerator.begin_batch(self._window_length, is_last)
+            if not window.is_open:
+                window.open(self._window_length() if accumulates else 1)
+                self._window_start = batch_idx
+            window.closes = is_last or window.index == window.length - 1
             if transfer is not None:
                 batch = transfer(batch, 0)
             logs.batch, logs.tick = batch, progress.batches
             if listens_start and hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1:
-                ends_early = True
+                cut = True
                 if window.index == 0:
                     window.is_open = False
                     break
@@ -104,7 +113,7 @@ class FitLoop:
                 if not draws:
                     raise
                 # The step drew past the end: what it had drawn for this turn is dropped, and the epoch is over.
-                window.is_open = False
+                window.is_open, cut = False, True
                 break
             accelerator.end_batch()
             if draws:
@@ -112,21 +121,28 @@ class FitLoop:
             else:
                 self.count(batch)
             if window.closes:
-                self._after_step(is_last)
+                if waits:
+                    self._after_step(is_last)
+                else:
+                    progress.phase = "settled"
             if listens_end:
-                hooks.fire("on_train_batch_end", detached(outputs), batch, batch_idx)
-            if window.closes:
+                outputs = detached(outputs)
+                hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
+            if logs_steps and window.closes:
                 self._log_step()
             if listens_end:
                 hooks.close("on_train_batch_end", outputs, batch, batch_idx)
             # Neither may live on into the next step, where it would add to the peak of memory.
             outputs = batch = logs.batch = None
             if window.closes:
-                self._settle()
-                if ends_early or self._stops():
-                    complete = is_last or ends_early
+                if progress.phase == "stepped":
+                    self._settle()
+                if cut or self._stops():
+                    complete, cut = is_last or cut, cut and not is_last
                     break
-        self._end_epoch(complete)
+        else:
+            cut = cut or (not progress.ended and self.num_batches is not None and 0 < progress.batch < self.num_batches)
+        self._end_epoch(complete, cut)
 
     # an epoch's begin and end -----------------------------------------------------------------------------------------
     def _begin_epoch(self) -> None:
@@ -145,7 +161,10 @@ class FitLoop:
         """The batches that are left of this epoch, each with the word whether it is the last."""
         iterator, total = self._iterator, self.num_batches
         assert iterator is not None and self.cursor is not None
-        if total is None:
+        if self.progress.ended:
+            # Of a run that goes on after its last window: only the end is left to be drawn.
+            total = self.progress.batch
+        elif total is None:
             limit = self.trainer.arguments.limit_train_batches
             for batch, is_last in lookahead(iterator):
                 is_last = is_last or (isinstance(limit, int) and self.progress.batch + 1 >= limit)
@@ -154,28 +173,30 @@ class FitLoop:
                     return
             return
         for number in range(self.progress.batch + 1, total + 1):
-            batch = next(iterator, END)
-            if batch is END:
+            try:
+                # Without a name of its own here, which would keep the last batch through a validation.
+                yield next(iterator), number == total
+            except StopIteration:
                 warnings.warn(
                     f"the training loader says that it has {total} batches and ended after {number - 1}: give it the right "
                     "length, or none at all.",
                     stacklevel=2,
                 )
                 return
-            yield batch, number == total
-            del batch
-        if total == self.cursor.length:
+        if self.progress.batch == self.cursor.length:
             # The plain loop's last next(), in which a generator finishes and workers are sent home.
             next(iterator, None)
 
-    def _end_epoch(self, complete: bool) -> None:
+    def _end_epoch(self, complete: bool, cut: bool = False) -> None:
         """Ends an epoch; one that a limit broke off keeps its sums, so that a resume can go on inside it."""
         progress = self.progress
         if self.accelerator.window.is_open:
             self._close_short_window()
+        elif cut and not progress.cut:
+            self._cut_short()
         if self.trainer.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
-        if complete and progress.batch == 0:
+        if complete and progress.batch == 0 and not progress.cut:
             raise ConfigurationError("the training loader gave no batch: an epoch needs at least one.")
         self.hooks.fire("on_train_epoch_end")
         self.trainer.send(self.logs.reduce_epoch("train", keep=not complete)[1])
@@ -195,24 +216,30 @@ class FitLoop:
         window.index -= 1
         window.closes = True
         self.step.close(self.progress.batch - 1)
+        self.accelerator.end_batch()
         self._after_step(True)
         self._log_step()
         self._settle()
 
+    def _cut_short(self) -> None:
+        """The epoch is over, by -1 or a wrong length, after a window that was not known to be its last."""
+        self.progress.cut = True
+        # No batch came since the last window's own validation.
+        self._window_start = self.progress.batch
+        self._after_step(True)
+        self._settle()
+
     def _next_epoch(self) -> None:
         self.progress.epoch += 1
-        self.progress.batch = 0
+        self.progress.batch, self.progress.cut, self.progress.ended = 0, False, False
         self.progress.phase = "epoch_start"
 
     # a window's end ---------------------------------------------------------------------------------------------------
     def _window_length(self) -> int:
         """Batches of the window that begins now: the last one of an epoch may be shorter."""
-        accumulation = self.trainer.accumulation
-        self._window_start = self.progress.batch
-        length = accumulation.length(self.progress.epoch) if accumulation is not None else 1
-        if self.num_batches is None:
-            return length
-        return min(length, self.num_batches - self.progress.batch)
+        assert self.trainer.accumulation is not None
+        length = self.trainer.accumulation.length(self.progress.epoch)
+        return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def count(self, batch: Any) -> None:
         """A batch is done (or, where the step draws by itself, drawn)."""
@@ -228,14 +255,19 @@ class FitLoop:
     def _after_step(self, is_last: bool) -> None:
         """What belongs to the step itself: a checkpoint saved from here on has it done."""
         progress = self.progress
-        progress.phase = "stepped"
+        progress.phase, progress.ended = "stepped", is_last
         progress.validation_due = self._validation_due(is_last)
         if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
             self.step.step_schedulers("epoch", progress.epoch + 1)
+        if self.trainer.profiler is not None and not progress.cut:
+            self.trainer.profiler.step()
 
     def _log_step(self) -> None:
-        trainer = self.trainer
-        if trainer.loggers and self.progress.global_step % trainer.log_every_n_steps == 0:
+        trainer, every = self.trainer, self.trainer.log_every_n_steps
+        if self.accelerator.manual and not self.accelerator.stepped:
+            # No step was done, so these would be further values of the last one.
+            return
+        if trainer.loggers and every and self.progress.global_step % every == 0:
             trainer.send(self.logs.step_values("train"))
 
     def _settle(self) -> None:
@@ -247,7 +279,7 @@ class FitLoop:
             progress.phase = "validated"
         if progress.phase == "validated":
             progress.validation_due = False
-            if self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
+            if self.trainer.lr_scheduler_configs and not progress.cut and self.trainer.module.automatic_optimization:
                 self.step.step_plateau_schedulers("step", progress.stepped)
             progress.phase = "settled"
 
@@ -257,7 +289,25 @@ class FitLoop:
         assert self.validation is not None
         self.note_time()
         self.progress.seconds_at_validation = self.progress.seconds
-        return self.validation.run() is not None
+        undo = self._undo_validation()
+        if self.validation.run() is None:
+            undo()
+            return False
+        return True
+
+    def _undo_validation(self) -> Callable[[], None]:
+        """Gives what brings loaders, metrics and random numbers back to now: a pass that was broken off is done again."""
+        assert self.validation is not None
+        validation, modules = self.validation, list(self.trainer.module.named_modules())
+        loaders, metrics = validation.loader_states(), metric_states(modules)
+        undo_rng = undoing([cursor.loader for cursor, _ in validation.loaders])
+
+        def undo() -> None:
+            validation.load_loader_states(loaders)
+            load_metric_states(modules, metrics)
+            undo_rng()
+
+        return undo
 
     def _validation_interval(self) -> int | None:
         """Batches between two validations; None for the end of an epoch, or an interval in time."""
@@ -299,7 +349,7 @@ class FitLoop:
     def _sanity_check(self) -> None:
         """A few validation batches before the first step, which leave no trace in counters or random numbers."""
         count, trainer = self.trainer.num_sanity_val_steps, self.trainer
-        if count == 0 or self.restored is not None or not trainer.sources.has("val"):
+        if count == 0 or self.restored is not None or not trainer.enable_validation:
             return
         trainer.state.sanity_checking = True
         self.hooks.fire_all("on_sanity_check_start")
@@ -330,7 +380,7 @@ class FitLoop:
         if self.cursor is None:
             return None
         inside = progress.phase not in ("epoch_start", "epoch_end")
-        ended = self.num_batches == self.cursor.length
+        ended = self.num_batches == self.cursor.length and not progress.cut
         return {
             "place": self.cursor.state_dict(progress.batch) if inside else None,
             "rest": None if inside else self.cursor.rest_state(ended),
@@ -408,6 +458,9 @@ class FitLoop:
             self.cursor.load_rest_state(loader["rest"])
         if loader is not None and self.validation is not None:
             self.validation.load_loader_states(loader["validation"])
+        if saved["logs"] is not None:
+            self.logs.load_state_dict(saved["logs"], self.trainer.module)
+            load_metric_states(self.trainer.module.named_modules(), saved["metrics"])
         if saved["rng"] is not None:
             set_rng_state(saved["rng"])
         if progress.phase == "epoch_end" and not self._is_done():
@@ -415,7 +468,7 @@ class FitLoop:
         elif inside and progress.phase != "paused":
             self._settle()
             if self._stops():
-                self._end_epoch(complete=self.num_batches is not None and progress.batch >= self.num_batches)
+                self._end_epoch(complete=progress.ended)
 
 
 def detached(outputs: Any) -> Any:

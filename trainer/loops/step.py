@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from leyden.strategies.base import read_loss
+from leyden.strategies.base import Strategy, read_loss
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.precision import Precision
+from leyden.trainer.accelerator import needs_closure
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule, step_arguments
-from leyden.trainer.optimization import needs_closure
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -72,6 +73,19 @@ class AutomaticStep(Step):
         self.clips = self.clip_value is not None or overrides(module, "configure_gradient_clipping", TrainModule)
         self.own_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
         self.own_step = overrides(module, "optimizer_step", TrainModule)
+        # What a plain precision would do around a step is nothing, and is not asked for.
+        self.unscales = (
+            self.strategy.precision.may_skip
+            or overrides(self.strategy, "before_step", Strategy)
+            or overrides(self.strategy, "end_step", Strategy)
+            or overrides(self.strategy.precision, "unscale", Precision)
+            or overrides(self.strategy.precision, "end_step", Precision)
+        )
+        self.plain = not (
+            self.unscales
+            or overrides(self.strategy, "step", Strategy)
+            or overrides(self.strategy.precision, "step", Precision)
+        )
         self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         self.hooks_step = self.hooks.listens("on_before_optimizer_step")
         self.hooks.backward = module.backward if overrides(module, "backward", TrainModule) else None
@@ -119,31 +133,41 @@ class AutomaticStep(Step):
             if self.hooks_zero_grad:
                 self.hooks.fire_all("on_before_zero_grad", optimizer)
             if self.own_zero_grad:
+                self.hooks.current = "optimizer_zero_grad"
                 self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
             else:
                 optimizer.zero_grad()
+        self.hooks.current = ""
 
     def close(self, batch_idx: int) -> None:
-        accelerator = self.accelerator
+        accelerator, strategy = self.accelerator, self.strategy
         accelerator.close_window()
         accelerator.stepped = False
         for prepared in self.prepared:
-            self._before_step(prepared.optimizer)
+            if self.unscales:
+                strategy.before_step(prepared.optimizer)
+            if self.hooks_step or self.clips:
+                self._before_step(prepared.optimizer)
             if self.own_step:
                 self.hooks.current = "optimizer_step"
                 self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, self._last_loss)
                 self.hooks.current = ""
-            else:
-                accelerator.step(prepared)
-        self.strategy.end_step()
+            elif self.plain:
+                prepared.optimizer.step()
+                accelerator.stepped = True
+            elif strategy.step(prepared.optimizer):
+                accelerator.stepped = True
+        if self.unscales:
+            strategy.end_step()
         self._count()
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self.strategy.before_step(optimizer)
         if self.hooks_step:
             self.hooks.fire_all("on_before_optimizer_step", optimizer)
         if self.clips:
+            self.hooks.current = "configure_gradient_clipping"
             self.module.configure_gradient_clipping(optimizer, self.clip_value, self.clip_algorithm)
+            self.hooks.current = ""
 
     def _count(self) -> None:
         progress = self.progress
@@ -168,16 +192,21 @@ class AutomaticStep(Step):
             self._zero_grad(batch_idx)
             hooks.current = "training_step"
             outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
-            first.append(outputs)
+            if not first:
+                # Of the further evaluations nothing is kept: each would hold its tensors until the step is done.
+                first.append(outputs)
             self.accelerator.close_window()
+            self.strategy.before_step(prepared.optimizer)
             self._before_step(prepared.optimizer)
             return read_loss(outputs)[0].detach()
 
         self.accelerator.stepped = False
         if self.own_step:
+            hooks.current = "optimizer_step"
             self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, closure)
         else:
             prepared.step(closure)
+        hooks.current = ""
         self.strategy.end_step()
         self._count()
         return first[0] if first else None
@@ -214,6 +243,7 @@ class ManualStep(Step):
 
     def close(self, batch_idx: int) -> None:
         """Schedulers are the module's own business here."""
+        self.strategy.end_step()
         if self.accelerator.stepped:
             self.progress.global_step += 1
             self.progress.stepped += 1

@@ -137,7 +137,7 @@ PLAIN = [
 ]
 
 
-@pytest.mark.parametrize("value", PLAIN, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize("value", PLAIN, ids=[f"{number}-{type(value).__name__}" for number, value in enumerate(PLAIN)])
 def test_plain_values_come_back(value: Any, disk: Any) -> None:
     assert same(disk({"value": value})["value"], value)
     assert same(disk(value), value)

@@ -1,0 +1,636 @@
+"""ModelCheckpoint, on real runs whose metrics follow a script: what is saved, ranked, kept and deleted."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden.callbacks import model_checkpoint
+from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpoint_name import format_name
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
+from leyden.trainer.checkpoint.folder import delete
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parents[2]
+NAN = math.nan
+BATCHES = 4
+DATA = [torch.ones(2, 2)] * BATCHES
+VALUES = [0.5, 0.3, 0.9, 0.2, 0.4, 0.25]
+
+
+class Scripted(TrainModule):
+    """Logs `val` from a list, one value a validation, and `train` at each step."""
+
+    def __init__(self, values: Sequence[float] = VALUES, cannot_be_saved_at: int = -1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.values = list(values)
+        self.cannot_be_saved_at = cannot_be_saved_at
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.trainer is not None
+        self.log("train", float(self.trainer.global_step), on_step=True)
+        return self.layer(batch).mean()  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        assert self.trainer is not None
+        self.log("val", self.values[self.trainer.progress.validations % len(self.values)])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if checkpoint["global_step"] == self.cannot_be_saved_at:
+            checkpoint["mine"] = lambda: None
+
+
+def make(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    return Trainer(
+        default_root_dir=root,
+        callbacks=list(callbacks),
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        **{"max_epochs": len(VALUES), **arguments},
+    )
+
+
+def fit(
+    root: Path,
+    *callbacks: Callback,
+    module: TrainModule | None = None,
+    val: Any = DATA,
+    ckpt_path: Any = None,
+    **arguments: Any,
+) -> Trainer:
+    trainer = make(root, *callbacks, **arguments)
+    trainer.fit(module or Scripted(), DATA, val, ckpt_path=ckpt_path)
+    return trainer
+
+
+def names(folder: Path) -> list[str]:
+    """What is in the folder; links as `name -> target`."""
+    return sorted(f"{p.name} -> {p.readlink()}" if p.is_symlink() else p.name for p in folder.iterdir())
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints there, each of which must be whole."""
+    found = []
+    for path in folder.iterdir():
+        if not path.is_symlink():
+            reader = CheckpointReader(path)
+            reader.verify()
+            found.append(reader.progress()["global_step"])
+    return sorted(found)
+
+
+def books(path: str | Path, callback: ModelCheckpoint) -> dict[str, Any]:
+    """The callback's state in a checkpoint."""
+    state: dict[str, Any] = CheckpointReader(path).state("callbacks")[callback.state_key]
+    return state
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# what is kept -------------------------------------------------------------------------------------------------------------
+def test_by_default_the_newest_is_kept(tmp_path: Path) -> None:
+    callback = ModelCheckpoint()
+    trainer = fit(tmp_path, callback, max_epochs=3)
+    assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
+    assert callback.best_model_path == callback.last_model_path == str(tmp_path / "checkpoints" / "epoch=2-step=12")
+    assert callback.best_model_score is None
+    assert callback.best_k_models == {}
+    assert trainer.last_checkpoint == Path(callback.best_model_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kept", "best"),
+    [
+        ({"save_top_k": 3}, [16, 20, 24], 24),
+        ({"save_top_k": -1}, [4, 8, 12, 16, 20, 24], 24),
+        ({"save_top_k": 0}, [], None),
+        ({"monitor": "val"}, [16], 16),
+        ({"monitor": "val", "mode": "max"}, [12], 12),
+        ({"monitor": "val", "save_top_k": 3}, [8, 16, 24], 16),
+        ({"monitor": "val", "save_top_k": 3, "mode": "max"}, [4, 12, 20], 12),
+        ({"monitor": "val", "save_top_k": -1}, [4, 8, 12, 16, 20, 24], 16),
+        ({"monitor": "val", "save_top_k": 0}, [], None),
+        ({"monitor": "val", "save_last": True}, [16, 24], 16),
+        ({"monitor": "val", "save_top_k": 0, "save_last": True}, [24], None),
+        ({"save_top_k": 2, "save_last": "link"}, [20, 24], 24),
+    ],
+)
+def test_which_are_kept(tmp_path: Path, arguments: dict[str, Any], kept: list[int], best: int | None) -> None:
+    callback = ModelCheckpoint(**arguments)
+    fit(tmp_path, callback)
+    assert steps(tmp_path / "checkpoints") == kept
+    assert callback.best_model_path.endswith("" if best is None else f"-step={best}")
+    assert bool(callback.best_model_path) == (best is not None)
+    if arguments.get("monitor") and best is not None:
+        assert callback.best_model_score is not None
+        assert float(callback.best_model_score) == pytest.approx(VALUES[best // BATCHES - 1])
+        k = arguments.get("save_top_k", 1)
+        assert len(callback.best_k_models) == (len(VALUES) if k == -1 else k)
+
+
+def test_the_kth_best_is_what_must_be_beaten(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", save_top_k=2)
+    assert callback.kth_best_model_path == ""
+    fit(tmp_path, callback, max_epochs=5)
+    assert callback.kth_best_model_path.endswith("step=8")
+    assert float(callback.kth_value) == pytest.approx(0.3)
+    assert {path[-6:]: float(score) for path, score in callback.best_k_models.items()} == pytest.approx(
+        {"step=8": 0.3, "tep=16": 0.2}
+    )
+    assert callback.current_score is not None
+    assert float(callback.current_score) == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_nan_is_the_worst(tmp_path: Path, mode: Any) -> None:
+    callback = ModelCheckpoint(monitor="val", mode=mode)
+    fit(tmp_path, callback, module=Scripted([NAN, 0.5, NAN]), max_epochs=3)
+    assert steps(tmp_path / "checkpoints") == [8]
+    assert callback.best_model_score is not None
+    assert float(callback.best_model_score) == 0.5
+    assert callback.current_score is not None
+    assert float(callback.current_score) == (math.inf if mode == "min" else -math.inf)
+
+
+def test_of_equal_ones_the_first_stays(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(monitor="val", save_top_k=2), module=Scripted([0.5, 0.5, 0.5]), max_epochs=3)
+    assert steps(tmp_path / "checkpoints") == [4, 8]
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(save_weights_only=True)
+    fit(tmp_path, callback, max_epochs=1)
+    files = os.listdir(callback.best_model_path)
+    assert "model.safetensors" in files
+    assert not any("optimizer" in name or "rank" in name or "callbacks" in name for name in files)
+
+
+# the last one -------------------------------------------------------------------------------------------------------------
+def test_last_is_a_link_to_the_newest(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", save_last=True)
+    seen: list[list[str]] = []
+
+    class Look(Callback):
+        order = 300
+
+        def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            seen.append(names(tmp_path / "checkpoints"))
+
+    fit(tmp_path, callback, Look(), max_epochs=3)
+    assert seen == [
+        ["epoch=0-step=4", "last -> epoch=0-step=4"],
+        ["epoch=1-step=8", "last -> epoch=1-step=8"],
+        ["epoch=1-step=8", "epoch=2-step=12", "last -> epoch=2-step=12"],
+    ]
+    assert callback.last_model_path.endswith("epoch=2-step=12")
+    assert CheckpointReader(tmp_path / "checkpoints" / "last").progress()["global_step"] == 12
+
+
+def test_last_is_there_where_a_run_ends_between_saves(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(every_n_train_steps=5, save_last=True), max_epochs=2)
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=5", "epoch=1-step=8", "last -> epoch=1-step=8"]
+    fit(tmp_path / "other", ModelCheckpoint(every_n_train_steps=5), max_epochs=2)
+    assert names(tmp_path / "other" / "checkpoints") == ["epoch=1-step=5"]
+
+
+def test_without_links_the_newest_is_kept_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise OSError("this file system has no links")
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    callback = ModelCheckpoint(monitor="val", save_last=True)
+    fit(tmp_path, callback, max_epochs=3)
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8", "epoch=2-step=12"]
+    assert callback.last_model_path.endswith("epoch=2-step=12")
+
+
+def test_a_folder_of_the_user_called_last_is_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "checkpoints" / "last"
+    mine.mkdir(parents=True)
+    (mine / "note").write_text("mine")
+    fit(tmp_path, ModelCheckpoint(save_last=True), max_epochs=2)
+    assert (mine / "note").read_text() == "mine"
+
+
+def test_the_links_name_is_a_template(tmp_path: Path) -> None:
+    class Named(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = "newest of the run"
+
+    fit(tmp_path, Named(save_last=True), max_epochs=1)
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
+
+
+# names --------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("template", "insert", "name"),
+    [
+        ("{epoch}-{step}", True, "epoch=3-step=120"),
+        ("{epoch}-{step}", False, "3-120"),
+        ("{epoch:03d}-{val_loss:.2f}", True, "epoch=003-val_loss=0.12"),
+        ("run-{epoch:02d}_{val_loss:.3e}", False, "run-03_1.235e-01"),
+        ("{val/acc:.1%}", True, "val_acc=98.4%"),
+        ("{val/acc:.1f}", False, "1.0"),
+        ("best", True, "best"),
+        ("{bad}", True, "bad=nan"),
+        ("{step}{step}", False, "120120"),
+    ],
+)
+def test_names(template: str, insert: bool, name: str) -> None:
+    values = {"epoch": 3, "step": 120, "val_loss": 0.12345, "val/acc": 0.984, "bad": NAN}
+    assert format_name(template, values, insert) == name
+    callback = ModelCheckpoint(filename=template, auto_insert_metric_name=insert)
+    assert callback.format_checkpoint_name(values) == name
+    tensors: dict[str, Any] = {**values, "val_loss": torch.tensor(0.12345, dtype=torch.float64)}
+    assert callback.format_checkpoint_name(tensors, ver=2, prefix="a") == f"a-{name}-v2"
+
+
+def test_a_metric_that_is_not_there_yet(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="names 'vall', which was not logged. Did you mean 'val'"):
+        assert format_name("{epoch}-{vall:.2f}", {"epoch": 0, "val": 1.0}, True) == "epoch=0-vall=none"
+
+
+def test_metrics_in_the_name_of_a_run(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path / "here", "{epoch:02d}-{val:.2f}-{train:.0f}", monitor="val")
+    fit(tmp_path, callback, max_epochs=2)
+    assert names(tmp_path / "here") == ["epoch=01-val=0.30-train=7"]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_name_that_is_taken_gets_a_version(tmp_path: Path) -> None:
+    for _ in range(3):
+        fit(tmp_path, ModelCheckpoint(), max_epochs=1)
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=0-step=4-v1", "epoch=0-step=4-v2"]
+
+
+def test_or_is_replaced(tmp_path: Path) -> None:
+    for lr in (1, 2):
+        module = Scripted()
+        nn.init.constant_(module.layer.weight, lr)
+        callback = ModelCheckpoint(filename="model", enable_version_counter=False)
+        fit(tmp_path, callback, max_epochs=lr, module=module)
+    assert names(tmp_path / "checkpoints") == ["model"]
+    assert steps(tmp_path / "checkpoints") == [8]
+
+
+def test_a_name_that_stays_the_same_stays(tmp_path: Path) -> None:
+    """The one that is replaced makes room for the better one of the same name."""
+    callback = ModelCheckpoint(filename="best", monitor="val")
+    fit(tmp_path, callback)
+    assert names(tmp_path / "checkpoints") == ["best"]
+    assert steps(tmp_path / "checkpoints") == [16]
+    last = ModelCheckpoint(filename="best", monitor="val", save_last=True, enable_version_counter=False)
+    fit(tmp_path / "last", last)
+    assert names(tmp_path / "last" / "checkpoints") == ["best", "best-v1", "last -> best-v1"]
+    assert CheckpointReader(last.best_model_path).progress()["global_step"] == 16
+    assert CheckpointReader(last.last_model_path).progress()["global_step"] == 24
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    mine = tmp_path / "checkpoints" / "model"
+    mine.mkdir(parents=True)
+    (mine / "note").write_text("mine")
+    with pytest.raises(CheckpointError, match="is no checkpoint and is not overwritten"):
+        fit(tmp_path, ModelCheckpoint(filename="model", enable_version_counter=False), max_epochs=1)
+    assert (mine / "note").read_text() == "mine"
+
+
+# when ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "options", "expected"),
+    [
+        ({"every_n_train_steps": 3}, {}, [3, 6]),
+        ({"every_n_train_steps": 3}, {"accumulate_grad_batches": 2, "max_epochs": 4}, [3, 6]),
+        ({"every_n_epochs": 2}, {"max_epochs": 5}, [8, 16]),
+        ({"every_n_epochs": 0}, {}, []),
+        ({"train_time_interval": timedelta(0)}, {"max_epochs": 1}, [1, 2, 3, 4]),
+        ({"train_time_interval": "01:00:00:00"}, {}, []),
+        ({"train_time_interval": {"days": 1}, "save_last": True}, {}, [8]),
+        ({}, {"val_check_interval": 0.5}, [2, 4, 6, 8]),
+        ({}, {"val_check_interval": 1, "max_epochs": 1}, [1, 2, 3, 4]),
+        ({}, {"val_check_interval": 3, "check_val_every_n_epoch": None, "max_epochs": 3}, [3, 6, 9, 12]),
+        ({"save_on_train_epoch_end": True}, {"val_check_interval": 0.5}, [4, 8]),
+        ({}, {"check_val_every_n_epoch": 2, "max_epochs": 4}, [8, 16]),
+        ({"save_on_train_epoch_end": True}, {"check_val_every_n_epoch": 2, "max_epochs": 3}, [4, 8, 12]),
+        ({"save_on_train_epoch_end": False}, {}, [4, 8]),
+        ({}, {"limit_val_batches": 0}, [4, 8]),
+        ({}, {"max_steps": 6}, [4, 6]),
+        ({"every_n_train_steps": 4, "save_last": True}, {}, [4, 8]),
+    ],
+)
+def test_when_it_saves(tmp_path: Path, arguments: dict[str, Any], options: dict[str, Any], expected: list[int]) -> None:
+    fit(tmp_path, ModelCheckpoint(save_top_k=-1, **arguments), **{"max_epochs": 2, **options})
+    assert steps(tmp_path / "checkpoints") == expected
+
+
+def test_without_validation_it_saves_at_epoch_ends(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(save_top_k=-1), val=None, max_epochs=2, check_val_every_n_epoch=2)
+    assert steps(tmp_path / "checkpoints") == [4, 8]
+
+
+def test_a_monitor_waits_for_the_validation_of_its_step(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", every_n_train_steps=2, save_top_k=-1)
+    fit(tmp_path, callback, max_epochs=2, val_check_interval=0.5)
+    scores = {path.rpartition("=")[2]: round(float(score), 3) for path, score in callback.best_k_models.items()}
+    assert scores == {"2": 0.5, "4": 0.3, "6": 0.9, "8": 0.2}
+
+
+@pytest.mark.parametrize("arguments", [{"fast_dev_run": True}, {"fast_dev_run": 3}])
+def test_a_quick_run_writes_nothing(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    fit(tmp_path, ModelCheckpoint(save_last=True, every_n_train_steps=1, save_on_train_epoch_end=False), **arguments)
+    assert names(tmp_path) == []
+
+
+def test_evaluation_alone_writes_nothing(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(save_on_train_epoch_end=False)
+    make(tmp_path, callback).validate(Scripted(), DATA, verbose=False)
+    assert names(tmp_path) == []
+
+
+def test_the_interval_in_time_goes_on_after_a_resume(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(train_time_interval=timedelta(hours=1))
+    callback._saved_at = time.monotonic() - 1800
+    again = ModelCheckpoint(train_time_interval=timedelta(hours=1))
+    again.load_state_dict(callback.state_dict())
+    assert again._saved_at is not None
+    assert time.monotonic() - again._saved_at == pytest.approx(1800, abs=60)
+
+
+# metrics that are missing -------------------------------------------------------------------------------------------------
+def test_a_metric_that_nobody_logs(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"ModelCheckpoint monitors 'vla', which was not logged\. Did you mean 'val'\?"
+    ):
+        fit(tmp_path, ModelCheckpoint(monitor="vla"))
+    with pytest.raises(ConfigurationError, match="ModelCheckpoint monitors 'val', which was not logged"):
+        fit(tmp_path, ModelCheckpoint(monitor="val"), val=None)
+
+
+def test_before_the_first_validation_there_is_nothing_to_rank(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", every_n_train_steps=3, save_top_k=-1)
+    with pytest.warns(UserWarning, match="This checkpoint is not ranked"):
+        fit(tmp_path, callback, max_epochs=2, num_sanity_val_steps=0)
+    assert steps(tmp_path / "checkpoints") == [6]
+
+
+# errors while saving ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("counter", [True, False])
+def test_a_save_that_fails_changes_nothing(tmp_path: Path, counter: bool) -> None:
+    filename = None if counter else "model"
+    callback = ModelCheckpoint(filename=filename, save_last=True, enable_version_counter=counter)
+    before: dict[str, Any] = {}
+
+    class Look(Callback):
+        order = 199
+
+        def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            if trainer.global_step == 12:
+                before.update(callback.state_dict())
+
+    with pytest.raises(UnsupportedStateError, match="mine"):
+        fit(tmp_path, callback, Look(), module=Scripted(cannot_be_saved_at=12))
+    name = "epoch=1-step=8" if counter else "model"
+    assert names(tmp_path / "checkpoints") == sorted([name, f"last -> {name}"])
+    assert steps(tmp_path / "checkpoints") == [8]
+    after = callback.state_dict()
+    del before["seconds_since_save"], after["seconds_since_save"]
+    assert after == before
+    assert after["best_model_path"] == after["last_model_path"] == name
+
+
+def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    module = Scripted()
+    trainer = make(tmp_path, ModelCheckpoint(tmp_path / "file" / "inside"))
+    with pytest.raises(CheckpointError, match="file/inside: cannot be made: Not a directory. Choose another dirpath"):
+        trainer.fit(module, DATA)
+    assert trainer.global_step == 0
+
+
+def test_one_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+
+    def delete_not_at_first(path: str) -> None:
+        if not refused:
+            refused.append(path)
+            raise CheckpointError(path, "cannot be deleted: a file in it is in use.")
+        delete(path)
+
+    monkeypatch.setattr(model_checkpoint, "delete", delete_not_at_first)
+    with pytest.warns(UserWarning, match="an old checkpoint stays: .*epoch=0-step=4: cannot be deleted"):
+        fit(tmp_path, ModelCheckpoint(), max_epochs=3)
+    assert [Path(path).name for path in refused] == ["epoch=0-step=4"]
+    assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
+
+
+# the books in the checkpoint ----------------------------------------------------------------------------------------------
+def test_the_old_one_is_there_until_the_new_one_is(tmp_path: Path) -> None:
+    seen: list[list[int]] = []
+
+    class Look(Callback):
+        def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+            if trainer.global_step:
+                paths = [path for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith(".")]
+                seen.append(sorted(CheckpointReader(path).progress()["global_step"] for path in paths))
+
+    fit(tmp_path, ModelCheckpoint(), Look(), max_epochs=3)
+    assert seen == [[], [4], [8]]
+
+
+def test_a_checkpoint_counts_itself(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
+    fit(tmp_path, callback, max_epochs=4)
+    state = books(callback.last_model_path, callback)
+    assert state["best_model_path"] == state["last_model_path"] == "epoch=3-step=16"
+    assert set(state["best_k_models"]) == {"epoch=1-step=8", "epoch=3-step=16"}
+    assert state["saved_step"] == 16
+    # What went when it came, so that a run killed in between can make up for it.
+    assert set(state["doomed"]) == {"epoch=2-step=12", "epoch=0-step=4"}
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"save_top_k": 2},
+    {"monitor": "val"},
+    {"monitor": "val", "save_top_k": 2, "save_last": True},
+    {"monitor": "val", "mode": "max", "save_last": True},
+    {"monitor": "val", "filename": "best"},
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_a_resumed_run_ends_with_the_same_checkpoints(tmp_path: Path, arguments: dict[str, Any], epochs: int) -> None:
+    arguments = {**arguments, "save_last": True}
+    whole, first, second = (ModelCheckpoint(**arguments) for _ in range(3))
+    fit(tmp_path / "whole", whole)
+    fit(tmp_path / "cut", first, max_epochs=epochs)
+    fit(tmp_path / "cut", second, ckpt_path="last")
+    assert names(tmp_path / "cut" / "checkpoints") == names(tmp_path / "whole" / "checkpoints")
+    assert steps(tmp_path / "cut" / "checkpoints") == steps(tmp_path / "whole" / "checkpoints")
+    one, other = whole.state_dict(), second.state_dict()
+    for state in (one, other):
+        del state["dirpath"], state["seconds_since_save"]
+    assert one == other
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[3])
+from test_model_checkpoint import Scripted, ModelCheckpoint, fit
+
+class Killed(ModelCheckpoint):
+    def _delete_doomed(self):
+        if self._saved_step == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._delete_doomed()
+
+Killed.__qualname__ = "ModelCheckpoint"
+fit(Path(sys.argv[1]), Killed(monitor="val", save_top_k=2, save_last=True))
+"""
+
+
+@pytest.mark.parametrize(("step", "left"), [(16, [4, 8, 12, 16]), (24, [8, 16, 20, 24])])
+def test_a_kill_between_the_commit_and_the_deletion_leaves_nothing_behind(
+    tmp_path: Path, step: int, left: list[int]
+) -> None:
+    """The next run does what was left to do, and ends with the same checkpoints."""
+    whole = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
+    fit(tmp_path / "whole", whole)
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "cut"), str(step), str(Path(__file__).parent)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert steps(tmp_path / "cut" / "checkpoints") == left
+    resumed = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
+    fit(tmp_path / "cut", resumed, ckpt_path="last")
+    assert names(tmp_path / "cut" / "checkpoints") == names(tmp_path / "whole" / "checkpoints")
+
+
+def test_what_another_run_wrote_under_an_old_name_is_not_deleted(tmp_path: Path) -> None:
+    first = ModelCheckpoint()
+    fit(tmp_path, first, max_epochs=2)
+    kept = first.last_model_path
+    assert list(books(kept, first)["doomed"]) == ["epoch=0-step=4"]
+    fit(tmp_path, ModelCheckpoint(), max_epochs=1)
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=1-step=8"]
+    fit(tmp_path, ModelCheckpoint(), max_epochs=3, ckpt_path=kept)
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=2-step=12"]
+
+
+def test_a_folder_that_was_moved(tmp_path: Path) -> None:
+    fit(tmp_path / "before", ModelCheckpoint(monitor="val", save_top_k=2), max_epochs=3)
+    os.rename(tmp_path / "before", tmp_path / "after")
+    moved = ModelCheckpoint(monitor="val", save_top_k=2)
+    fit(tmp_path / "after", moved, max_epochs=4, ckpt_path="last")
+    assert steps(tmp_path / "after" / "checkpoints") == [8, 16]
+    assert moved.best_model_path == str(tmp_path / "after" / "checkpoints" / "epoch=3-step=16")
+
+
+def test_another_folder_from_here_on(tmp_path: Path) -> None:
+    first = ModelCheckpoint(tmp_path / "one", monitor="val", save_top_k=2)
+    fit(tmp_path, first, max_epochs=2)
+    second = ModelCheckpoint(tmp_path / "two", monitor="val", save_top_k=2)
+    with pytest.warns(UserWarning, match="the earlier ones are neither ranked nor deleted"):
+        fit(tmp_path, second, ckpt_path=first.last_model_path)
+    assert steps(tmp_path / "one") == [4, 8]
+    assert steps(tmp_path / "two") == [16, 24]
+
+
+def test_one_that_was_deleted_by_hand_is_not_missed(tmp_path: Path) -> None:
+    first = ModelCheckpoint(monitor="val", save_top_k=2)
+    fit(tmp_path, first, max_epochs=2)
+    delete(tmp_path / "checkpoints" / "epoch=0-step=4")
+    fit(tmp_path, ModelCheckpoint(monitor="val", save_top_k=2), max_epochs=3, ckpt_path="last")
+    assert steps(tmp_path / "checkpoints") == [8, 12]
+
+
+def test_a_second_fit_begins_anew_and_leaves_the_first_ones(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val")
+    trainer = fit(tmp_path, callback, max_epochs=2)
+    trainer.fit(Scripted([0.7, 0.8]), DATA, DATA)
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=1-step=8"]
+    assert callback.best_model_path.endswith("epoch=0-step=4")
+
+
+def test_two_of_them_keep_their_own(tmp_path: Path) -> None:
+    def both() -> list[Callback]:
+        return [
+            ModelCheckpoint(filename="best-{epoch}", monitor="val"),
+            ModelCheckpoint(filename="all-{epoch}", save_top_k=-1, every_n_epochs=2),
+        ]
+
+    fit(tmp_path, *both(), max_epochs=2)
+    fit(tmp_path, *both(), max_epochs=4, ckpt_path="last")
+    assert names(tmp_path / "checkpoints") == ["all-epoch=1", "all-epoch=3", "best-epoch=3"]
+
+
+def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, ModelCheckpoint(monitor="val", verbose=True, save_last=True), max_epochs=3)
+    printed = capsys.readouterr().out
+    folder = tmp_path / "checkpoints"
+    assert f"step 8: val = 0.30000, among the best 1: saved {folder}/epoch=1-step=8\n" in printed
+    assert f"step 12: val = 0.90000, not among the best: saved {folder}/epoch=2-step=12\n" in printed
+    fit(tmp_path, ModelCheckpoint(), max_epochs=1)
+    assert "saved" not in capsys.readouterr().out
+
+
+# arguments ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "maximum"}, "Known: min, max"),
+        ({"mode": "mx"}, "Did you mean 'max'"),
+        ({"save_top_k": -2}, "a whole number from 0, or -1 for all"),
+        ({"save_top_k": 1.5}, "a whole number from 0, or -1 for all"),
+        ({"save_top_k": True}, "a whole number from 0, or -1 for all"),
+        ({"save_last": "copy"}, "use True, False or 'link'"),
+        ({"monitor": ""}, "give the name of a logged metric"),
+        ({"every_n_train_steps": -1}, "a whole number from 1, or 0 for not"),
+        ({"every_n_epochs": 1.0}, "a whole number from 1, or 0 for not"),
+        ({"every_n_train_steps": 5, "every_n_epochs": 1}, "give one of the three"),
+        ({"every_n_train_steps": 5, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
+        ({"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
+        ({"train_time_interval": 60}, "train_time_interval=60 is a int: give 'DD:HH:MM:SS'"),
+        ({"filename": ""}, "give a template"),
+        ({"filename": "a/{epoch}"}, "folders in dirpath"),
+        ({"filename": "{epoch"}, "a brace without its partner"),
+        ({"filename": "{val_loss:2d}"}, "'2d' cannot format 'val_loss'"),
+        ({"filename": "{epoch:q}"}, "'q' cannot format 'epoch'"),
+    ],
+)
+def test_refusals(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        ModelCheckpoint(**arguments)
+
+
+def test_zero_turns_a_trigger_off() -> None:
+    assert ModelCheckpoint(every_n_epochs=0, every_n_train_steps=10).every_n_epochs == 0
+    assert ModelCheckpoint(every_n_epochs=2, every_n_train_steps=0).every_n_epochs == 2

@@ -1,0 +1,470 @@
+"""A program that trains, is killed at a chosen point, and trains on: what test_resume.py runs and compares.
+
+    python killed_runs.py SCENARIO FOLDER POINT…
+
+A point is "none", or SIGNAL@EVENT:COUNT as KILL@training_step:5; several for one run are joined by "+", and those of one run
+after the other by ">". The runs of a point, the last of which is left alone, go on from each other's last checkpoint, in
+processes of their own that are forked before torch has a thread. A run that ends by itself writes what it ended with to
+FOLDER/POINT/NUMBER.pt.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from leyden import Trainer, TrainModule
+from leyden.callbacks.base import Callback
+from leyden.callbacks.csv_logger import CSVLogger
+from leyden.callbacks.early_stopping import EarlyStopping
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.strategies.precision.amp import MixedPrecision
+
+SIZE, BATCH = 38, 4
+
+
+class Fate:
+    """Sends this process signals when events have come so many times; workers of loaders are left alone."""
+
+    def __init__(self, points: str) -> None:
+        self.pid = os.getpid()
+        self.seen: Counter[str] = Counter()
+        self.signals: dict[tuple[str, int], int] = {}
+        for point in points.split("+") if points != "none" else ():
+            name, _, place = point.partition("@")
+            event, _, count = place.partition(":")
+            self.signals[event, int(count)] = getattr(signal, f"SIG{name}")
+
+    def reach(self, event: str) -> None:
+        if os.getpid() != self.pid:
+            return
+        self.seen[event] += 1
+        number = self.signals.get((event, self.seen[event]))
+        if number is not None:
+            os.kill(self.pid, number)
+
+
+fate = Fate("none")
+
+
+class Samples(Dataset[dict[str, Tensor]]):
+    """Random transforms in the main process; in workers they would need sample_rng."""
+
+    def __init__(self, size: int = SIZE, noisy: bool = True) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x = torch.randn(size, 6, generator=generator)
+        self.y = torch.randint(0, 3, (size,), generator=generator)
+        self.noisy = noisy
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        fate.reach("getitem")
+        x = self.x[index]
+        if self.noisy:
+            x = x + 0.1 * (torch.rand(6) + random.random() + float(np.random.rand()))
+        return {"x": x, "y": self.y[index], "id": torch.tensor(index)}
+
+
+class InBlocks(Sampler[int]):
+    """A user's sampler: blocks of four in an order that follows from the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SIZE // 4 + 1, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        yield from (i for block in order for i in range(4 * block, min(4 * block + 4, SIZE)))
+
+
+class Stateful:
+    """A loader that knows its place: batches in an order drawn from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.data = Samples()
+        self.rng = random.Random(3)
+        self.order: list[int] = []
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.order:
+            self.order, self.at = self.rng.sample(range(SIZE), SIZE), 0
+        while self.at < SIZE:
+            ids = self.order[self.at : self.at + BATCH]
+            self.at += BATCH
+            yield torch.utils.data.default_collate([self.data[i] for i in ids])
+        self.order = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.getstate(), "order": list(self.order), "at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, words, gauss = state["rng"]
+        self.rng.setstate((version, tuple(words), gauss))
+        self.order, self.at = list(state["order"]), state["at"]
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable without a length that knows its place; each pass is a little longer than the one before."""
+
+    def __init__(self) -> None:
+        self.data = Samples()
+        self.at, self.passes = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < SIZE - 4 + 4 * self.passes:
+            self.at += 1
+            yield self.data[(7 * self.at + self.passes) % SIZE]
+        self.at, self.passes = 0, self.passes + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "passes": self.passes}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.passes = state["at"], state["passes"]
+
+
+class Net(TrainModule):
+    """Dropout and batch norm; logs every kind of metric; keeps the order of its samples as state of the user."""
+
+    def __init__(self, scheduler: str = "step", lr: float = 0.02) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.confusion = torchmetrics.MeanMetric()
+        self.val_accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.order: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        fate.reach("training_step")
+        self.order.append([self.current_epoch, batch_idx, *batch["id"].tolist()])
+        scores = self.net(batch["x"])
+        loss = cross_entropy(scores, batch["y"])
+        self.accuracy(scores, batch["y"])
+        self.confusion.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx="max")
+        self.log("median", loss, on_epoch=True, on_step=False, reduce_fx=torch.median)
+        return loss
+
+    def on_train_start(self) -> None:
+        self.log("starts", 1.0, reduce_fx="sum")
+
+    def on_train_epoch_end(self) -> None:
+        fate.reach("train_epoch_end")
+        self.log("mean_of_losses", self.confusion.compute())
+        self.confusion.reset()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        fate.reach("validation_step")
+        scores = self.net(batch["x"])
+        self.val_accuracy.update(scores, batch["y"])
+        self.log("val_loss", cross_entropy(scores, batch["y"]))
+        self.log("val_accuracy", self.val_accuracy)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), self.hparams["lr"])
+        kind = self.hparams["scheduler"]
+        if kind == "plateau":
+            scheduler: Any = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+        elif kind == "epoch":
+            scheduler = StepLR(optimizer, 1, 0.7)
+        else:
+            scheduler = ExponentialLR(optimizer, 0.95)
+        interval = "step" if kind == "plateau" else kind
+        # 3 does not divide the number of steps of an epoch, so that it is counted over epochs.
+        frequency = 1 if kind == "epoch" else 2
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "interval": interval,
+                "frequency": frequency,
+                "monitor": "val_loss",
+                "strict": False,
+            },
+        }
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        fate.reach("save")
+        checkpoint["order"] = self.order
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.order = checkpoint["order"]
+
+
+class Duel(Net):
+    """Manual optimisation: two optimizers, one of which steps every other batch."""
+
+    def __init__(self) -> None:
+        super().__init__("step")
+        self.automatic_optimization = False
+        self.other = nn.Linear(6, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        first, second = self.optimizers()
+        decay = self.lr_schedulers()
+        loss = super().training_step(batch, batch_idx)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        decay.step()
+        if batch_idx % 2:
+            second.zero_grad()
+            self.manual_backward(cross_entropy(self.other(batch["x"] + torch.randn(6)), batch["y"]))
+            second.step()
+
+    def configure_optimizers(self) -> Any:
+        first = Adam(self.net.parameters(), 0.01)
+        return [first, SGD(self.other.parameters(), 0.1, momentum=0.9)], [ExponentialLR(first, 0.97)]
+
+
+class Watcher(Callback):
+    """Meets its fate in the hooks of a callback: before the checkpoints' turn, or right after it."""
+
+    def __init__(self, order: int) -> None:
+        self.order = order  # type: ignore[misc]
+        self.when = "after" if order else "before"
+
+    @property
+    def state_key(self) -> str:
+        return f"Watcher {self.when}"
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_train_epoch_start")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        fate.reach(f"{self.when}_train_batch_start")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_after_backward")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        fate.reach(f"{self.when}_optimizer_step")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        fate.reach(f"{self.when}_train_batch_end")
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_validation_start")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_validation_end")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_train_epoch_end")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_train_end")
+
+    def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
+        fate.reach(f"{self.when}_sanity_check_start")
+
+
+def every(steps: int) -> ModelCheckpoint:
+    return ModelCheckpoint(every_n_train_steps=steps, save_top_k=2)
+
+
+def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
+    def make(folder: Path) -> tuple[Trainer, TrainModule, Any]:
+        given: dict[str, Any] = {
+            "max_epochs": 3,
+            "accumulate_grad_batches": 4,
+            "gradient_clip_val": 0.5,
+            "log_every_n_steps": 1,
+            **arguments,
+        }
+        callbacks = [Watcher(0), *given.pop("callbacks", [every(1)]), Watcher(300)]
+        trainer = Trainer(
+            accelerator="cpu",
+            default_root_dir=folder,
+            logger=CSVLogger(folder),
+            enable_progress_bar=False,
+            callbacks=callbacks,
+            **given,
+        )
+        return trainer, module, train
+
+    return make
+
+
+SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, Any]]]] = {
+    "shuffle": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True)),
+    "seldom saved": lambda: run_of(Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[every(2)]),
+    "saved by epoch": lambda: run_of(
+        Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[ModelCheckpoint(save_last=True)]
+    ),
+    "workers": lambda: run_of(Net(), DataLoader(Samples(noisy=False), BATCH, shuffle=True, num_workers=2)),
+    "persistent workers": lambda: run_of(
+        Net(), DataLoader(Samples(noisy=False), BATCH, shuffle=True, num_workers=2, persistent_workers=True)
+    ),
+    "seeded samples in workers": lambda: run_of(
+        Net(), DataLoader(Samples(), BATCH, shuffle=True, num_workers=2), sample_rng=True
+    ),
+    "sampler": lambda: run_of(Net(), DataLoader(Samples(), BATCH, sampler=InBlocks())),
+    "generator": lambda: run_of(
+        Net(), DataLoader(Samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(5))
+    ),
+    "stateful loader": lambda: run_of(Net(), Stateful()),
+    "stream": lambda: run_of(Net(), DataLoader(Stream(), BATCH)),
+    "limited stream": lambda: run_of(Net(), DataLoader(Stream(), BATCH), limit_train_batches=6),
+    "limited": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), limit_train_batches=7),
+    "16-mixed": lambda: run_of(
+        Net(),
+        DataLoader(Samples(), BATCH, shuffle=True),
+        precision=MixedPrecision("16", init_scale=2.0**19, growth_interval=2),
+        accumulate_grad_batches=2,
+    ),
+    "monitored": lambda: run_of(
+        Net("plateau"),
+        DataLoader(Samples(), BATCH, shuffle=True),
+        val_check_interval=3,
+        accumulate_grad_batches=1,
+        max_epochs=4,
+        callbacks=[
+            ModelCheckpoint(every_n_train_steps=1, monitor="val_loss", save_top_k=2, filename="{step}", save_last=True),
+            EarlyStopping("val_loss", patience=5, min_delta=0.001),
+        ],
+    ),
+    "plateau by epoch": lambda: run_of(
+        Net("plateau"), DataLoader(Samples(), BATCH, shuffle=True), val_check_interval=4, check_val_every_n_epoch=None
+    ),
+    "manual": lambda: run_of(
+        Duel(), DataLoader(Samples(), BATCH, shuffle=True), accumulate_grad_batches=1, gradient_clip_val=None
+    ),
+    "steps": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), max_epochs=-1, max_steps=7),
+    "stream, steps": lambda: run_of(Net("plateau"), DataLoader(Stream(), BATCH), max_epochs=-1, max_steps=6),
+}
+
+
+def plain(value: Any) -> Any:
+    """A nest that torch.load(weights_only=True) reads back."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(item) for item in value]
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value if isinstance(value, (int, float, str, bool, bytes)) or value is None else repr(value)
+
+
+def books(checkpoint: ModelCheckpoint) -> dict[str, Any]:
+    names = {os.path.basename(path): float(score) for path, score in checkpoint.best_k_models.items()}
+    folder = Path(checkpoint.dirpath or "")
+    return {
+        "best": os.path.basename(checkpoint.best_model_path),
+        "last": os.path.basename(checkpoint.last_model_path),
+        "kept": names,
+        "on disk": sorted(path.name for path in folder.iterdir()),
+    }
+
+
+def result_of(trainer: Trainer, module: Any) -> dict[str, Any]:
+    progress = trainer.progress.to_dict()
+    stopping = trainer.early_stopping_callback
+    csv = Path(trainer.log_dir or "", "metrics.csv")
+    return {
+        "weights": module.state_dict(),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "precision": trainer.strategy.precision.state_dict(),
+        "metrics": trainer.callback_metrics,
+        "csv": csv.read_text(),
+        "order": module.order,
+        "progress": {name: value for name, value in progress.items() if not name.startswith("seconds")},
+        "checkpoints": [books(callback) for callback in trainer.checkpoint_callbacks],
+        "stopping": None if stopping is None else stopping.state_dict(),
+        "random": [float(torch.rand(())), random.random(), float(np.random.rand())],
+    }
+
+
+def run(scenario: str, folder: Path, point: str, name: str) -> None:
+    """One run of a scenario, from the last checkpoint where there is one."""
+    global fate
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    make = SCENARIOS[scenario]()
+    # Not left from the process that this one was forked from.
+    fate = Fate(point)
+    trainer, module, train = make(folder)
+    ended = "success"
+    try:
+        trainer.fit(module, train, DataLoader(Samples(9), BATCH), ckpt_path="auto")
+    except (KeyboardInterrupt, SystemExit) as error:
+        ended = repr(error)
+    last = trainer.last_checkpoint
+    result = {
+        **result_of(trainer, module),
+        "ended": ended,
+        "events": dict(fate.seen),
+        "named": None if last is None else last.name,
+    }
+    torch.save(plain(result), folder / f"{name}.pt")
+
+
+def in_a_process(work: Callable[[], None]) -> int:
+    """Does the work in a forked process; gives back its exit code, or the negative number of the signal that ended it."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stdout.flush()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def chain(scenario: str, root: Path, point: str) -> list[int]:
+    """Runs, each of which meets its fate, and one that is left alone; gives back their exit codes."""
+    folder = root / point.translate(str.maketrans("@:+>", "----"))
+    folder.mkdir()
+    fates = point.split(">")
+    if point != "none":
+        fates.append("none")
+    return [in_a_process(functools.partial(run, scenario, folder, fate, str(i))) for i, fate in enumerate(fates)]
+
+
+def main() -> None:
+    scenario, root, *points = sys.argv[1:]
+    torch.set_num_threads(1)
+    # The first optimizer imports 800 modules of torch: once for all, before the forks.
+    AdamW([torch.zeros(1)])
+    codes = {point: chain(scenario, Path(root), point) for point in points}
+    Path(root, "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()

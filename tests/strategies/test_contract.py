@@ -1,0 +1,393 @@
+"""The Strategy contract: one set of tests that every implementation passes, a fused engine among them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from leyden import Trainer, TrainModule
+from leyden.strategies import SingleDeviceStrategy, Strategy
+from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window, read_loss
+
+
+class FusedStrategy(SingleDeviceStrategy):
+    """An engine that runs forward, backward, clipping and step as one call, as pipelines and DeepSpeed do.
+
+    Gradients live in buffers of its own and are seen by nobody; clipping is its own setting. What the Trainer asks for
+    after the call has been done by then, except where a loader ends before it said, so that no forward pass closes the window.
+    """
+
+    name = "fused"
+    supports_closure = False
+
+    def __init__(self, clip: float | None = None, algorithm: ClipAlgorithm = "norm") -> None:
+        super().__init__("cpu")
+        self.clip_at, self.algorithm = clip, algorithm
+        self.buffers: dict[nn.Parameter, Tensor] = {}
+        self.fused_steps = 0
+        self._done = False
+
+    def forward_backward(
+        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
+    ) -> Any:
+        if window.index == 0:
+            self.buffers, self._done = {}, False
+        with self.precision.forward_context() if self.precision.forward_context else torch.enable_grad():
+            outputs = step_fn(batch, *extra)
+        loss, num_items = read_loss(outputs)
+        for hook in hooks.on_before_backward:
+            hook(loss)
+        parameters = [p for module in self.modules for p in module.parameters() if p.requires_grad]
+        loss = self.loss_to_backward(loss, num_items, window)
+        for parameter, grad in zip(parameters, torch.autograd.grad(loss, parameters, allow_unused=True), strict=True):
+            if grad is not None:
+                self.buffers[parameter] = self.buffers[parameter] + grad if parameter in self.buffers else grad
+        for after in hooks.on_after_backward:
+            after()
+        if window.closes:
+            count = window.index + 1
+            if window.num_items is not None and window.first_items is not None and count > 1:
+                self._scale(float(window.first_items) / float(window.num_items))
+            elif window.num_items is None and count != window.length:
+                self._scale(window.length / count)
+            self._step()
+        return outputs
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        if not self._done:
+            self._scale(float(factor))
+
+    def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
+        assert (value, algorithm) == (self.clip_at, self.algorithm)
+        return None
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        if not self._done:
+            self._step()
+        return True
+
+    def _scale(self, factor: float) -> None:
+        for buffer in self.buffers.values():
+            buffer.mul_(factor)
+
+    def _step(self) -> None:
+        for optimizer in self.optimizers:
+            own = [p for group in optimizer.param_groups for p in group["params"] if p in self.buffers]
+            for parameter in own:
+                parameter.grad = self.buffers[parameter]
+            if self.clip_at is not None and self.algorithm == "norm":
+                nn.utils.clip_grad_norm_(own, self.clip_at)
+            elif self.clip_at is not None:
+                nn.utils.clip_grad_value_(own, self.clip_at)
+            optimizer.step()
+            for parameter in own:
+                parameter.grad = None
+        self._done = True
+        self.fused_steps += 1
+
+
+class Own(SingleDeviceStrategy):
+    """A user's subclass that changes nothing, and has no name."""
+
+    name = ""
+
+
+Make = Callable[..., Strategy]
+STRATEGIES: dict[str, Make] = {
+    "single_device": lambda **clip: SingleDeviceStrategy("cpu"),
+    "fused": FusedStrategy,
+    "a user's own": lambda **clip: Own("cpu"),
+}
+
+
+@pytest.fixture(params=STRATEGIES)
+def make(request: pytest.FixtureRequest) -> Make:
+    """Makes a strategy; an engine is told how to clip."""
+    return STRATEGIES[request.param]
+
+
+class Regression(TrainModule):
+    """A small network, whose optimizers are handed to it."""
+
+    def __init__(self, configure: Callable[[nn.Module], Any], weighs: bool = False) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1))
+        self.configure, self.weighs = configure, weighs
+        self.calls: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        error = (self.net(x) - y).square()
+        self.log("loss", error.mean(), on_step=True, on_epoch=True)
+        return {"loss": error.sum(), "num_items": len(x)} if self.weighs else error.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val_loss", (self.net(x) - y).square().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.net(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self.net)
+
+
+def data(count: int = 10, sizes: Sequence[int] = (4,)) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        (torch.randn(sizes[i % len(sizes)], 3, generator=generator), torch.randn(1, generator=generator))
+        for i in range(count)
+    ]
+
+
+def adamw(net: nn.Module) -> Any:
+    return AdamW(net.parameters(), lr=0.05)
+
+
+def scheduled(net: nn.Module) -> Any:
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
+
+
+def two(net: Any) -> Any:
+    return [SGD(net[0].parameters(), lr=0.1), AdamW(net[3].parameters(), lr=0.05)]
+
+
+def plain_loop(module: Regression, batches: Any, epochs: int, accumulate: int, clip: Any) -> None:
+    """What every strategy must come to, bit for bit."""
+    configured = module.configure(module.net)
+    scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
+    found = configured["optimizer"] if isinstance(configured, dict) else configured
+    optimizers = found if isinstance(found, list) else [found]
+    for _ in range(epochs):
+        for start in range(0, len(batches), accumulate):
+            window = batches[start : start + accumulate]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            for x, y in window:
+                ((module.net(x) - y).square().mean() / len(window)).backward()
+            for optimizer in optimizers:
+                own = [p for group in optimizer.param_groups for p in group["params"]]
+                if clip and clip["algorithm"] == "norm":
+                    nn.utils.clip_grad_norm_(own, clip["clip"])
+                elif clip:
+                    nn.utils.clip_grad_value_(own, clip["clip"])
+                optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., Trainer]:
+    def build(strategy: Strategy, **arguments: Any) -> Trainer:
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 2}
+        return Trainer(**{**quiet, "default_root_dir": tmp_path, "strategy": strategy, **arguments})
+
+    return build
+
+
+def trainer_clip(clip: Any) -> dict[str, Any]:
+    return {"gradient_clip_val": clip["clip"], "gradient_clip_algorithm": clip["algorithm"]} if clip else {}
+
+
+@pytest.mark.parametrize("configure", [adamw, scheduled, two])
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("clip", [{}, {"clip": 0.1, "algorithm": "norm"}, {"clip": 0.01, "algorithm": "value"}])
+def test_the_weights_of_the_plain_loop(
+    make: Make, trainer: Any, configure: Any, accumulate: int, clip: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    module = Regression(configure)
+    plain = copy.deepcopy(module)
+    state = torch.get_rng_state()
+    run = trainer(make(**clip), accumulate_grad_batches=accumulate, **trainer_clip(clip))
+    run.fit(module, data(), data(3))
+    torch.set_rng_state(state)
+    plain_loop(plain, data(), 2, accumulate, clip)
+    for (name, expected), found in zip(plain.net.named_parameters(), module.net.parameters(), strict=True):
+        # The last window of an epoch is divided by its true length, known before its first batch.
+        assert torch.equal(expected, found), name
+    assert run.global_step == 2 * -(-10 // accumulate)
+    assert {"loss_step", "loss_epoch", "val_loss"} <= set(run.callback_metrics)
+
+
+def test_an_engine_really_steps_by_itself(trainer: Any) -> None:
+    strategy = FusedStrategy()
+    run = trainer(strategy, accumulate_grad_batches=4)
+    run.fit(Regression(adamw), data())
+    assert strategy.fused_steps == run.global_step == 6
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_items_weigh_a_window(make: Make, trainer: Any, accumulate: int) -> None:
+    torch.manual_seed(0)
+    module = Regression(lambda net: SGD(net.parameters(), lr=0.1), weighs=True)
+    module.net[2] = nn.Identity()
+    whole = copy.deepcopy(module)
+    parts = data(accumulate, sizes=(1, 5, 2))
+    trainer(make(), accumulate_grad_batches=accumulate, max_epochs=3).fit(module, parts)
+    joined = (torch.cat([x for x, _ in parts]), torch.cat([y.expand(len(x), 1) for x, y in parts]))
+    trainer(make(), max_epochs=3).fit(whole, [joined])
+    for expected, found in zip(whole.parameters(), module.parameters(), strict=True):
+        assert torch.allclose(expected, found, atol=1e-6)
+
+
+class Short(list[Any]):
+    def __len__(self) -> int:
+        return super().__len__() + 3
+
+
+def test_a_window_that_closes_early(make: Make, trainer: Any) -> None:
+    torch.manual_seed(0)
+    module = Regression(lambda net: SGD(net.parameters(), lr=0.1))
+    module.net[2] = nn.Identity()
+    plain = copy.deepcopy(module)
+    with pytest.warns(UserWarning, match="says that it has 9 batches and ended after 6"):
+        trainer(make(), accumulate_grad_batches=4).fit(module, Short(data(6)))
+    plain_loop(plain, data(6), 2, 4, {})
+    for expected, found in zip(plain.parameters(), module.parameters(), strict=True):
+        assert torch.allclose(expected, found, atol=1e-6)
+
+
+def test_hooks_around_the_step(make: Make, trainer: Any) -> None:
+    calls: list[str] = []
+    names = (
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+    )
+
+    def recorder(name: str) -> Callable[..., None]:
+        return lambda self, *args: calls.append(name)
+
+    module = type("Recording", (Regression,), {name: recorder(name) for name in names})(adamw)
+    trainer(make(), accumulate_grad_batches=2, max_epochs=1).fit(module, data(3))
+    backward = ["on_before_backward", "on_after_backward"]
+    first = ["on_before_zero_grad", *backward, "on_train_batch_end"]
+    last = [*backward, "on_before_optimizer_step", "on_train_batch_end"]
+    assert calls == [*first, *last, "on_before_zero_grad", *last]
+
+
+def test_manual_optimisation(make: Make, trainer: Any) -> None:
+    class Manual(Regression):
+        def __init__(self) -> None:
+            super().__init__(lambda net: SGD(net.parameters(), lr=0.1))
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward((self.net(batch[0]) - batch[1]).square().mean())
+            optimizer.step()
+
+    if make is FusedStrategy:
+        pytest.skip("an engine that fuses the passes has no manual backward")
+    module = Manual()
+    module.net[2] = nn.Identity()
+    plain = copy.deepcopy(module)
+    trainer(make()).fit(module, data(4))
+    plain_loop(plain, data(4), 2, 1, {})
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("other", STRATEGIES)
+def test_a_checkpoint_goes_on_under_every_strategy(make: Make, trainer: Any, tmp_path: Path, other: str) -> None:
+    torch.manual_seed(0)
+    whole = Regression(adamw)
+    half = copy.deepcopy(whole)
+    state = torch.get_rng_state()
+    trainer(make(), max_epochs=4, accumulate_grad_batches=3).fit(whole, data(), data(2))
+    torch.set_rng_state(state)
+    first = trainer(make(), max_steps=6, max_epochs=4, accumulate_grad_batches=3)
+    first.fit(half, data(), data(2))
+    path = first.save_checkpoint(tmp_path / "half")
+    resumed = Regression(adamw)
+    second = trainer(STRATEGIES[other](), max_epochs=4, accumulate_grad_batches=3)
+    second.fit(resumed, data(), data(2), ckpt_path=path)
+    for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(expected, found)
+    assert second.global_step == 16
+
+
+def test_evaluation(make: Make, trainer: Any) -> None:
+    run, module = trainer(make()), Regression(adamw)
+    [values] = run.validate(module, data(3), verbose=False)
+    module.eval()
+    with torch.no_grad():
+        expected = [module.net(x) for x, _ in data(3)]
+    losses = [(out - y).square().mean() for out, (_, y) in zip(expected, data(3), strict=True)]
+    assert values["val_loss"] == pytest.approx(float(torch.stack(losses).mean()))
+    outputs = run.predict(module, data(3))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
+def test_precisions(make: Make, trainer: Any, precision: str) -> None:
+    module = Regression(adamw)
+    run = trainer(make(), precision=precision)
+    run.fit(module, data(3), data(1))
+    assert run.precision == precision and run.global_step == 6
+    dtypes = {"64-true": torch.float64, "bf16-mixed": torch.float32, "bf16-true": torch.bfloat16}
+    assert module.net[0].weight.dtype == dtypes[precision]
+    assert bool(torch.isfinite(run.callback_metrics["loss_epoch"]))
+
+
+def test_closure_optimizers_where_they_can_be(make: Make, trainer: Any) -> None:
+    module = Regression(lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3))
+    strategy = make()
+    if strategy.supports_closure:
+        run = trainer(strategy, max_epochs=1)
+        run.fit(module, data(2))
+        assert run.global_step == 2
+        return
+    with pytest.raises(ValueError, match="strategy='fused': use a single device or DDP"):
+        trainer(strategy).fit(module, data(2))
+
+
+def test_one_rank_has_nothing_to_exchange(make: Make) -> None:
+    strategy = make()
+    tensor = torch.arange(3.0)
+    assert strategy.all_gather(tensor).shape == (1, 3) and strategy.broadcast("x") == "x"
+    for reduction in ("mean", "sum", "max", "min"):
+        assert torch.equal(strategy.reduce(tensor, reduction=reduction), tensor)
+    assert strategy.any(True) is True and strategy.any(False) is False
+    strategy.barrier()
+    assert (strategy.data_rank, strategy.data_size, strategy.world_size) == (0, 1, 1) and strategy.is_global_zero
+
+
+def test_the_life_of_a_strategy(make: Make) -> None:
+    strategy = make()
+    strategy.setup_environment()
+    with strategy.init_module():
+        net = nn.Linear(2, 1)
+    assert net.weight.device.type == strategy.root_device.type == "cpu"
+    [net] = strategy.setup_modules([net])  # type: ignore[list-item]
+    [optimizer] = strategy.setup_optimizers([net], [SGD(net.parameters(), lr=1.0)])
+    assert strategy.modules == [net] and strategy.optimizers == [optimizer]
+    batch = {"x": [torch.ones(1)], "s": "a"}
+    assert strategy.to_device(batch) is batch and strategy.leaves_batches
+    strategy.teardown()
+    strategy.teardown()
+    assert strategy.modules == [] == strategy.optimizers
+
+
+def test_init_module_in_the_precision_of_the_trainer(make: Make, trainer: Any) -> None:
+    run = trainer(make(), precision="64-true")
+    with run.init_module():
+        module = Regression(adamw)
+    assert module.dtype == torch.float64 and run.strategy.precision.name == "64-true"
+
+
+def test_what_a_strategy_must_say() -> None:
+    with pytest.raises(TypeError, match="root_device"):
+        Strategy()  # type: ignore[abstract]

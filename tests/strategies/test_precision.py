@@ -1,0 +1,127 @@
+"""Precisions: names, dtypes of parameters, inputs and forward passes, and the gradient scaler's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from leyden import ConfigurationError, Trainer, TrainModule
+from leyden.strategies import SingleDeviceStrategy
+from leyden.strategies.precision import ALIASES, NAMES, MixedPrecision, Precision, find_precision
+
+# Name: dtype of parameters, of inputs, of the forward pass's result, of a tensor made in the step.
+FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
+DTYPES = {
+    "32-true": (FLOAT, FLOAT, FLOAT, FLOAT),
+    "64-true": (DOUBLE, DOUBLE, DOUBLE, DOUBLE),
+    "16-mixed": (FLOAT, FLOAT, HALF, FLOAT),
+    "bf16-mixed": (FLOAT, FLOAT, BRAIN, FLOAT),
+    "16-true": (HALF, HALF, HALF, HALF),
+    "bf16-true": (BRAIN, BRAIN, BRAIN, BRAIN),
+}
+
+
+class Looking(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.seen: set[Any] = set()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, index = batch
+        out = self.net(x)
+        self.seen.add((self.net.weight.dtype, x.dtype, out.dtype, torch.zeros(1).dtype))
+        assert index.dtype == torch.int64 and self.count.dtype == torch.int64
+        assert self.scale.dtype == self.net.weight.dtype
+        return out.float().square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.add((self.net.weight.dtype, batch[0].dtype, self.net(batch[0]).dtype, torch.zeros(1).dtype))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.fixture
+def quiet(tmp_path: Any) -> dict[str, Any]:
+    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return {**off, "max_epochs": 1, "accelerator": "cpu", "default_root_dir": tmp_path}
+
+
+BATCHES = [(torch.ones(2, 4), torch.arange(2)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_dtypes_of_every_precision(quiet: Any, name: str) -> None:
+    module = Looking()
+    trainer = Trainer(**quiet, precision=name)
+    trainer.fit(module, BATCHES, BATCHES)
+    assert module.seen == {DTYPES[name]}
+    assert trainer.precision == name and trainer.global_step == 3
+    assert torch.get_default_dtype() == torch.float32
+    assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("short", "name"), [*ALIASES.items(), (16, "16-mixed"), (32, "32-true"), (64, "64-true"), (None, "32-true")]
+)
+def test_short_names(short: Any, name: str) -> None:
+    assert find_precision(short).name == name
+    assert Trainer(precision=short, logger=False, enable_checkpointing=False).precision == name
+
+
+def test_unknown_names_and_settings() -> None:
+    with pytest.raises(ConfigurationError, match=r"precision='16mixed' is not known\. Did you mean '16-mixed'\?"):
+        find_precision("16mixed")
+    with pytest.raises(ConfigurationError, match="needs no scaler"):
+        MixedPrecision("bf16", scaler=GradScaler("cpu"))
+
+
+@pytest.mark.parametrize("as_plugin", [True, False])
+def test_the_settings_of_the_scaler(quiet: Any, as_plugin: bool) -> None:
+    precision = MixedPrecision("16", init_scale=4.0, growth_factor=4.0, growth_interval=2)
+    trainer = Trainer(**quiet, **({"plugins": precision} if as_plugin else {"precision": precision}))
+    trainer.fit(Looking(), BATCHES)
+    assert precision.scaler is not None and precision.scaler.get_scale() == 16.0
+    assert trainer.strategy.precision is precision
+
+
+def test_a_scaler_of_ones_own(quiet: Any) -> None:
+    scaler = GradScaler("cpu", init_scale=2.0, growth_interval=1)
+    Trainer(**quiet, precision=MixedPrecision("16", scaler=scaler)).fit(Looking(), BATCHES)
+    assert scaler.get_scale() == 16.0
+
+
+def test_a_precision_of_ones_own(quiet: Any) -> None:
+    class Halved(Precision):
+        name = "halved"
+
+        def scale_loss(self, loss: Any) -> Any:
+            return loss / 2
+
+    plain, halved = Looking(), Looking()
+    halved.load_state_dict(plain.state_dict())
+    before = plain.net.weight.detach().clone()
+    Trainer(**quiet).fit(plain, BATCHES[:1])
+    trainer = Trainer(**quiet, precision=Halved())
+    trainer.fit(halved, BATCHES[:1])
+    assert trainer.precision == "halved"
+    assert torch.allclose((before - plain.net.weight) / 2, before - halved.net.weight, atol=1e-7)
+
+
+def test_a_strategy_keeps_its_precision_unless_one_is_given() -> None:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
+    strategy = SingleDeviceStrategy("cpu", MixedPrecision("bf16"))
+    assert Trainer(strategy=strategy, **quiet).precision == "bf16-mixed"
+    assert Trainer(strategy=strategy, precision="64", **quiet).precision == "64-true"
+
+
+def test_a_device_that_cannot_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="mps has no float64: use precision='32-true', or accelerator='cpu'"):
+        find_precision("64").check(torch.device("mps"))

@@ -1,0 +1,131 @@
+"""Wrong arguments of the Trainer, its callbacks and precisions: one clear error from the constructor, which names the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leyden import Callback, ConfigurationError, Trainer
+from leyden.callbacks import EarlyStopping, GradientAccumulation, GradientAccumulationScheduler, ModelCheckpoint
+from leyden.strategies.precision import HalfPrecision, MixedPrecision
+
+TABLE: list[tuple[str, str, Callable[[Path], Any]]] = []
+
+
+def argument(name: str, match: str, **arguments: Any) -> None:
+    """A mistake that the Trainer's constructor finds."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    TABLE.append((name, match, lambda folder: Trainer(**{**quiet, "default_root_dir": folder, **arguments})))
+
+
+def mistake(match: str) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:
+    """A mistake that another constructor finds."""
+
+    def add(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+        TABLE.append((function.__name__, match, function))
+        return function
+
+    return add
+
+
+argument("precision unknown", r"precision='bf61' is not known\. Did you mean 'bf16'\?", precision="bf61")
+argument("precision twice", r"more than once.*give it once", precision="bf16", plugins=MixedPrecision("16"))
+argument("plugin unknown", r"plugins.*give a Precision", plugins=object())
+argument("strategy unknown", r"strategy='single_devise'.*Did you mean 'single_device'\?", strategy="single_devise")
+argument("accelerator unknown", r"accelerator='cpuu' is not known\. Did you mean 'cpu'\?", accelerator="cpuu")
+argument("accelerator tpu", r"strategy='xla' and torch_xla", accelerator="tpu")
+argument("devices several", r"devices=3 names several.*devices=1", devices=3)
+argument("devices zero", r"devices=0: use a whole number from 1", devices=0)
+argument("devices a word", r"devices='one': use a number", devices="one")
+argument("devices empty", r"devices=\[\].*devices=1", devices=[])
+argument("num_nodes", r"num_nodes=2.*use num_nodes=1", num_nodes=2)
+argument("max_steps negative", r"max_steps=-5: use a whole number from -1", max_steps=-5)
+argument("max_epochs a float", r"max_epochs=1\.5: use a whole number", max_epochs=1.5)
+argument("max_epochs a bool", r"max_epochs=True: use a whole number", max_epochs=True)
+argument("min_steps negative", r"min_steps=-1: use a whole number from 0", min_steps=-1)
+argument("max_time a word", r"max_time='1h'.*DD:HH:MM:SS", max_time="1h")
+argument("max_time unit", r"max_time.*'hour'.*Did you mean 'hours'\?", max_time={"hour": 1})
+argument("max_time a number", r"max_time=60.*timedelta", max_time=60)
+argument("max_time negative", r"max_time.*negative", max_time=timedelta(seconds=-1))
+argument("limit above one", r"limit_train_batches=1\.5.*limit_train_batches=1 for a number", limit_train_batches=1.5)
+argument("limit negative", r"limit_val_batches=-1: use a whole number of batches from 0", limit_val_batches=-1)
+argument("limit a word", r"limit_test_batches='all': use a fraction", limit_test_batches="all")
+argument("limit nan", r"limit_predict_batches=nan", limit_predict_batches=float("nan"))
+argument("val_check_interval zero", r"val_check_interval=0: use a whole number of batches from 1", val_check_interval=0)
+argument("val_check_interval fraction", r"val_check_interval=1\.5: a float is a fraction", val_check_interval=1.5)
+argument("val_check_interval time", r"val_check_interval='30s'.*DD:HH:MM:SS", val_check_interval="30s")
+argument("check_val None", r"give val_check_interval as a whole number", check_val_every_n_epoch=None)
+argument("check_val zero", r"check_val_every_n_epoch=0: use a whole number from 1", check_val_every_n_epoch=0)
+argument("accumulation zero", r"accumulate_grad_batches=0: use a whole number from 1", accumulate_grad_batches=0)
+argument(
+    "accumulation twice",
+    r"accumulation was asked for more than once",
+    accumulate_grad_batches=2,
+    callbacks=GradientAccumulation(4),
+)
+argument("clip value", r"gradient_clip_val='1': use a number", gradient_clip_val="1")
+argument("clip nan", r"gradient_clip_val=nan: use a number", gradient_clip_val=float("nan"))
+argument("clip algorithm", r"'nrom' is not known\. Did you mean 'norm'\?", gradient_clip_algorithm="nrom")
+argument("profiler unknown", r"'simpel' is not known\. Did you mean 'simple'\?", profiler="simpel")
+argument("profiler of no kind", r"profiler=3: use 'simple'", profiler=3)
+argument("deterministic", r"deterministic='yes': use True, False or 'warn'", deterministic="yes")
+argument("a word for a bool", r"detect_anomaly='no': use True or False", detect_anomaly="no")
+argument("logger a word", r"logger='csv': use True, False, or loggers such as CSVLogger\(\)", logger="csv")
+argument("root dir a URL", r"local and mounted folders only", default_root_dir="s3://bucket/run")
+argument("barebones and a logger", r"barebones=True turns logger off.*choose one", barebones=True, logger=True)
+argument("a callback's class", r"the class EarlyStopping: give an instance, EarlyStopping\(\)", callbacks=EarlyStopping)
+argument("no callback", r"a int, which is no Callback: subclass Callback", callbacks=[1])
+ONE = Callback()
+argument("a callback twice", r"the same callback twice: give it once", callbacks=[ONE, ONE])
+argument("checkpointing off and on", r"enable_checkpointing=False.*choose one", callbacks=ModelCheckpoint())
+
+
+@mistake(r"there is no GPU here|torch finds no GPU here: use accelerator='auto' or 'cpu'")
+def an_accelerator_that_is_not_there(folder: Path) -> None:
+    if torch.cuda.is_available() or torch.backends.mps.is_available():
+        pytest.skip("this machine has a GPU")
+    Trainer(accelerator="gpu")
+
+
+@mistake(r"GradientAccumulation: 0 is no number of batches")
+def an_accumulation_of_none(folder: Path) -> None:
+    GradientAccumulation(0)
+
+
+@mistake(r"give a dict as \{0: 4\}")
+def a_schedule_that_is_a_number(folder: Path) -> None:
+    GradientAccumulationScheduler(4)  # type: ignore[arg-type]
+
+
+@mistake(r"MixedPrecision\(dtype='fp16'\): use '16' or 'bf16'")
+def a_dtype_of_mixed_precision(folder: Path) -> None:
+    MixedPrecision("fp16")  # type: ignore[arg-type]
+
+
+@mistake(r"HalfPrecision\(dtype='32'\): use '16' or 'bf16'")
+def a_dtype_of_half_precision(folder: Path) -> None:
+    HalfPrecision("32")  # type: ignore[arg-type]
+
+
+@mistake(r"mode='mni'.*Did you mean 'min'\?")
+def an_early_stopping_mode(folder: Path) -> None:
+    EarlyStopping("val_loss", mode="mni")  # type: ignore[arg-type]
+
+
+@mistake(r"give one of the three")
+def two_triggers_of_a_checkpoint(folder: Path) -> None:
+    ModelCheckpoint(every_n_train_steps=2, every_n_epochs=1)
+
+
+@pytest.mark.parametrize(("match", "make"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_one_clear_error(tmp_path: Path, match: str, make: Callable[[Path], Any]) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        make(tmp_path)
+    assert re.search(match, str(caught.value), re.DOTALL), caught.value
+    assert [*tmp_path.iterdir()] == []

@@ -1,0 +1,363 @@
+"""What fit makes of loaders: with and without a length, of a wrong length, combined, and of a DataModule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from leyden import CombinedLoader, DataModule, Trainer
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers, with or without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.count):
+            yield torch.full((2,), float(number))
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.count
+
+
+class Lying:
+    """A loader that says that it has another number of batches."""
+
+    def __init__(self, batches: list[Any], says: int) -> None:
+        self.batches, self.says = batches, says
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return self.says
+
+
+def weights_of_plain_loop(batches: list[Any], accumulate: int, epochs: int = 1) -> Any:
+    """SGD on Tiny's loss, whose gradient is the mean of each batch; the last window has its true length."""
+    weight = torch.ones(1, 2)
+    for _ in range(epochs):
+        for start in range(0, len(batches), accumulate):
+            window = batches[start : start + accumulate]
+            weight -= 0.1 * torch.stack([batch.reshape(-1, 2).mean(0) for batch in window]).mean(0)
+    return weight
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize("kind", [Stream, Sized, list])
+def test_the_last_window_of_an_epoch(Tiny: Any, fit: Any, batches: Any, kind: Any, accumulate: int) -> None:
+    module = Tiny()
+    data = batches(10) if kind is list else DataLoader(kind(10), batch_size=1)
+    lengths: list[tuple[int, int]] = []
+
+    class Watching(Tiny):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            lengths.append((self.trainer.window.index + 1, self.trainer.window.length))
+
+    module = Watching()
+    trainer = fit(module, data, max_epochs=2, accumulate_grad_batches=accumulate)
+    assert trainer.num_training_batches == (10 if kind is not Stream else float("inf"))
+    assert trainer.global_step == 2 * -(-10 // accumulate)
+    assert [true for true, _ in lengths] == ([4, 4, 2] if accumulate == 4 else [1] * 10) * 2
+    assert torch.allclose(module.net.weight, weights_of_plain_loop(batches(10), accumulate, epochs=2))
+
+
+@pytest.mark.parametrize("limit", [3, 1.0])
+def test_a_limit_of_a_loader_without_length(Tiny: Any, fit: Any, limit: Any) -> None:
+    module = Tiny()
+    trainer = fit(module, DataLoader(Stream(5)), limit_train_batches=limit, max_epochs=2, accumulate_grad_batches=2)
+    assert module.trained == [*range(3 if limit == 3 else 5)] * 2
+    assert trainer.global_step == (4 if limit == 3 else 6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+def test_a_loader_that_is_shorter_than_it_says(Tiny: Any, fit: Any, batches: Any, accumulate: int) -> None:
+    class Scheduled(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
+
+    module = Scheduled()
+    with pytest.warns(UserWarning, match="says that it has 8 batches and ended after 6: give it the right length"):
+        trainer = fit(module, Lying(batches(6), 8), batches(1), max_epochs=2, accumulate_grad_batches=accumulate)
+    assert trainer.global_step == 2 * -(-6 // accumulate)
+    assert torch.allclose(module.net.weight, weights_of_plain_loop(batches(6), accumulate, epochs=2))
+    # The epochs end as all do: each is validated, and counted by schedulers.
+    assert module.validated_at == [6, 12]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_a_loader_that_is_longer_than_it_says(Tiny: Any, fit: Any, batches: Any) -> None:
+    module = Tiny()
+    fit(module, Lying(batches(6), 4), batches(1), max_epochs=2)
+    assert module.trained == [0, 1, 2, 3] * 2 and module.validated_at == [4, 8]
+
+
+MODES = {
+    "min_size": [(0, 0), (1, 1)],
+    "max_size_cycle": [(0, 0), (1, 1), (2, 0)],
+    "max_size": [(0, 0), (1, 1), (2, None)],
+}
+
+
+def first(batch: Any) -> Any:
+    return None if batch is None else int(batch.flatten()[0])
+
+
+@pytest.mark.parametrize("mode", [*MODES, "sequential", "a plain dict"])
+def test_combined_loaders_in_training(Tiny: Any, fit: Any, batches: Any, mode: Any) -> None:
+    seen: list[Any] = []
+
+    class Combined(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if mode == "sequential":
+                batch, inner, loader = batch
+                seen.append((first(batch), inner, loader))
+                return self(batch).mean()
+            seen.append((first(batch["a"]), first(batch["b"])))
+            return self(batch["a"]).mean()
+
+    parts = {name: DataLoader(batches(count), batch_size=None) for name, count in (("a", 3), ("b", 2))}
+    trainer = fit(Combined(), parts if mode == "a plain dict" else CombinedLoader(parts, mode), max_epochs=2)
+    if mode == "sequential":
+        expected: Any = [(0, 0, 0), (1, 1, 0), (2, 2, 0), (0, 0, 1), (1, 1, 1)]
+    else:
+        expected = MODES["max_size_cycle" if mode == "a plain dict" else mode]
+    assert seen == expected * 2
+    assert trainer.num_training_batches == len(expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_combined_loaders_in_evaluation(Tiny: Any, quiet: Any, batches: Any, mode: Any) -> None:
+    seen: list[Any] = []
+
+    class Combined(Tiny):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append((first(batch[0]), first(batch[1])))
+
+    parts = [DataLoader(batches(count), batch_size=None) for count in (3, 2)]
+    Trainer(**quiet).test(Combined(), CombinedLoader(parts, mode))
+    assert seen == MODES[mode]
+
+
+def test_a_sequential_loader_in_evaluation_keeps_its_limits(Tiny: Any, quiet: Any, batches: Any) -> None:
+    seen: list[Any] = []
+
+    class Combined(Tiny):
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            seen.append((first(batch), dataloader_idx))
+
+    parts = [DataLoader(batches(count), batch_size=None) for count in (3, 2)]
+    trainer = Trainer(**quiet)
+    trainer.test(Combined(), CombinedLoader(parts, "sequential", limits=[1, None]))
+    assert seen == [(0, 0), (0, 1), (1, 1)]
+    assert trainer.num_test_batches == [1, 2]
+
+
+# -1 -------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("accumulate", "end_at", "trained"),
+    [(1, 0, 0), (1, 3, 3), (2, 2, 2), (2, 3, 4), (4, 5, 6), (4, 4, 4), (1, 5, 5), (2, 5, 6)],
+)
+@pytest.mark.parametrize("sized", [True, False])
+def test_minus_one_ends_the_epoch_after_its_window(
+    Tiny: Any, fit: Any, batches: Any, accumulate: int, end_at: int, trained: int, sized: bool
+) -> None:
+    class Ending(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ends = 0
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == end_at else None
+
+        def on_train_epoch_end(self) -> None:
+            self.ends += 1
+
+    module, data = Ending(), batches(6)
+    trainer = fit(
+        module, data if sized else DataLoader(Stream(6)), batches(1), max_epochs=2, accumulate_grad_batches=accumulate
+    )
+    assert module.trained == [*range(trained)] * 2
+    assert (module.ends, trainer.current_epoch) == (2, 1)
+    assert torch.allclose(module.net.weight, weights_of_plain_loop(data[:trained], accumulate, epochs=2))
+    # Such an epoch is validated and counted by schedulers as any other.
+    assert module.validated_at == [trained, 2 * trained]
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+def test_minus_one_validates_once(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Ending(Tiny):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if batch_idx == 4 else None
+
+    module = Ending()
+    fit(module, batches(6), batches(1), max_epochs=2, val_check_interval=2)
+    assert module.validated_at == [2, 4, 6, 8]
+
+
+# a step that draws by itself --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("count", "steps"), [(4, 2), (5, 2)])
+def test_a_step_that_draws_two_batches(Tiny: Any, fit: Any, batches: Any, count: int, steps: int) -> None:
+    class Drawing(Tiny):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            (one, _, _), (two, _, _) = next(dataloader_iter), next(dataloader_iter)
+            self.trained.append((first(one), first(two)))
+            return self(one).mean() + self(two).mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
+
+    module = Drawing()
+    trainer = fit(module, batches(count), batches(1), max_epochs=2)
+    assert module.trained == [(0, 1), (2, 3)] * 2 and trainer.global_step == 2 * steps
+    assert len(module.validated_at) == 2
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
+
+
+# DataModule -------------------------------------------------------------------------------------------------------------
+class Numbers(DataModule):
+    """All hooks, recorded."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.calls: list[Any] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(("setup", stage))
+        self.data = [torch.full((1, 2), float(number)) for number in range(self.hparams.count)]
+
+    def teardown(self, stage: str) -> None:
+        self.calls.append(("teardown", stage))
+
+    def train_dataloader(self) -> Any:
+        return self.data
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+    def on_exception(self, exception: BaseException) -> None:
+        self.calls.append(type(exception))
+
+
+def test_a_datamodule_serves_every_stage(Tiny: Any, quiet: Any) -> None:
+    trainer, module, data = Trainer(**quiet, max_epochs=1), Tiny(), Numbers(2)
+    trainer.fit(module, datamodule=data)
+    assert module.trained == [0, 1] and trainer.datamodule is data and data.trainer is trainer
+    trainer.fit(module, data)
+    assert trainer.test(datamodule=data, verbose=False) == [{"seen": 0.5}]
+    assert trainer.validate(verbose=False) == [{}]
+    assert len(trainer.predict(module, data) or []) == 2
+    stages = ["fit", "fit", "test", "validate", "predict"]
+    assert data.calls == [call for stage in stages for call in ("prepare_data", ("setup", stage), ("teardown", stage))]
+    assert data.hparams == {"count": 2}
+
+
+def test_a_datamodule_hears_of_errors(Tiny: Any, quiet: Any) -> None:
+    class Failing(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyError("x")
+
+    data = Numbers()
+    with pytest.raises(KeyError):
+        Trainer(**quiet, max_epochs=1).fit(Failing(), datamodule=data)
+    assert data.calls[-2:] == [KeyError, ("teardown", "fit")]
+
+
+def test_a_datamodule_of_data_sets(Tiny: Any, quiet: Any) -> None:
+    rows = torch.arange(12.0).repeat_interleave(2).view(12, 2)
+    data = DataModule.from_datasets(rows[:8], val_dataset=[rows[8:10], rows[10:]], test_dataset=rows[8:], batch_size=2)  # type: ignore[arg-type]
+
+    class Several(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.validated.append((first(batch), dataloader_idx))
+
+    trainer, module = Trainer(**quiet, max_epochs=1, num_sanity_val_steps=0), Several()
+    torch.manual_seed(0)
+    trainer.fit(module, datamodule=data)
+    assert trainer.num_training_batches == 4 and module.validated == [(8, 0), (10, 1)]
+    assert module.trained != sorted(module.trained), "the training set is shuffled"
+    assert trainer.test(module, datamodule=data, verbose=False) == [{"seen": 9.0}]
+    stream = DataModule.from_datasets(Stream(3), batch_size=2)
+    trainer.fit(module, datamodule=stream)
+    assert trainer.global_step == 2
+
+
+def test_the_state_of_a_datamodule(Tiny: Any, quiet: Any, tmp_path: Any) -> None:
+    class Stateful(Numbers):
+        position = 0
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"position": self.position}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.position = state["position"]
+
+    data, trainer = Stateful(), Trainer(**quiet, max_epochs=1)
+    trainer.fit(Tiny(), datamodule=data)
+    data.position = 7
+    path = trainer.save_checkpoint(tmp_path / "saved")
+    other = Stateful()
+    Trainer(**quiet, max_epochs=2).fit(Tiny(), datamodule=other, ckpt_path=path)
+    assert other.position == 7
+
+
+# transfer ---------------------------------------------------------------------------------------------------------------
+def test_the_transfer_hooks(Tiny: Any, quiet: Any, batches: Any) -> None:
+    calls: list[Any] = []
+
+    class Moving(Tiny):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(("before", dataloader_idx))
+            return batch + 1
+
+        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            calls.append(("move", device.type))
+            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            calls.append(("after", dataloader_idx))
+            return batch * 10
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.validated.append(first(batch))
+
+    module, trainer = Moving(), Trainer(**quiet, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(module, batches(2), [DataLoader(batches(1), batch_size=None) for _ in range(2)])
+    assert module.trained == [10, 20] and module.validated == [10, 10]
+    each = [[("before", index), ("move", "cpu"), ("after", index)] for index in (0, 0, 0, 1)]
+    assert calls == [call for part in each for call in part]
+
+    class Own(Numbers):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return batch + 100
+
+    module = Moving()
+    trainer.fit(module, datamodule=Own(1))
+    # The DataModule's own hook goes in place of the module's; the others are the module's.
+    assert module.trained == [1000]
+
+
+def test_a_batch_of_any_structure_is_converted(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Nested(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert batch["x"][0].dtype == torch.float64 and batch["n"].dtype == torch.int64 and batch["s"] == "a"
+            return self(batch["x"][0]).mean()
+
+    fit(Nested(), [{"x": [torch.ones(1, 2)], "n": torch.arange(2), "s": "a"}], precision="64-true")

@@ -1,0 +1,197 @@
+"""When fit validates, on what, and under which names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from leyden import Callback
+from leyden.callbacks import ModelCheckpoint
+
+
+class Unsized:
+    """A loader without a length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
+# Epochs of 6 batches, 3 of them: after which batches the run validates.
+INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [6, 12, 18]),
+    ({"val_check_interval": 0.5}, [3, 6, 9, 12, 15, 18]),
+    ({"val_check_interval": 0.4}, [2, 4, 6, 8, 10, 12, 14, 16, 18]),
+    ({"val_check_interval": 1}, [*range(1, 19)]),
+    ({"val_check_interval": 4}, [4, 10, 16]),
+    ({"val_check_interval": 6}, [6, 12, 18]),
+    ({"check_val_every_n_epoch": 2}, [12]),
+    ({"check_val_every_n_epoch": 2, "val_check_interval": 0.5}, [9, 12]),
+    ({"check_val_every_n_epoch": 4}, []),
+    ({"check_val_every_n_epoch": None, "val_check_interval": 4}, [4, 8, 12, 16]),
+    ({"check_val_every_n_epoch": None, "val_check_interval": 10}, [10]),
+    ({"val_check_interval": "00:00:00:00"}, [*range(1, 19)]),
+    ({"val_check_interval": timedelta(days=1)}, []),
+    ({"val_check_interval": {"days": 1}}, []),
+    ({"check_val_every_n_epoch": None, "val_check_interval": timedelta(0)}, [*range(1, 19)]),
+    ({"check_val_every_n_epoch": 3, "val_check_interval": timedelta(0)}, [*range(13, 19)]),
+    ({"accumulate_grad_batches": 4}, [6, 12, 18]),
+    # In windows of 4 and 2 batches a point inside a window is reached at its end.
+    ({"accumulate_grad_batches": 4, "val_check_interval": 3}, [4, 6, 10, 12, 16, 18]),
+    ({"accumulate_grad_batches": 4, "val_check_interval": 1}, [4, 6, 10, 12, 16, 18]),
+    ({"accumulate_grad_batches": 4, "val_check_interval": 5, "check_val_every_n_epoch": None}, [6, 10, 16]),
+    ({"max_steps": 9}, [6]),
+    ({"limit_train_batches": 4, "val_check_interval": 0.5}, [2, 4, 6, 8, 10, 12]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "at"), INTERVALS, ids=[str(arguments) for arguments, _ in INTERVALS])
+@pytest.mark.parametrize("sized", [True, False])
+def test_when_fit_validates(Tiny: Any, fit: Any, batches: Any, arguments: Any, at: list[int], sized: bool) -> None:
+    if not sized and isinstance(arguments.get("val_check_interval"), float):
+        pytest.skip("a fraction of an epoch whose length is not known is refused")
+    module, train = Tiny(), batches(6)
+    trainer = fit(module, train if sized else Unsized(train), batches(2), **{"max_epochs": 3, **arguments})
+    assert module.validated_at == at
+    # Two batches of the sanity check, and two of each validation.
+    assert module.validated == [0, 1] * (len(at) + 1)
+    assert trainer.progress.validations == len(at)
+
+
+def test_epochs_end_after_their_validation(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Recording(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls: list[str] = []
+
+        def on_validation_end(self) -> None:
+            self.calls.append("validated")
+
+        def on_train_epoch_end(self) -> None:
+            self.calls.append("epoch over")
+
+    module = Recording()
+    fit(module, batches(2), batches(1), max_epochs=2, num_sanity_val_steps=0)
+    assert module.calls == ["validated", "epoch over"] * 2
+
+
+def several(*sizes: int, value: float = 1.0) -> list[DataLoader[Any]]:
+    return [
+        DataLoader(torch.full((size, 2), value * (number + 1)), batch_size=2)  # type: ignore[arg-type]
+        for number, size in enumerate(sizes)
+    ]
+
+
+def test_several_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Several(Tiny):
+        seen: list[tuple[int, int]]
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("value", batch.mean())
+            self.log("both", batch.mean(), add_dataloader_idx=False) if dataloader_idx == 1 else None
+
+        def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.seen.append((batch_idx, dataloader_idx))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("whole", 7.0)
+
+    class Watching(Callback):
+        ends: list[tuple[int, int]] = []
+
+        def on_validation_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            self.ends.append((batch_idx, dataloader_idx))
+
+    module, watching = Several(), Watching()
+    module.seen = []
+    trainer = fit(module, batches(1), several(4, 2, 3), num_sanity_val_steps=0, callbacks=watching)
+    assert module.seen == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 2)] == watching.ends
+    assert trainer.num_val_batches == [2, 1, 2]
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
+        **{f"value/dataloader_idx_{index}": index + 1.0 for index in range(3)},
+        "both": 2.0,
+        "whole": 7.0,
+    }
+
+
+def test_a_dict_of_loaders_is_read_one_after_the_other(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Several(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.validated.append((float(batch[0, 0]), dataloader_idx))
+
+    module, (first, second) = Several(), several(2, 2)
+    fit(module, batches(1), {"a": first, "b": [second]}, num_sanity_val_steps=0)
+    assert module.validated == [(1.0, 0), (2.0, 1)]
+
+
+def test_a_shuffled_validation_loader_is_warned_of(Tiny: Any, fit: Any, batches: Any) -> None:
+    with pytest.warns(UserWarning, match="validation loader shuffles: .* shuffle=False"):
+        fit(Tiny(), batches(1), DataLoader(torch.zeros(2, 2), shuffle=True))  # type: ignore[arg-type]
+
+
+def test_a_loader_without_its_step_is_warned_of(fit: Any, batches: Any) -> None:
+    from leyden import TrainModule
+
+    class Plain(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return None
+
+    with pytest.warns(UserWarning, match="there is a val loader, and Plain has no validation_step"):
+        trainer = fit(Plain(), batches(2), batches(1))
+    assert trainer.global_step == 2 and trainer.num_val_batches == []
+
+
+@pytest.mark.parametrize(("every", "loaded"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
+def test_reload_dataloaders_every_n_epochs(Tiny: Any, fit: Any, batches: Any, every: int, loaded: list[int]) -> None:
+    class Reloading(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trains: list[int] = []
+            self.vals: list[int] = []
+
+        def train_dataloader(self) -> Any:
+            self.trains.append(self.current_epoch)
+            return batches(2, start=10 * self.current_epoch)
+
+        def val_dataloader(self) -> Any:
+            self.vals.append(self.current_epoch)
+            return batches(1, start=10 * self.current_epoch)
+
+    module = Reloading()
+    fit(module, None, max_epochs=4, reload_dataloaders_every_n_epochs=every, num_sanity_val_steps=0)
+    assert module.trains == loaded == module.vals
+    latest = [max(epoch for epoch in loaded if epoch <= number) for number in range(4)]
+    assert module.validated == [10.0 * epoch for epoch in latest]
+    assert module.trained == [10.0 * epoch + batch for epoch in latest for batch in (0, 1)]
+
+
+def test_evaluation_inside_fit_is_seen_by_a_checkpoint(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("value", float(self.global_step))
+
+    checkpoint = ModelCheckpoint(monitor="value", mode="max")
+    fit(
+        Logging(),
+        batches(4),
+        batches(1),
+        val_check_interval=2,
+        callbacks=checkpoint,
+        enable_checkpointing=True,
+    )
+    assert checkpoint.best_model_score == 4.0

@@ -1,0 +1,326 @@
+"""Damaged and hostile checkpoints of real runs: `fit` never loads one, runs none of its code and changes nothing."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Callback, CheckpointError, Trainer, TrainModule
+from leyden.callbacks import EarlyStopping, ModelCheckpoint
+from leyden.trainer.checkpoint import safefile
+from leyden.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from leyden.trainer.checkpoint.safefile import write_file
+
+NAMES = [
+    *(
+        "manifest.json",
+        "progress.json",
+        "layout.json",
+        "model.safetensors",
+        "optimizer.json",
+        "optimizer-0.safetensors",
+    ),
+    *("schedulers.json", "callbacks.json", "callbacks.safetensors", "user.json", "user.safetensors"),
+    *("rank-0.json", "rank-0.safetensors", "hparams.json"),
+]
+
+
+class Module(TrainModule):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
+        self.loaded: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["average"] = torch.ones(2)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint
+
+
+def trainer(folder: Path, epochs: int = 3) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[
+            ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_top_k=-1),
+            EarlyStopping("loss", patience=99),
+        ],
+        default_root_dir=folder,
+    )
+
+
+def loader() -> Any:
+    return DataLoader(TensorDataset(torch.randn(8, 3)), 2, shuffle=True)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of the three epochs of a real run."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    trainer(folder).fit(Module(), loader())
+    assert sorted(os.listdir(folder / "checkpoints")) == ["epoch=0", "epoch=1", "epoch=2"]
+    return folder
+
+
+@pytest.fixture
+def run_folder(written: Path, tmp_path: Path) -> Path:
+    shutil.copytree(written / "checkpoints", tmp_path / "checkpoints")
+    return tmp_path
+
+
+def newest(folder: Path) -> Path:
+    return folder / "checkpoints" / "epoch=2"
+
+
+def everything(module: Module, run: Trainer) -> tuple[dict[str, torch.Tensor], Any]:
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}, run.progress.to_dict()
+
+
+def assert_refused(folder: Path, name: str, *, parts: tuple[str, ...] = ()) -> None:
+    """By path an error that names the file, and nothing changed; by "last" and "auto" the one before it."""
+    module, run = Module(), trainer(folder, epochs=4)
+    before = everything(module, run)
+    with pytest.raises(CheckpointError) as caught:
+        run.fit(module, loader(), ckpt_path=newest(folder))
+    assert str(newest(folder) / name) in str(caught.value)
+    after = everything(module, run)
+    assert after[1] == before[1]
+    for key, tensor in before[0].items():
+        assert torch.equal(tensor, after[0][key]), key
+    assert module.loaded is None
+    assert not (folder / "code-was-run").exists()
+
+    for path in ("last", "auto"):
+        module, run = Module(), trainer(folder, epochs=2)
+        with pytest.warns(UserWarning, match=rf"passing over a damaged checkpoint: .*{name}"):
+            # Two epochs were asked for and are done, so that nothing is trained or saved after it is loaded.
+            run.fit(module, loader(), ckpt_path=path)
+        assert run.progress.epoch == 1
+        assert torch.equal(module.state_dict()["net.0.weight"], weights_of(folder / "checkpoints" / "epoch=1"))
+        assert not (folder / "code-was-run").exists()
+
+
+def weights_of(path: Path) -> torch.Tensor:
+    weights: torch.Tensor = Module.load_from_checkpoint(path).state_dict()["net.0.weight"]
+    return weights
+
+
+def test_the_list_of_files_is_complete(run_folder: Path) -> None:
+    assert sorted(os.listdir(newest(run_folder))) == sorted(NAMES)
+    module, run = Module(), trainer(run_folder, epochs=3)
+    run.fit(module, loader(), ckpt_path=newest(run_folder))
+    assert torch.equal(module.state_dict()["net.0.weight"], weights_of(newest(run_folder)))
+    assert module.loaded is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_flipped_bit(run_folder: Path, name: str) -> None:
+    path = newest(run_folder) / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    assert_refused(run_folder, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_truncated_file(run_folder: Path, name: str) -> None:
+    path = newest(run_folder) / name
+    os.truncate(path, path.stat().st_size // 2)
+    assert_refused(run_folder, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_missing_file(run_folder: Path, name: str) -> None:
+    (newest(run_folder) / name).unlink()
+    assert_refused(run_folder, name)
+
+
+class Bomb:
+    """Leaves a mark on the disk when unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pickle_in_place_of_a_file(run_folder: Path, name: str) -> None:
+    bomb = Bomb(run_folder / "code-was-run")
+    (newest(run_folder) / name).write_bytes(pickle.dumps(bomb))
+    assert_refused(run_folder, name)
+    torch.save({"state_dict": bomb}, newest(run_folder) / name)
+    assert_refused(run_folder, name)
+    pickle.loads(pickle.dumps(bomb))  # it is armed: the test can fail
+    assert (run_folder / "code-was-run").exists()
+
+
+def vouch(folder: Path, name: str, data: bytes) -> None:
+    """Puts a file in place with a manifest that names its checksum, as somebody who means harm would."""
+    (folder / name).unlink(missing_ok=True)
+    entry = write_file(folder / name, [data])
+    manifest = read_manifest(folder)
+    files = {**manifest.files, name: entry}
+    (folder / MANIFEST).write_bytes(
+        Manifest(files, manifest.save_counter, manifest.saved_at, manifest.progress, 1, "x").to_bytes()
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, "hparams.json")])
+def test_a_pickle_that_the_manifest_vouches_for(run_folder: Path, name: str) -> None:
+    """Checksums are no signature: what is no JSON and no safetensors is refused for itself, before the weights change."""
+    vouch(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))
+    module, run = Module(), trainer(run_folder, epochs=4)
+    before = everything(module, run)[0]
+    with pytest.raises(CheckpointError, match=name):
+        run.fit(module, loader(), ckpt_path=newest(run_folder))
+    assert not (run_folder / "code-was-run").exists()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, module.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("name", ["../epoch=1/model.safetensors", "/etc/passwd", "a/../../x"])
+def test_a_name_that_leads_out(run_folder: Path, name: str) -> None:
+    manifest = read_manifest(newest(run_folder))
+    files = {**manifest.files, name: FileEntry(0, ())}
+    data = Manifest(files, manifest.save_counter, manifest.saved_at, {}, 1, "x").to_bytes()
+    (newest(run_folder) / MANIFEST).write_bytes(data)
+    assert_refused(run_folder, MANIFEST)
+
+
+def test_a_layout_that_leads_out(run_folder: Path) -> None:
+    text = (newest(run_folder) / "layout.json").read_text()
+    assert "model.safetensors" in text
+    vouch(newest(run_folder), "layout.json", text.replace("model.safetensors", "../epoch=1/model.safetensors").encode())
+    with pytest.raises(CheckpointError, match="no part of this checkpoint"):
+        trainer(run_folder).fit(Module(), loader(), ckpt_path=newest(run_folder))
+
+
+@pytest.mark.parametrize("length", [2**63, safefile.MAX_HEADER + 1, 10_000])
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".safetensors")])
+def test_an_oversized_header(run_folder: Path, name: str, length: int) -> None:
+    vouch(newest(run_folder), name, length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match=name):
+        trainer(run_folder).fit(Module(), loader(), ckpt_path=newest(run_folder))
+
+
+def test_only_damaged_ones(run_folder: Path) -> None:
+    for epoch in range(3):
+        os.truncate(run_folder / "checkpoints" / f"epoch={epoch}" / "model.safetensors", 10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+            trainer(run_folder).fit(Module(), loader(), ckpt_path="last")
+        with pytest.raises(CheckpointError, match="only damaged checkpoints"):
+            trainer(run_folder).fit(Module(), loader(), ckpt_path="auto")
+
+
+def test_a_pickle_file_needs_trust(tmp_path: Path) -> None:
+    torch.save({"state_dict": Bomb(tmp_path / "code-was-run")}, tmp_path / "x.ckpt")
+    module = Module()
+    before = module.state_dict()["net.0.weight"].clone()
+    with pytest.raises(CheckpointError, match="trust=True"):
+        trainer(tmp_path).fit(module, loader(), ckpt_path=tmp_path / "x.ckpt")
+    assert not (tmp_path / "code-was-run").exists()
+    assert torch.equal(module.state_dict()["net.0.weight"], before)
+
+
+# saving that fails --------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """A limit on the size of files, which the kernel enforces on this process as a full disk would."""
+    resource = pytest.importorskip("resource")
+    import signal
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Without this the kernel kills the process in place of failing the write.
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_a_full_disk(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
+    """The second epoch's checkpoint cannot be written: the run ends with an error, the first one's is whole."""
+
+    class Full(Callback):
+        def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+            if trainer.current_epoch == 1:
+                full_disk(700)
+
+    run = Trainer(
+        accelerator="cpu",
+        max_epochs=3,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[Full(), ModelCheckpoint(tmp_path / "checkpoints", filename="{epoch}", save_top_k=1)],
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(CheckpointError) as caught:
+        run.fit(Module(), loader())
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.EFBIG
+    assert str(tmp_path / "checkpoints" / "epoch=1") in str(caught.value)
+    assert "earlier ones are whole" in str(caught.value)
+    full_disk(2**30)
+
+    assert os.listdir(tmp_path / "checkpoints") == ["epoch=0"]
+    again = trainer(tmp_path, epochs=2)
+    again.fit(Module(), loader(), ckpt_path="last")
+    assert again.progress.batches == 8
+
+
+def test_a_path_below_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    run = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=[ModelCheckpoint(tmp_path / "file" / "checkpoints")],
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(CheckpointError, match="cannot be made: Not a directory") as caught:
+        run.fit(Module(), loader())
+    assert str(tmp_path / "file" / "checkpoints") in str(caught.value)
+    assert isinstance(caught.value.__cause__, NotADirectoryError)
+
+
+def test_a_save_that_fails_by_hand(tmp_path: Path) -> None:
+    run = trainer(tmp_path, epochs=1)
+    run.fit(Module(), loader())
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        run.save_checkpoint(tmp_path / "file" / "x")
+    assert run.last_checkpoint == tmp_path / "checkpoints" / "epoch=0"
+    assert json.loads((tmp_path / "checkpoints" / "epoch=0" / "progress.json").read_text())["global_step"] == 4

@@ -1,0 +1,185 @@
+"""Hyperparameters: kept, saved, and what load_from_checkpoint builds a module of."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leyden import ConfigurationError, DataModule, Trainer, TrainModule
+
+
+@dataclass
+class Options:
+    width: int = 3
+    rate: float = 0.5
+
+
+class Base(TrainModule):
+    def __init__(self, width: int, rate: float = 0.1, *, deep: bool = False, **extra: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(2, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+
+
+class Derived(Base):
+    def __init__(self, width: int, name: str = "a", **rest: Any) -> None:
+        super().__init__(width, **rest)
+
+
+class Chosen(TrainModule):
+    def __init__(self, given: Any, *names: str, **options: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters(given, *names, **options)
+
+
+def saved(module: TrainModule, quiet: Any, tmp_path: Path) -> Path:
+    trainer = Trainer(**quiet, max_epochs=1)
+    trainer.fit(module, [torch.ones(1, 2)])
+    return trainer.save_checkpoint(tmp_path / "saved")
+
+
+def test_what_is_kept() -> None:
+    assert Base(3, 0.2, deep=True, more=1).hparams == {"width": 3, "rate": 0.2, "deep": True, "more": 1}
+    assert Derived(4, name="b", rate=9).hparams == {"width": 4, "name": "b", "rate": 9, "deep": False}
+    assert Chosen({"x": 1}).hparams == {"x": 1}
+    assert Chosen(argparse.Namespace(y=2)).hparams == {"y": 2}
+    assert Chosen(Options(5)).hparams == {"width": 5, "rate": 0.5}
+    assert Chosen(Options(5), ignore="rate").hparams == {"width": 5}
+
+
+def test_names_and_ignored_ones() -> None:
+    class Some(TrainModule):
+        def __init__(self, a: int = 1, b: int = 2, net: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters("a", "b", ignore=["b"])
+
+    class But(TrainModule):
+        def __init__(self, a: int = 1, net: Any = None) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="net")
+
+    assert Some(net=torch.nn.Linear(1, 1)).hparams == {"a": 1}
+    module = But(net=torch.nn.Linear(1, 1))
+    assert module.hparams == {"a": 1}
+    module.hparams.a = 5
+    assert (module.hparams["a"], module.hparams_initial) == (5, {"a": 1})
+    with pytest.raises(AttributeError, match=r"no hyperparameter 'aa'\. Did you mean 'a'\?"):
+        _ = module.hparams.aa
+
+
+def test_a_module_is_built_from_its_checkpoint(quiet: Any, tmp_path: Path) -> None:
+    module = Derived(3, name="b", rate=0.25, deep=True, more=[1, (2, 3)])
+    path = saved(module, quiet, tmp_path)
+    loaded = Derived.load_from_checkpoint(path)
+    assert loaded.hparams == module.hparams and torch.equal(loaded.net.weight, module.net.weight)
+    assert Derived.load_from_checkpoint(path, name="c", rate=1.0).hparams.name == "c"
+    with pytest.raises(ConfigurationError, match=r"do not fit Derived.*net\.weight"):
+        Derived.load_from_checkpoint(path, width=9)
+
+
+def test_arguments_that_were_not_kept_are_given(quiet: Any, tmp_path: Path) -> None:
+    class Wraps(Base):
+        def __init__(self, net: torch.nn.Module, rate: float = 0.1) -> None:
+            TrainModule.__init__(self)
+            self.save_hyperparameters(ignore="net")
+            self.net = net
+
+    path = saved(Wraps(torch.nn.Linear(2, 1), 0.3), quiet, tmp_path)
+    loaded = Wraps.load_from_checkpoint(path, net=torch.nn.Linear(2, 1))
+    assert loaded.hparams == {"rate": 0.3}
+    with pytest.raises(ConfigurationError, match=r"Wraps needs net"):
+        Wraps.load_from_checkpoint(path)
+
+
+def test_hparams_of_a_file_and_weights_that_are_not_strict(quiet: Any, tmp_path: Path) -> None:
+    path = saved(Base(3), quiet, tmp_path)
+    (tmp_path / "hparams.json").write_text(json.dumps({"width": 3, "rate": 7.0}))
+    assert Base.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json").hparams.rate == 7.0
+
+    class Longer(Base):
+        def __init__(self, width: int, **rest: Any) -> None:
+            super().__init__(width, **rest)
+            self.more = torch.nn.Linear(1, 1)
+
+    with pytest.raises(ConfigurationError, match=r"more\.weight.*strict_loading = False"):
+        Longer.load_from_checkpoint(path)
+    assert Longer.load_from_checkpoint(path, strict=False).hparams.width == 3
+    assert Base.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
+
+
+def test_on_load_checkpoint_sees_what_on_save_checkpoint_kept(quiet: Any, tmp_path: Path) -> None:
+    class Keeping(Base):
+        words: Any = None
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["words"] = ["a", "b"]
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.words = checkpoint["words"]
+
+    assert Keeping.load_from_checkpoint(saved(Keeping(1), quiet, tmp_path)).words == ["a", "b"]
+
+
+def test_a_foreign_checkpoint_by_trust(tmp_path: Path) -> None:
+    module = Base(2)
+    torch.save({"state_dict": module.state_dict(), "epoch": 3}, tmp_path / "other.ckpt")
+    loaded = Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, width=2)
+    assert torch.equal(loaded.net.weight, module.net.weight)
+
+
+def test_both_owners_are_logged(quiet: Any) -> None:
+    from leyden.callbacks import Logger
+
+    class Data(DataModule):
+        def __init__(self, size: int = 2) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return [torch.ones(1, 2)]
+
+    class Keeping(Logger):
+        given: Any = None
+
+        @property
+        def name(self) -> str:
+            return "keeping"
+
+        @property
+        def version(self) -> int:
+            return 0
+
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None: ...
+
+        def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+            self.given = dict(params)
+
+    logger = Keeping()
+    Trainer(**{**quiet, "logger": logger}, max_epochs=1).fit(Base(1, rate=0.5), datamodule=Data())
+    assert logger.given == {"size": 2, "width": 1, "rate": 0.5, "deep": False}
+
+
+def test_to_onnx(quiet: Any, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+
+    class Forward(Base):
+        def forward(self, x: Any) -> Any:
+            return self.net(x)
+
+    module = Forward(3)
+    module.example_input_array = torch.ones(1, 2)
+    module.to_onnx(tmp_path / "m.onnx")
+    assert (tmp_path / "m.onnx").stat().st_size > 0 and module.training

@@ -1,0 +1,325 @@
+"""self.log: on which level, under which names, weighted and reduced how, and given to whom."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leyden import Callback, ConfigurationError, Trainer
+from leyden.callbacks import CSVLogger
+
+
+def rows(trainer: Trainer) -> list[dict[str, float]]:
+    """What the CSV logger wrote, without empty cells."""
+    with Path(str(trainer.log_dir), "metrics.csv").open() as file:
+        return [{key: float(value) for key, value in row.items() if value != ""} for row in csv.DictReader(file)]
+
+
+def numbers(values: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {"x": 3.0}),
+        ({"on_step": False, "on_epoch": True}, {"x": 2.0}),
+        ({"on_epoch": True}, {"x": 2.0, "x_step": 3.0, "x_epoch": 2.0}),
+        ({"on_step": False, "on_epoch": True, "reduce_fx": "sum"}, {"x": 6.0}),
+        ({"on_step": False, "on_epoch": True, "reduce_fx": "max"}, {"x": 3.0}),
+        ({"on_step": False, "on_epoch": True, "reduce_fx": "min"}, {"x": 1.0}),
+        ({"on_step": False, "on_epoch": True, "reduce_fx": torch.prod}, {"x": 6.0}),
+        ({"on_step": False, "on_epoch": True, "reduce_fx": lambda values: values.median()}, {"x": 2.0}),
+    ],
+)
+@pytest.mark.parametrize(
+    "kind", [float, int, torch.tensor, lambda v: torch.tensor([v]), lambda v: torch.tensor(int(v))]
+)
+def test_levels_and_reductions(Tiny: Any, fit: Any, batches: Any, options: Any, expected: Any, kind: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", kind(batch.mean().item()), **options)
+            return self(batch).mean()
+
+    trainer = fit(Logging(), batches(3, start=1))
+    assert numbers(trainer.callback_metrics) == expected
+    # The bare name of a forked value is for callbacks alone.
+    assert set(trainer.logged_metrics) == set(expected) - ({"x"} if len(expected) > 1 else set())
+    assert trainer.progress_bar_metrics == {}
+
+
+def test_a_reduction_that_is_written_in_the_call(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
+            return self(batch).mean()
+
+    assert numbers(fit(Logging(), batches(3)).callback_metrics) == {"x": 3.0}
+
+
+def test_means_are_weighted_by_samples(Tiny: Any, fit: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("by size", batch.mean(), on_step=False, on_epoch=True)
+            self.log("by hand", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
+            self.log("flag", batch.mean() > 1, on_step=False, on_epoch=True)
+            return self(batch).mean()
+
+    trainer = fit(Logging(), [torch.full((3, 2), 1.0), torch.full((1, 2), 5.0)])
+    assert numbers(trainer.callback_metrics) == {"by size": 2.0, "by hand": 3.0, "flag": 0.25}
+
+
+def test_a_value_is_kept_as_it_was(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            value = torch.tensor(1.0)
+            self.log("x", value)
+            self.log("graph", self.net.weight.sum(), enable_graph=True)
+            self.log("no graph", self.net.weight.sum())
+            value += 9
+            self.graphs = [self.trainer.callback_metrics[name].requires_grad for name in ("graph", "no graph")]
+            return self(batch).mean()
+
+    module = Logging()
+    trainer = fit(module, batches(1))
+    assert trainer.callback_metrics["x"] == 1.0 and module.graphs == [True, False]
+
+
+def test_epochs_do_not_mix(Tiny: Any, fit: Any, batches: Any) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", batch.mean() + self.current_epoch, on_step=False, on_epoch=True)
+            return self(batch).mean()
+
+    class Closing(Callback):
+        order = 100
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            seen.append(numbers(trainer.callback_metrics))
+
+    fit(Logging(), batches(3), max_epochs=3, callbacks=Closing())
+    assert seen == [{"x": 1.0}, {"x": 2.0}, {"x": 3.0}]
+
+
+HOOKS = {
+    # Hook: logs by step, logs by epoch (None: it may not log so).
+    "on_train_start": (None, True),
+    "on_train_epoch_start": (None, True),
+    "on_train_batch_start": (True, True),
+    "on_before_zero_grad": (True, True),
+    "on_before_backward": (True, True),
+    "on_after_backward": (True, True),
+    "on_before_optimizer_step": (True, True),
+    "on_train_batch_end": (True, True),
+    "on_train_epoch_end": (None, True),
+    "on_validation_start": (None, True),
+    "on_validation_epoch_start": (None, True),
+    "on_validation_batch_start": (True, True),
+    "on_validation_batch_end": (True, True),
+    "on_validation_epoch_end": (None, True),
+}
+REFUSED = (
+    *("setup", "on_fit_start", "on_train_end", "on_fit_end", "teardown", "on_save_checkpoint", "on_sanity_check_start"),
+    *("on_validation_model_eval", "on_validation_end"),
+)
+
+
+@pytest.mark.parametrize("owner", ["module", "callback"])
+@pytest.mark.parametrize("hook", [*HOOKS, *REFUSED])
+def test_logging_in_every_hook(Tiny: Any, fit: Any, batches: Any, hook: str, owner: str) -> None:
+    options: dict[str, Any] = {}
+
+    def from_module(self: Any, *args: Any) -> None:
+        self.log("x", 2.0, **options)
+
+    def from_callback(self: Any, trainer: Any, module: Any, *args: Any) -> None:
+        module.log("x", 2.0, **options)
+
+    def run() -> Trainer:
+        on_module = owner == "module" and hook != "on_sanity_check_start"
+        module = type("Logging", (Tiny,), {hook: from_module} if on_module else {})()
+        callback = type("Watching", (Callback,), {} if on_module else {hook: from_callback})()
+        return fit(module, batches(2), batches(2), callbacks=callback)  # type: ignore[no-any-return]
+
+    if hook in REFUSED:
+        with pytest.raises(ConfigurationError, match=rf"self\.log cannot be called in {hook}"):
+            run()
+        return
+    by_step, by_epoch = HOOKS[hook]
+    assert numbers(run().callback_metrics) == {"x": 2.0}
+    options.update(on_step=False, on_epoch=by_epoch)
+    assert numbers(run().callback_metrics) == {"x": 2.0}
+    options.update(on_step=True)
+    if by_step is None:
+        with pytest.raises(ConfigurationError, match=r"there is no step there, use on_epoch=True"):
+            run()
+    else:
+        assert numbers(run().callback_metrics) == {"x": 2.0, "x_step": 2.0, "x_epoch": 2.0}
+
+
+def test_who_is_given_what(Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("bar", batch.mean(), prog_bar=True, logger=False)
+            self.log("both", batch.mean(), prog_bar=True, on_epoch=True)
+            self.log("file", batch.mean())
+            self.log("once", 1.0) if batch_idx == 1 else None
+            return self(batch).mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", batch.mean())
+
+    trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=2)
+    trainer.fit(Logging(), batches(5), batches(3))
+    assert numbers(trainer.progress_bar_metrics) == {"bar": 4.0, "both_step": 4.0, "both_epoch": 2.0}
+    common = [{key: value for key, value in row.items() if key not in ("step", "epoch")} for row in rows(trainer)]
+    assert common == [
+        {"both_step": 1.0, "file": 1.0, "once": 1.0},
+        {"both_step": 3.0, "file": 3.0},
+        {"val": 1.0},
+        {"both_epoch": 2.0},
+    ]
+    assert [row["step"] for row in rows(trainer)] == [2, 4, 5, 5]
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3]), (50, [])])
+def test_log_every_n_steps(Tiny: Any, quiet: Any, batches: Any, every: int, steps: list[int]) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", batch.mean())
+            return self(batch).mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", batch.mean(), on_step=True, on_epoch=True)
+
+    trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=every)
+    trainer.fit(Logging(), batches(3), batches(1))
+    assert [row["step"] for row in rows(trainer) if "x" in row] == steps
+
+
+def test_manual_optimisation_logs_each_step_once(Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("x", batch.mean())
+            self.manual_backward(self(batch).mean())
+            if batch_idx % 3 == 2:
+                self.optimizers().step()
+
+    trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
+    trainer.fit(Logging(), batches(6))
+    assert [(row["step"], row["x"]) for row in rows(trainer)] == [(1, 2.0), (2, 5.0)]
+
+
+# metrics ----------------------------------------------------------------------------------------------------------------
+def test_metric_objects(Tiny: Any, fit: Any, batches: Any) -> None:
+    from torchmetrics import MeanMetric, MetricCollection, SumMetric
+
+    class Logging(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.sum = MeanMetric(), SumMetric()
+            self.several = MetricCollection({"a": SumMetric(), "b": MeanMetric()})
+            self.counts: list[int] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean(batch)
+            self.log("mean", self.mean, on_step=True, on_epoch=True)
+            self.sum.update(batch)
+            self.log("sum", self.sum, on_step=False, on_epoch=True)
+            return self(batch).mean()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.several.update(batch)
+            self.log_dict(self.several)
+
+        def on_train_epoch_start(self) -> None:
+            self.counts.append(self.sum._update_count + self.several["a"]._update_count)
+
+    module = Logging()
+    trainer = fit(module, batches(3), batches(4), max_epochs=2)
+    # Reset between epochs, so the second one's values are its own.
+    assert module.counts == [0, 0]
+    assert numbers(trainer.callback_metrics) == {
+        "mean": 1.0,
+        "mean_step": 2.0,
+        "mean_epoch": 1.0,
+        "sum": 6.0,
+        "a": 12.0,
+        "b": 1.5,
+    }
+
+
+def test_a_collection_that_shares_states(Tiny: Any, quiet: Any) -> None:
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryPrecision
+
+    class Logging(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scores = MetricCollection([BinaryAccuracy(), BinaryPrecision(), BinaryF1Score()], prefix="test_")
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.scores.update(*batch)
+            self.log_dict(self.scores, on_epoch=True)
+
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randint(0, 2, (2, 7), generator=generator) for _ in range(4)]
+    trainer, module = Trainer(**quiet), Logging()
+    expected = numbers(Logging().scores(*torch.cat(data, 1)))
+    for _ in range(2):
+        [values] = trainer.test(module, [tuple(part) for part in data], verbose=False)
+        assert values == pytest.approx(expected) and len(values) == 3
+
+
+def test_a_metric_of_several_numbers_is_refused(Tiny: Any, quiet: Any) -> None:
+    from torchmetrics.classification import MulticlassAccuracy
+
+    class Logging(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.score = MulticlassAccuracy(3, average=None)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.score.update(batch, batch)
+            self.log("score", self.score)
+
+    with pytest.raises(ConfigurationError, match=r"'score' was reduced .* shape \(3,\), which is not one number"):
+        Trainer(**quiet).test(Logging(), [torch.arange(3)])
+
+
+def test_log_dict(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"a": 1.0, "b": torch.tensor(2)}, prog_bar=True)
+            return self(batch).mean()
+
+    assert numbers(fit(Logging(), batches(1)).progress_bar_metrics) == {"a": 1.0, "b": 2.0}
+
+
+def test_without_a_trainer_nothing_is_logged(Tiny: Any, fit: Any, batches: Any) -> None:
+    module = Tiny()
+    module.log("x", 1.0)
+    trainer = fit(module, batches(1))
+    module.log("x", 1.0)
+    assert trainer.callback_metrics == {}
+
+
+def test_numpy_numbers_are_taken(Tiny: Any, fit: Any, batches: Any) -> None:
+    np = pytest.importorskip("numpy")
+
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"a": np.float32(1.5), "b": np.array(2), "c": np.array([3.0])})
+            return self(batch).mean()
+
+    assert numbers(fit(Logging(), batches(1)).callback_metrics) == {"a": 1.5, "b": 2.0, "c": 3.0}

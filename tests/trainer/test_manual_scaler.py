@@ -1,0 +1,211 @@
+"""Manual optimisation in 16-mixed: every gradient is unscaled by the scale that it was scaled with, as in the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.precision import MixedPrecision
+
+# The scale changes after every step, so that an update at the wrong moment shows in the weights.
+SCALER: dict[str, Any] = {"init_scale": 2.0**4, "growth_interval": 1, "growth_factor": 3.0}
+BATCHES = torch.randn(6, 4, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Two(TrainModule):
+    """Two layers, each with an optimizer of its own, trained as a function says."""
+
+    def __init__(self, way: Callable[[Two, Tensor], None]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.automatic_optimization = False
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(2, 1)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.b(self.a(x)).square().mean()
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.way(self, batch)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.Adam(layer.parameters(), 0.1) for layer in (self.a, self.b)]
+
+
+def fit(way: Callable[[Two, Tensor], None], folder: Path, precision: Any = None) -> Two:
+    module = Two(way)
+    trainer = Trainer(
+        accelerator="cpu",
+        precision=precision or MixedPrecision("16", **SCALER),
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(module, DataLoader(BATCHES, batch_size=None))  # type: ignore[arg-type]
+    return module
+
+
+def by_hand(
+    step: Callable[[Two, list[Any], Any, Callable[[], Tensor]], None],
+    scaler: Any = None,
+    half: torch.dtype = torch.float16,
+) -> Two:
+    module = Two(lambda *_: None)
+    optimizers, scaler = module.configure_optimizers(), scaler or torch.amp.GradScaler("cpu", **SCALER)
+    for batch in BATCHES:
+
+        def loss(batch: Tensor = batch) -> Tensor:
+            with torch.autocast("cpu", half):
+                return module(batch)
+
+        step(module, optimizers, scaler, loss)
+    return module
+
+
+def assert_same(a: nn.Module, b: nn.Module) -> None:
+    for (name, x), y in zip(a.state_dict().items(), b.state_dict().values(), strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_one_backward_for_two_optimizers(clips: bool, tmp_path: Path) -> None:
+    def way(module: Two, batch: Tensor) -> None:
+        optimizers = module.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        module.manual_backward(module(batch))
+        if clips:
+            for optimizer in optimizers:
+                module.clip_gradients(optimizer, 0.01, "norm")
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def step(module: Two, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(loss()).backward()
+        for optimizer, layer in zip(optimizers, (module.a, module.b), strict=True):
+            scaler.unscale_(optimizer)
+            if clips:
+                nn.utils.clip_grad_norm_(layer.parameters(), 0.01)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+
+    assert_same(fit(way, tmp_path), by_hand(step))
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
+def test_one_optimizer_several_times_in_a_batch(precision: str, tmp_path: Path) -> None:
+    """The second forward sees the weights of the first step, not autocast's copies of those before it."""
+
+    def way(module: Two, batch: Tensor) -> None:
+        optimizer = module.optimizers()[0]
+        for _ in range(3):
+            optimizer.zero_grad()
+            module.manual_backward(module(batch))
+            optimizer.step()
+        module.optimizers()[1].step()
+        module.optimizers()[1].zero_grad()
+
+    def step(module: Two, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
+        for _ in range(3):
+            optimizers[0].zero_grad()
+            scaler.scale(loss()).backward()
+            scaler.step(optimizers[0])
+            scaler.update()
+        scaler.step(optimizers[1])
+        scaler.update()
+        optimizers[1].zero_grad()
+
+    # Powers of two scale without rounding, so it does not matter in which steps the scale grows.
+    growing = MixedPrecision("16", init_scale=2.0**10, growth_interval=2)
+    fixed = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=precision == "16-mixed")
+    module = fit(way, tmp_path, growing if precision == "16-mixed" else precision)
+    assert_same(module, by_hand(step, fixed, torch.float16 if precision == "16-mixed" else torch.bfloat16))
+
+
+def test_an_inf_in_any_of_several_steps_lowers_the_scale(tmp_path: Path) -> None:
+    def way(module: Two, batch: Tensor) -> None:
+        optimizer = module.optimizers()[0]
+        for number in range(2):
+            optimizer.zero_grad()
+            module.manual_backward(module(batch) * (float("inf") if number == 0 else 1.0))
+            optimizer.step()
+            assert optimizer.step_was_skipped == (number == 0)
+
+    precision = MixedPrecision("16", init_scale=2.0**10, growth_interval=1)
+    fit(way, tmp_path, precision)
+    assert precision.scaler is not None
+    assert precision.scaler.get_scale() == 2.0 ** (10 - len(BATCHES))
+
+
+def test_accumulation_by_hand(tmp_path: Path) -> None:
+    def way(module: Two, batch: Tensor) -> None:
+        optimizer = module.optimizers()[0]
+        seen = module.__dict__.setdefault("seen", [])
+        seen.append(1)
+        module.manual_backward(module(batch) / 3)
+        if len(seen) % 3 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    seen: list[int] = []
+
+    def step(module: Two, optimizers: list[Any], scaler: Any, loss: Callable[[], Tensor]) -> None:
+        seen.append(1)
+        scaler.scale(loss() / 3).backward()
+        if len(seen) % 3 == 0:
+            scaler.step(optimizers[0])
+            scaler.update()
+            optimizers[0].zero_grad()
+
+    assert_same(fit(way, tmp_path), by_hand(step))
+
+
+class SkipsSteps(TrainModule):
+    """Steps in every second window only, by overriding `optimizer_step`, and clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layer = nn.Linear(3, 1)
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch).square().mean()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.layer.weight.grad is not None
+        self.norms.append(float(self.layer.weight.grad.norm()))
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.0)
+
+
+def test_a_window_whose_step_the_user_leaves_out(tmp_path: Path) -> None:
+    """Its gradients are unscaled once, and so are those of the next window: hooks see the same norms as without a scaler."""
+    norms = []
+    for precision in ("32-true", MixedPrecision("16", **SCALER)):
+        module = SkipsSteps()
+        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        trainer = Trainer(accelerator="cpu", precision=precision, max_epochs=1, default_root_dir=tmp_path, **quiet)
+        trainer.fit(module, DataLoader(BATCHES, batch_size=None))  # type: ignore[arg-type]
+        norms.append(module.norms)
+    assert len(norms[0]) == len(norms[1]) == 6
+    assert norms[0] == pytest.approx(norms[1], rel=0.02)

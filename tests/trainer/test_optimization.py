@@ -1,0 +1,441 @@
+"""Optimizers and schedulers: every form of configure_optimizers, and when each steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+from leyden import ConfigurationError, LeydenError
+from leyden.callbacks import GradientAccumulation
+from leyden.strategies.precision import MixedPrecision
+
+
+def sgd(module: nn.Module, lr: float = 0.1) -> SGD:
+    return SGD(module.parameters(), lr=lr)
+
+
+def one_and_scheduler(module: nn.Module, **options: Any) -> Any:
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 1), **options}}
+
+
+def pair(module: nn.Module) -> Any:
+    optimizers = [sgd(module), sgd(module)]
+    return optimizers, [StepLR(optimizer, 1) for optimizer in optimizers]
+
+
+def bare(module: nn.Module) -> Any:
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1)}
+
+
+def with_monitor(module: nn.Module) -> Any:
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "value"}
+
+
+FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
+    "an optimizer": (sgd, 1, 0),
+    "a list": (lambda module: [sgd(module), sgd(module)], 2, 0),
+    "a tuple": (lambda module: (sgd(module), sgd(module)), 2, 0),
+    "two lists": (pair, 2, 2),
+    "two lists of one": (lambda module: ([o := sgd(module)], [StepLR(o, 1)]), 1, 1),
+    "two lists, one empty": (lambda module: ([sgd(module)], []), 1, 0),
+    "a dict": (lambda module: {"optimizer": sgd(module)}, 1, 0),
+    "a dict with a scheduler": (bare, 1, 1),
+    "a dict with a scheduler's dict": (one_and_scheduler, 1, 1),
+    "a dict with a monitor": (with_monitor, 1, 1),
+    "a list of dicts": (lambda module: [bare(module), {"optimizer": sgd(module)}], 2, 1),
+    "a tuple of dicts": (lambda module: (bare(module), bare(module)), 2, 2),
+    "none": (lambda module: None, 0, 0),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_configure_optimizers(Tiny: Any, fit: Any, batches: Any, form: str) -> None:
+    make, optimizers, schedulers = FORMS[form]
+
+    class Configured(Tiny):
+        def configure_optimizers(self) -> Any:
+            return make(self)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("value", 1.0)
+            return self(batch).mean()
+
+    module = Configured()
+    trainer = fit(module, batches(3), max_epochs=2)
+    assert (len(trainer.optimizers), len(trainer.lr_scheduler_configs)) == (optimizers, schedulers)
+    # One global step per window, however many optimizers step in it.
+    assert trainer.global_step == 6
+    assert bool((module.net.weight == 1).all()) == (optimizers == 0)
+
+
+def scaled(precision: str) -> Any:
+    """With a scale at which gradients of a few units do not overflow."""
+    return MixedPrecision("16", init_scale=64.0) if precision == "16-mixed" else precision
+
+
+# schedulers -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "counts"),
+    [
+        # After each of two epochs of 5 batches in windows of 2 (3 steps).
+        ({}, [1, 2]),
+        ({"interval": "step"}, [3, 6]),
+        ({"interval": "step", "frequency": 2}, [1, 3]),
+        ({"interval": "epoch", "frequency": 2}, [0, 1]),
+    ],
+)
+def test_when_schedulers_step(Tiny: Any, fit: Any, batches: Any, options: Any, counts: list[int]) -> None:
+    class Scheduled(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: list[int] = []
+
+        def configure_optimizers(self) -> Any:
+            return one_and_scheduler(self, **options)
+
+        def on_train_epoch_end(self) -> None:
+            self.counts.append(self.lr_schedulers().last_epoch)
+
+    module = Scheduled()
+    trainer = fit(module, batches(5), max_epochs=2, accumulate_grad_batches=2)
+    assert module.counts == counts
+    assert trainer.lr_scheduler_configs[0].scheduler is module.lr_schedulers()
+
+
+def test_no_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Overflowing(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rates: list[int] = []
+
+        def configure_optimizers(self) -> Any:
+            return one_and_scheduler(self, interval="step")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self(batch).mean()
+            return loss * float("inf") if batch_idx in (1, 2) else loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.rates.append(self.lr_schedulers().last_epoch)
+
+    module = Overflowing()
+    trainer = fit(module, batches(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
+    assert module.rates == [1, 1, 1, 2, 3]
+    assert (trainer.global_step, trainer.progress.stepped) == (5, 3)
+    assert trainer.strategy.precision.scaler.get_scale() == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        # Validation values 1, 2, 3, 4: what the scheduler was given.
+        ({}, [2.0, 4.0]),
+        ({"interval": "epoch", "frequency": 2}, [4.0]),
+        ({"interval": "step", "frequency": 2}, [1.0, 2.0, 3.0, 4.0]),
+        ({"interval": "step", "frequency": 4}, [2.0, 4.0]),
+    ],
+)
+def test_plateau_schedulers_step_after_validation(
+    Tiny: Any, fit: Any, batches: Any, options: Any, values: list[float]
+) -> None:
+    seen: list[float] = []
+
+    class Watching(ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            seen.append(float(metrics))
+            super().step(metrics)
+
+    class Plateau(Tiny):
+        validations = 0
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": Watching(optimizer, patience=0), "monitor": "value", **options},
+            }
+
+        def on_validation_epoch_end(self) -> None:
+            self.validations += 1
+            self.log("value", float(self.validations))
+
+    module = Plateau()
+    trainer = fit(module, batches(4), batches(1), max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0)
+    assert seen == values
+    assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1 or len(values) == 1
+
+
+def test_a_plateau_scheduler_that_is_not_strict(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Lenient(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "nothing", "strict": False}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    with pytest.warns(UserWarning, match="monitors 'nothing', which has not been logged"):
+        assert fit(Lenient(), batches(2)).global_step == 2
+
+
+def test_a_scheduler_of_ones_own_and_lr_scheduler_step(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Own:
+        calls: list[Any] = []
+
+        def step(self, epoch: int) -> None:
+            self.calls.append(epoch)
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None: ...
+
+    class Stepping(Tiny):
+        def configure_optimizers(self) -> Any:
+            return [sgd(self)], [{"scheduler": Own(), "interval": "step", "name": "mine"}]
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.log("stepping", 1.0)
+            scheduler.step(self.global_step)
+
+    trainer = fit(Stepping(), batches(3))
+    assert Own.calls == [1, 2, 3]
+    assert trainer.lr_scheduler_configs[0].name == "mine" and "stepping" in trainer.callback_metrics
+
+
+# several optimizers, overrides ------------------------------------------------------------------------------------------
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_several_optimizers_step_once_per_window(Tiny: Any, fit: Any, batches: Any, accumulate: int) -> None:
+    net = Two()
+
+    class Several(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = copy.deepcopy(net)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return [Adam(self.net.first.parameters(), 0.1), SGD(self.net.second.parameters(), 0.1)]
+
+    data, module = batches(7, size=2), Several()
+    trainer = fit(module, data, accumulate_grad_batches=accumulate)
+    optimizers = [Adam(net.first.parameters(), 0.1), SGD(net.second.parameters(), 0.1)]
+    for start in range(0, 7, accumulate):
+        window = data[start : start + accumulate]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for batch in window:
+            (net(batch).square().mean() / len(window)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for expected, found in zip(net.parameters(), module.net.parameters(), strict=True):
+        assert torch.equal(expected, found)
+    assert trainer.global_step == -(-7 // accumulate)
+
+
+def test_toggled_optimizers_in_manual_optimisation(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Adversaries(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = Two(), False
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for number, optimizer in enumerate(self.optimizers()):
+                with self.toggled_optimizer(optimizer):
+                    self.seen.append([p.requires_grad for p in (self.net.first.weight, self.net.second.weight)])
+                    loss = self.net(batch).square().mean()
+                    optimizer.zero_grad()
+                    self.manual_backward(loss)
+                    self.seen.append([p.grad is not None for p in (self.net.first.weight, self.net.second.weight)])
+                    if number == batch_idx % 2:
+                        optimizer.step()
+            assert all(p.requires_grad for p in self.net.parameters())
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(self.net.first), sgd(self.net.second)]
+
+    module = Adversaries()
+    trainer = fit(module, batches(2, size=2))
+    assert module.seen[:3] == [[True, False], [True, False], [False, True]]
+    assert trainer.global_step == 2
+
+
+def test_manual_steps_count_when_an_optimizer_stepped(Tiny: Any, fit: Any, batches: Any) -> None:
+    clipped: list[Any] = []
+
+    class Manual(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self(batch).mean() / 2)
+            if batch_idx % 2:
+                clipped.append(self.clip_gradients(optimizer, 1e-3, "norm"))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            clipped.append("before")
+
+    trainer = fit(Manual(), batches(6, start=1))
+    assert trainer.global_step == 3
+    assert len(clipped) == 6 and clipped[1] == "before" and float(clipped[0]) > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
+def test_overridden_optimizer_hooks(Tiny: Any, fit: Any, batches: Any, precision: str) -> None:
+    calls: list[Any] = []
+
+    class Overriding(Tiny):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            calls.append((epoch, batch_idx))
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * (batch_idx + 1)
+            self.log("told", optimizer_closure())
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+        def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+            calls.append("zero")
+            optimizer.zero_grad(set_to_none=False)
+
+        def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
+            calls.append("backward")
+            super().backward(loss, *args, **kwargs)
+
+    module = Overriding()
+    trainer = fit(module, [torch.ones(1, 2)] * 2, precision=scaled(precision))
+    assert calls == ["zero", "backward", (0, 0), "zero", "backward", (0, 1)]
+    assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 - 0.2))
+    assert abs(float(trainer.callback_metrics["told"]) - 1.8) < 0.01 and trainer.global_step == 2
+
+
+@pytest.mark.parametrize(("algorithm", "weight"), [("norm", 1 - 0.1 * 0.5 / 2**0.5), ("value", 1 - 0.1 * 0.5)])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_clipping(Tiny: Any, fit: Any, batches: Any, algorithm: str, weight: float, precision: str) -> None:
+    module = Tiny()
+    fit(
+        module,
+        [torch.full((1, 2), 4.0)] * 2,
+        gradient_clip_val=0.5,
+        gradient_clip_algorithm=algorithm,
+        accumulate_grad_batches=2,
+        precision=scaled(precision),
+    )
+    assert torch.allclose(module.net.weight, torch.full((1, 2), weight))
+
+
+def test_a_clipping_of_ones_own_sees_true_gradients_and_logs(Tiny: Any, fit: Any) -> None:
+    norms: list[float] = []
+
+    class Clipping(Tiny):
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+        ) -> None:
+            assert (gradient_clip_val, gradient_clip_algorithm) == (None, "norm")
+            norm = self.clip_gradients(optimizer, 1.0)
+            norms.append(float(norm))
+            self.log("norm", norm)
+
+    module = Clipping()
+    trainer = fit(module, [torch.full((1, 2), 4.0)] * 2, precision=scaled("16-mixed"))
+    assert norms == pytest.approx([32**0.5] * 2, rel=1e-3)
+    assert float(trainer.callback_metrics["norm"]) == pytest.approx(32**0.5, rel=1e-3)
+
+
+def test_accumulation_by_epoch(Tiny: Any, fit: Any, batches: Any) -> None:
+    trainer = fit(Tiny(), batches(6), max_epochs=4, callbacks=GradientAccumulation({1: 4, 3: 6}))
+    assert trainer.global_step == 6 + 2 + 2 + 1
+    assert trainer.accumulate_grad_batches == 6
+
+
+@pytest.mark.parametrize("of_tensors", [True, False])
+def test_items_weigh_the_window(Tiny: Any, fit: Any, of_tensors: bool) -> None:
+    class Weighted(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            count = len(batch)
+            return {"loss": self(batch).sum(), "num_items": torch.tensor(count) if of_tensors else count}
+
+    rows = torch.arange(10.0).view(5, 2)
+    small, whole = Weighted(), Weighted()
+    fit(small, [rows[:1], rows[1:4], rows[4:]], accumulate_grad_batches=3)
+    fit(whole, [rows])
+    assert torch.allclose(small.net.weight, whole.net.weight)
+    assert torch.allclose(whole.net.weight, 1 - 0.1 * rows.mean(0))
+
+
+def test_hooks_see_the_loss_as_it_is(Tiny: Any, fit: Any) -> None:
+    seen: list[Any] = []
+
+    class Watching(Tiny):
+        def on_before_backward(self, loss: Any) -> None:
+            seen.append(float(loss))
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((float(outputs), outputs.requires_grad))
+
+    fit(Watching(), [torch.ones(1, 2)] * 4, accumulate_grad_batches=4, precision=scaled("16-mixed"))
+    assert seen == [2.0, (2.0, False)] * 4
+
+
+def test_a_closure_optimizer(Tiny: Any, fit: Any) -> None:
+    class Newton(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.evaluations = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.evaluations += 1
+            self.log("loss", loss := (self(batch) - 5.0).square().mean())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), max_iter=5)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.log("last", outputs)
+
+    module = Newton()
+    trainer = fit(module, [torch.tensor([[1.0, 2.0]])] * 2)
+    assert trainer.global_step == 2 and module.evaluations > 2
+    assert float(module(torch.tensor([[1.0, 2.0]]))) == pytest.approx(5.0, abs=1e-2)
+
+
+def test_a_scaler_that_keeps_skipping(Tiny: Any, fit: Any) -> None:
+    class Bad(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch).mean() * float("nan")
+
+    with pytest.raises(LeydenError, match=r"skipped 40 steps in a row.*precision='bf16-mixed'.*init_scale"):
+        fit(Bad(), [torch.ones(1, 2)] * 50, precision="16-mixed")
+
+
+def test_a_frozen_module_is_named(Tiny: Any, fit: Any, batches: Any) -> None:
+    module = Tiny()
+    module.freeze()
+    assert not module.training and not module.net.weight.requires_grad
+    with pytest.raises(ConfigurationError, match="leave at least one parameter trainable"), pytest.warns(UserWarning):
+        fit(module, batches(1))
+    module.unfreeze()
+    assert module.training and fit(module, batches(1)).global_step == 1

@@ -1,0 +1,167 @@
+"""All of torch's optimizers and schedulers through the Trainer: saved, resumed, and the same bit for bit afterwards."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from leyden import Callback, Trainer, TrainModule
+
+OPTIMIZERS = sorted(
+    name
+    for name, kind in vars(optim).items()
+    if inspect.isclass(kind) and issubclass(kind, optim.Optimizer) and kind is not optim.Optimizer
+)
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "RMSprop": {"centered": True, "momentum": 0.5},
+    "Adagrad": {"lr_decay": 0.1},
+    "ASGD": {"t0": 2},
+    "LBFGS": {"max_iter": 3, "line_search_fn": "strong_wolfe"},
+}
+Make = Callable[[Any], Any]
+SCHEDULERS: dict[str, Make] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 3, 3, 6]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, total_iters=6),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, total_iters=7),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=3, mode="exp_range", gamma=0.9),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, mode="max", patience=1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, total_iters=3), lr_scheduler.CosineAnnealingLR(o, 5)], [5]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.StepLR(o, 3)]
+    ),
+}
+BATCHES = 5
+
+
+class Rates(Callback):
+    """The learning rate after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, *rest: Any) -> None:
+        self.seen.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+class Module(TrainModule):
+    def __init__(self, optimizer: str, scheduler: str | None, interval: str) -> None:
+        super().__init__()
+        self.names, self.interval = (optimizer, scheduler), interval
+        torch.manual_seed(1)
+        sparse = optimizer == "SparseAdam"
+        body: Any = nn.Embedding(10, 3, sparse=True) if sparse else nn.Sequential(nn.Linear(5, 3), nn.Tanh())
+        # Muon takes matrices alone; an optimizer of sparse gradients takes nothing else.
+        self.net = body if sparse else nn.Sequential(body, nn.Linear(3, 1, bias=optimizer != "Muon"))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        name, scheduler = self.names
+        parameters = [p for p in self.parameters() if name != "Muon" or p.dim() == 2]
+        optimizer = getattr(optim, name)(parameters, lr=0.05, **ARGUMENTS.get(name, {}))
+        if scheduler is None:
+            return optimizer
+        config = {"scheduler": SCHEDULERS[scheduler](optimizer), "interval": self.interval, "monitor": "loss"}
+        return [optimizer], [config]
+
+
+def fit(folder: Path, names: tuple[str, str | None, str], path: Path | None = None, **limits: int) -> tuple[Any, ...]:
+    module, rates = Module(*names), Rates()
+    generator = torch.Generator().manual_seed(3)
+    words = names[0] == "SparseAdam"
+    batches = [
+        torch.randint(10, (4,), generator=generator) if words else torch.randn(4, 5, generator=generator)
+        for _ in range(BATCHES)
+    ]
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        callbacks=[rates],
+        default_root_dir=folder,
+        **limits,
+    )
+    trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)  # type: ignore[arg-type]
+    return trainer, module, rates
+
+
+def assert_same(a: Any, b: Any, where: str = "") -> None:
+    assert type(a) is type(b), where
+    if isinstance(a, Tensor):
+        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), where
+        assert torch.equal(a, b), where
+    elif isinstance(a, dict):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_same(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same(x, y, f"{where}[{index}]")
+    else:
+        assert a == b or callable(a), where
+
+
+def check_resume(folder: Path, names: tuple[str, str | None, str], steps: int) -> None:
+    whole_trainer, whole, whole_rates = fit(folder, names, max_epochs=2)
+    first, _, _ = fit(folder, names, max_epochs=2, max_steps=steps)
+    path = first.save_checkpoint(folder / "saved")
+    trainer, module, rates = fit(folder, names, path, max_epochs=2)
+
+    assert_same(module.state_dict(), whole.state_dict())
+    assert_same(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict())
+    assert rates.seen == whole_rates.seen[steps:]
+    for config, other in zip(trainer.lr_scheduler_configs, whole_trainer.lr_scheduler_configs, strict=True):
+        assert_same(config.scheduler.state_dict(), other.scheduler.state_dict())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, tmp_path: Path) -> None:
+    check_resume(tmp_path, (name, None, "step"), steps=3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torch")
+@pytest.mark.parametrize(("interval", "steps"), [("step", 3), ("epoch", 5)])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(name: str, interval: str, steps: int, tmp_path: Path) -> None:
+    check_resume(tmp_path, ("SGD", name, interval), steps)
+
+
+def test_the_table_has_all_of_torchs_schedulers() -> None:
+    known = {
+        name
+        for name, kind in vars(lr_scheduler).items()
+        if inspect.isclass(kind) and issubclass(kind, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+    assert known - {"LRScheduler"} == set(SCHEDULERS)
+
+
+def test_a_scheduler_changes_the_rate(tmp_path: Path) -> None:
+    """The tests above can fail: the rates that they compare differ from step to step."""
+    for name in SCHEDULERS:
+        _, _, rates = fit(tmp_path, ("SGD", name, "step"), max_epochs=3)
+        assert len(set(rates.seen)) > 1, name

@@ -1,0 +1,511 @@
+"""The Trainer's arguments and properties: each does what it says."""
+
+from __future__ import annotations
+
+import os
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Callback, Trainer, TrainModule
+from leyden.callbacks import CSVLogger, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer, TQDMProgressBar
+
+
+# how much is read -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("limit", "count"), [(1.0, 8), (0.5, 4), (0.3, 2), (3, 3), (100, 8), (1, 1)])
+def test_limit_train_batches(Tiny: Any, fit: Any, batches: Any, limit: Any, count: int) -> None:
+    module = Tiny()
+    trainer = fit(module, batches(8), limit_train_batches=limit, max_epochs=2)
+    assert module.trained == [*range(count)] * 2
+    assert trainer.num_training_batches == count and trainer.global_step == 2 * count
+
+
+@pytest.mark.parametrize(("limit", "count"), [(1.0, 4), (0.5, 2), (3, 3), (0, 0), (0.0, 0)])
+def test_limit_val_batches(Tiny: Any, fit: Any, batches: Any, limit: Any, count: int) -> None:
+    module = Tiny()
+    trainer = fit(module, batches(2), batches(4), limit_val_batches=limit, num_sanity_val_steps=0)
+    assert module.validated == [*range(count)]
+    assert trainer.num_val_batches == [count]
+    assert trainer.enable_validation == (count > 0)
+
+
+def test_limit_test_and_predict_batches(Tiny: Any, quiet: Any, batches: Any) -> None:
+    trainer = Trainer(**quiet, limit_test_batches=0.5, limit_predict_batches=3)
+    [values] = trainer.test(Tiny(), batches(8), verbose=False)
+    assert values == {"seen": 1.5} and trainer.num_test_batches == [4]
+    outputs = trainer.predict(Tiny(), batches(8))
+    assert [float(o) for o in outputs or []] == [0.0, 2.0, 4.0] and trainer.num_predict_batches == [3]
+
+
+@pytest.mark.parametrize(("amount", "count"), [(3, 3), (0.25, 2)])
+def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int) -> None:
+    data = torch.arange(8.0).repeat_interleave(2).view(8, 2)
+    module = Tiny()
+    loader = DataLoader(data, batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="overfit_batches turned shuffling off"):
+        fit(module, loader, DataLoader(data), overfit_batches=amount, max_epochs=2, num_sanity_val_steps=0)  # type: ignore[arg-type]
+    assert module.trained == [*range(count)] * 2 == module.validated
+
+
+@pytest.mark.parametrize(("given", "count"), [(True, 1), (3, 3)])
+def test_fast_dev_run(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, given: Any, count: int) -> None:
+    quiet = {**quiet, "logger": CSVLogger(), "enable_checkpointing": True}
+    checkpoint = ModelCheckpoint(monitor="never logged")
+    trainer = Trainer(**quiet, fast_dev_run=given, max_epochs=9, callbacks=[checkpoint, EarlyStopping("never logged")])
+    module = Tiny()
+    trainer.fit(module, batches(8), batches(8))
+    assert module.trained == [*range(count)] == module.validated
+    assert trainer.fast_dev_run and trainer.loggers == []
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_barebones(Tiny: Any, tmp_path: Path, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    module = Tiny()
+    trainer = Trainer(barebones=True, max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
+    trainer.fit(module, batches(3), batches(2))
+    assert trainer.barebones and trainer.callbacks == [] and trainer.global_step == 3
+    assert module.validated == [0, 1]
+    assert capfd.readouterr().out == "" and [*tmp_path.iterdir()] == []
+
+
+def test_a_sanity_check_leaves_no_trace(Tiny: Any, fit: Any) -> None:
+    from torchmetrics import MeanMetric
+
+    class Drawing(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+            self.seen: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            torch.rand(3)
+            self.mean.update(batch)
+            self.log("mean", self.mean)
+            self.log("plain", batch.mean())
+
+        def on_sanity_check_end(self) -> None:
+            self.seen.append((dict(self.trainer.callback_metrics) != {}, self.trainer.progress.to_dict()))
+
+        def on_train_start(self) -> None:
+            self.seen.append((dict(self.trainer.callback_metrics), self.mean._update_count, torch.rand(1)))
+
+    def run(steps: int) -> tuple[list[Any], Trainer]:
+        torch.manual_seed(1)
+        module, data = Drawing(), torch.arange(12.0).view(6, 2)
+        trainer = fit(
+            module,
+            DataLoader(data, shuffle=True),  # type: ignore[arg-type]
+            DataLoader(data, shuffle=False),  # type: ignore[arg-type]
+            num_sanity_val_steps=steps,
+        )
+        return [*module.seen, module.trained, module.net.weight.detach().clone()], trainer
+
+    (*checked, order, weight), trainer = run(-1)
+    (*unchecked, plain_order, plain_weight), plain = run(0)
+    assert checked[0][0] is True and checked[0][1] == plain.progress.from_dict({}).to_dict()
+    assert checked[1] == unchecked[0] and checked[1][:2] == ({}, 0)
+    assert order == plain_order and torch.equal(weight, plain_weight)
+    assert trainer.progress.validations == plain.progress.validations == 1
+    assert trainer.callback_metrics == plain.callback_metrics
+
+
+@pytest.mark.parametrize(("steps", "count"), [(0, 0), (2, 2), (9, 4), (-1, 4)])
+def test_num_sanity_val_steps(Tiny: Any, fit: Any, batches: Any, steps: int, count: int) -> None:
+    module = Tiny()
+    trainer = fit(module, batches(1), batches(4), num_sanity_val_steps=steps, max_steps=0)
+    assert module.validated == [*range(count)]
+    assert trainer.num_sanity_val_batches == [count]
+
+
+def test_no_sanity_check_without_validation(Tiny: Any, fit: Any, batches: Any) -> None:
+    calls: list[str] = []
+    callback = LambdaCallback(on_sanity_check_start=lambda trainer, module: calls.append("start"))
+    fit(Tiny(), batches(1), batches(4), limit_val_batches=0, callbacks=callback)
+    assert calls == []
+    fit(Tiny(), batches(1), batches(4), callbacks=callback)
+    assert calls == ["start"]
+
+
+# how long ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("arguments", "steps", "epoch"),
+    [
+        ({"max_epochs": 3}, 12, 2),
+        ({"max_epochs": 3, "max_steps": 6}, 6, 1),
+        ({"max_epochs": -1, "max_steps": 9}, 9, 2),
+        ({"max_epochs": None, "max_steps": 5}, 5, 1),
+        ({"max_epochs": 0}, 0, 0),
+        ({"max_steps": 0}, 0, 0),
+        ({"max_epochs": None, "max_time": {"microseconds": 0}}, 0, 0),
+        ({"max_epochs": 3, "accumulate_grad_batches": 3}, 6, 2),
+    ],
+)
+def test_the_end_of_a_run(Tiny: Any, fit: Any, batches: Any, arguments: Any, steps: int, epoch: int) -> None:
+    trainer = fit(Tiny(), batches(4), **arguments)
+    assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
+
+
+class Stop(Callback):
+    """Asks the run to stop after so many steps."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step >= self.step:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "steps"),
+    [
+        ({}, 2),
+        ({"min_steps": 6}, 6),
+        ({"min_epochs": 2}, 8),
+        ({"min_epochs": 1, "min_steps": 5}, 5),
+        ({"accumulate_grad_batches": 2}, 2),
+    ],
+)
+def test_should_stop(Tiny: Any, fit: Any, batches: Any, arguments: Any, steps: int) -> None:
+    trainer = fit(Tiny(), batches(4), max_epochs=5, callbacks=Stop(2), **arguments)
+    assert trainer.global_step == steps
+    assert trainer.should_stop
+
+
+def test_max_time_ends_between_two_windows(Tiny: Any, fit: Any, batches: Any) -> None:
+    module = Tiny()
+    trainer = fit(module, batches(10), max_time={"microseconds": 1}, max_epochs=None, accumulate_grad_batches=4)
+    assert len(module.trained) in (0, 4) and not trainer.window.is_open
+    assert fit(Tiny(), batches(3), max_time="00:01:00:00", max_epochs=2).global_step == 6
+
+
+def test_a_timer_ends_a_run(Tiny: Any, fit: Any, batches: Any) -> None:
+    assert fit(Tiny(), batches(10), callbacks=Timer({"microseconds": 1}, verbose=False)).global_step == 1
+
+
+def test_fit_takes_its_own_end_and_begins_anew(Tiny: Any, quiet: Any, batches: Any) -> None:
+    trainer, module = Trainer(**quiet, max_epochs=1), Tiny()
+    trainer.fit(module, batches(2), max_epochs=3)
+    assert (trainer.global_step, trainer.max_epochs) == (6, 3)
+    trainer.fit(module, batches(2), max_steps=1)
+    assert (trainer.global_step, trainer.max_steps) == (1, 1)
+    trainer.fit(module, batches(2))
+    assert (trainer.global_step, trainer.max_epochs, trainer.max_steps) == (2, 1, -1)
+    # 9 steps of 0.1 times the mean of each batch.
+    assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 * (3 + 0 + 1)))
+
+
+def test_a_thousand_epochs_where_nothing_ends_a_run(quiet: Any, Tiny: Any, batches: Any) -> None:
+    trainer = Trainer(**quiet)
+    trainer.fit(Tiny(), batches(1), None)
+    assert trainer.max_epochs == 1000 == trainer.global_step
+
+
+def test_estimated_stepping_batches(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Asking(Tiny):
+        loaded = 0
+
+        def train_dataloader(self) -> Any:
+            self.loaded += 1
+            return batches(10)
+
+        def configure_optimizers(self) -> Any:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return super().configure_optimizers()
+
+    for arguments, steps in (
+        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 9),
+        ({"max_epochs": 3, "max_steps": 5}, 5),
+        ({"max_epochs": -1, "max_steps": 1}, 1),
+        ({"limit_train_batches": 0.5}, 5),
+    ):
+        module = Asking()
+        trainer = fit(module, None, **arguments)
+        assert module.estimate == steps == trainer.global_step == trainer.estimated_stepping_batches
+        assert module.loaded == 1
+
+
+# what a run tells of itself ---------------------------------------------------------------------------------------------
+def test_properties(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+    logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("x")
+    quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}
+    trainer = Trainer(
+        **{**quiet, "max_epochs": 2, "min_epochs": 1, "min_steps": 2, "callbacks": [checkpoint, stopping]},
+        accumulate_grad_batches=2,
+        gradient_clip_val=3.0,
+        log_every_n_steps=7,
+    )
+    seen: list[Any] = []
+
+    class Looking(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            t = self.trainer
+            self.log("x", 0.0, on_epoch=True, on_step=False)
+            seen.append((t.training, t.validating, t.evaluating, t.is_last_batch, t.current_epoch, t.global_step))
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            t = self.trainer
+            assert (t.training, t.validating, t.sanity_checking, t.evaluating) == (
+                (False, False, True, True) if t.sanity_checking else (False, True, False, True)
+            )
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.trainer.testing and self.trainer.evaluating and not self.trainer.training
+
+        def predict_step(self, batch: Any, batch_idx: int) -> None:
+            assert self.trainer.predicting and not self.trainer.evaluating
+
+    module = Looking()
+    trainer.fit(module, batches(3), batches(1))
+    assert [row[3] for row in seen] == [False, False, True] * 2
+    assert [row[4:] for row in seen] == [(0, 0), (0, 0), (0, 1), (1, 2), (1, 2), (1, 3)]
+    assert all(row[:3] == (True, False, False) for row in seen)
+    trainer.test(module, batches(1), verbose=False)
+    trainer.predict(module, batches(1))
+    assert trainer.logger is logger and trainer.loggers == [logger]
+    assert trainer.log_dir is not None and Path(trainer.log_dir).is_relative_to(tmp_path)
+    assert trainer.checkpoint_callback is checkpoint and trainer.checkpoint_callbacks == [checkpoint]
+    assert trainer.early_stopping_callback is stopping and trainer.early_stopping_callbacks == [stopping]
+    assert isinstance(trainer.progress_bar_callback, TQDMProgressBar)
+    assert trainer.model is trainer.lightning_module is module
+    assert len(trainer.optimizers) == 1 and trainer.lr_scheduler_configs == []
+    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
+    assert trainer.is_global_zero and (trainer.num_devices, trainer.num_nodes, trainer.device_ids) == (1, 1, [0])
+    assert (trainer.min_epochs, trainer.min_steps, trainer.gradient_clip_val) == (1, 2, 3.0)
+    assert (trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm) == (2, "norm")
+    assert (trainer.log_every_n_steps, trainer.val_check_interval, trainer.check_val_every_n_epoch) == (7, 1.0, 1)
+    assert trainer.default_root_dir == str(tmp_path) and not trainer.received_sigterm and not trainer.interrupted
+    assert trainer.state.stage is None and not trainer.training
+
+
+def test_five_lines(Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(**{**quiet, "max_epochs": 1, "precision": "bf16"}, accumulate_grad_batches=3)
+    trainer.fit(Tiny(), DataLoader(torch.zeros(8, 2), batch_size=2))  # type: ignore[arg-type]
+    lines = capfd.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert "1 × cpu, 1 rank" in lines[0] and "single_device, precision bf16-mixed" in lines[1]
+    assert "2 per rank × 1 × 3 accumulated = 6" in lines[2] and quiet["default_root_dir"].name in lines[3]
+    assert lines[4].split() == ["start", "anew"]
+
+
+# evaluation -------------------------------------------------------------------------------------------------------------
+def test_what_validate_and_test_return(Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    class Logging(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("loss", batch.mean())
+            self.log("own", float(dataloader_idx), add_dataloader_idx=False) if not dataloader_idx else None
+
+    trainer, module = Trainer(**quiet), Logging()
+    assert trainer.validate(module, batches(3)) == [{"loss": 1.0, "own": 0.0}]
+    assert "loss" in capfd.readouterr().out
+    assert trainer.validate(dataloaders=[DataLoader(batches(n), batch_size=None) for n in (3, 2)], verbose=False) == [
+        {"loss/dataloader_idx_0": 1.0, "own": 0.0},
+        {"loss/dataloader_idx_1": 0.5, "own": 0.0},
+    ]
+    assert capfd.readouterr().out == ""
+    assert trainer.callback_metrics["loss/dataloader_idx_1"] == 0.5
+    assert trainer.test(module, batches(3), verbose=False) == [{"seen": 1.0}]
+
+
+def test_predict(Tiny: Any, quiet: Any, batches: Any) -> None:
+    trainer, module = Trainer(**quiet), Tiny()
+    one = trainer.predict(module, batches(3, size=2))
+    assert torch.equal(torch.cat(one or []), torch.tensor([0.0, 0, 2, 2, 4, 4]).view(6, 1))
+    several = trainer.predict(module, [DataLoader(batches(n), batch_size=None) for n in (1, 2)])
+    assert [[float(o) for o in outputs] for outputs in several or []] == [[0.0], [0.0, 2.0]]
+    assert trainer.predict(module, batches(3), return_predictions=False) is None
+    assert module.net.weight.grad is None and module.training
+
+
+@pytest.mark.parametrize("inference_mode", [True, False])
+def test_inference_mode(Tiny: Any, quiet: Any, batches: Any, inference_mode: bool) -> None:
+    seen: list[tuple[bool, bool, bool]] = []
+
+    class Looking(Tiny):
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.training))
+
+    module = Looking()
+    Trainer(**quiet, inference_mode=inference_mode).test(module, batches(1))
+    assert seen == [(inference_mode, False, False)]
+    assert module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_evaluation_gives_each_part_its_mode_back(Tiny: Any, fit: Any, batches: Any) -> None:
+    module = Tiny()
+    module.frozen = nn.Sequential(nn.Dropout()).eval()
+    fit(module, batches(2), batches(1))
+    assert module.training and not module.frozen.training and not module.frozen[0].training
+
+
+# torch's switches -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("given", "during"), [(True, (True, False)), ("warn", (True, True)), (False, (False, False))])
+def test_deterministic_during_the_run_alone(Tiny: Any, fit: Any, batches: Any, given: Any, during: Any) -> None:
+    seen: list[Any] = []
+
+    def look(trainer: Any, module: Any) -> None:
+        seen.append(
+            (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+        )
+
+    variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    fit(Tiny(), batches(1), deterministic=given, callbacks=LambdaCallback(on_train_start=look))
+    assert seen == [during]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == variable
+
+    def fail(trainer: Any, module: Any) -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        fit(Tiny(), batches(1), deterministic=given, callbacks=LambdaCallback(on_train_start=fail))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_benchmark_and_detect_anomaly_during_the_run_alone(Tiny: Any, fit: Any, batches: Any) -> None:
+    seen: list[bool] = []
+    callback = LambdaCallback(
+        on_train_start=lambda trainer, module: seen.extend([torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()])
+    )
+    before = torch.backends.cudnn.benchmark
+    fit(Tiny(), batches(1), benchmark=not before, detect_anomaly=True, callbacks=callback)
+    assert seen == [not before, True]
+    assert torch.backends.cudnn.benchmark == before and not torch.is_anomaly_enabled()
+
+
+def test_detect_anomaly_names_the_operation(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Bad(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            # The loss is finite, and its gradient is not.
+            return torch.sqrt(self(batch).sum() * 0.0)
+
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="returned nan"):
+        warnings.simplefilter("ignore")
+        fit(Bad(), batches(2, start=1), detect_anomaly=True)
+    module = Bad()
+    fit(module, batches(1, start=1))
+    assert bool(module.net.weight.isnan().all())
+
+
+# errors -----------------------------------------------------------------------------------------------------------------
+def test_out_of_memory_says_where_and_what_to_try(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Large(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step == 3:
+                raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(Large(), batches(5, size=4))
+    message = str(caught.value)
+    for part in (
+        *("step 3", "epoch 0", "batch 3", "(4, 2) float32", "tried to allocate 1 GiB", "smaller batch_size"),
+        *("precision='bf16-mixed'", "activation checkpointing"),
+    ):
+        assert part in message
+
+
+def test_an_error_reaches_everyone_once(Tiny: Any, fit: Any, batches: Any) -> None:
+    told: list[Any] = []
+
+    class Failing(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ZeroDivisionError("mine")
+
+        def teardown(self, stage: str) -> None:
+            told.append(stage)
+
+    callback = LambdaCallback(on_exception=lambda trainer, module, error: told.append(type(error)))
+    with pytest.raises(ZeroDivisionError, match=r"^mine$"):
+        fit(Failing(), batches(1), callbacks=callback)
+    assert told == [ZeroDivisionError, "fit"]
+
+
+def test_print_and_init_module(Tiny: Any, quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(**quiet, precision="64-true")
+    trainer.print("a", "b", sep="-")
+    assert capfd.readouterr().out == "a-b\n"
+    with trainer.init_module():
+        module = Tiny()
+    assert module.net.weight.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
+
+
+def test_configure_callbacks(Tiny: Any, quiet: Any, batches: Any) -> None:
+    calls: list[str] = []
+
+    class Say(Callback):
+        def __init__(self, word: str) -> None:
+            self.word = word
+
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            calls.append(self.word)
+
+    class Own(Tiny):
+        def configure_callbacks(self) -> Any:
+            return [Say("module's")]
+
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[Say("trainer's"), Timer()])
+    trainer.fit(Own(), batches(1))
+    assert calls == ["module's"]
+    trainer.fit(Tiny(), batches(1))
+    assert calls == ["module's", "trainer's"]
+
+
+def test_callbacks_by_their_order(Tiny: Any, fit: Any, batches: Any) -> None:
+    calls: list[str] = []
+
+    def make(name: str, rank: int) -> Callback:
+        body = {"order": rank, "on_train_epoch_end": lambda self, trainer, module: calls.append(name)}
+        return type(name, (Callback,), body)()  # type: ignore[no-any-return]
+
+    class Own(Tiny):
+        def on_train_epoch_end(self) -> None:
+            calls.append("module")
+
+    fit(Own(), batches(1), callbacks=[make("last", 200), make("late", 5), make("early", -1), make("plain", 0)])
+    assert calls == ["early", "plain", "late", "module", "last"]
+
+
+def test_a_run_leaves_the_random_numbers_of_the_plain_loop(Tiny: Any, fit: Any, batches: Any) -> None:
+    module = Tiny()
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    fit(module, batches(3), batches(2))
+    assert torch.equal(torch_state, torch.get_rng_state()) and python_state == random.getstate()
+
+
+class Compiled(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.compiling: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.compiling.append(torch.compiler.is_compiling())
+        [x] = batch
+        loss = self.net(x).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_compiled_module(quiet: Any) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0))), batch_size=2)
+    plain, compiled = Compiled(), Compiled()
+    compiled.load_state_dict(plain.state_dict())
+    Trainer(**quiet, max_epochs=1).fit(plain, loader)
+    trainer = Trainer(**quiet, max_epochs=1)
+    # The backend that needs no C++ compiler; what is tested is that the step goes through dynamo.
+    trainer.fit(torch.compile(compiled, backend="eager"), loader)
+    assert trainer.module is compiled and trainer.global_step == 4 and "loss" in trainer.callback_metrics
+    assert compiled.compiling[0] is True and plain.compiling[0] is False
+    for name, weight in plain.named_parameters():
+        assert torch.allclose(weight, compiled.get_parameter(name))
