@@ -35,6 +35,7 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
 from leyden.callbacks.csv_logger import CSVLogger
 from leyden.callbacks.early_stopping import EarlyStopping
+from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.precision.amp import MixedPrecision
 
@@ -161,6 +162,10 @@ class Net(TrainModule):
         self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
         self.confusion = torchmetrics.MeanMetric()
         self.val_accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+        self.val_largest = torchmetrics.MaxMetric()
+        self.both = torchmetrics.MetricCollection(
+            [torchmetrics.Precision("multiclass", num_classes=3), torchmetrics.Recall("multiclass", num_classes=3)]
+        )
         self.order: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -172,6 +177,8 @@ class Net(TrainModule):
         self.confusion.update(loss.detach())
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        self.both.update(scores, batch["y"])
+        self.log_dict(self.both, on_step=False, on_epoch=True)
         self.log("largest", loss, on_epoch=True, on_step=False, reduce_fx="max")
         self.log("median", loss, on_epoch=True, on_step=False, reduce_fx=torch.median)
         return loss
@@ -190,6 +197,11 @@ class Net(TrainModule):
         self.val_accuracy.update(scores, batch["y"])
         self.log("val_loss", cross_entropy(scores, batch["y"]))
         self.log("val_accuracy", self.val_accuracy)
+        self.val_largest.update(scores)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_largest", self.val_largest.compute())
+        self.val_largest.reset()
 
     def configure_optimizers(self) -> Any:
         optimizer = AdamW(self.parameters(), self.hparams["lr"])
@@ -246,6 +258,14 @@ class Duel(Net):
     def configure_optimizers(self) -> Any:
         first = Adam(self.net.parameters(), 0.01)
         return [first, SGD(self.other.parameters(), 0.1, momentum=0.9)], [ExponentialLR(first, 0.97)]
+
+
+class Pair(Net):
+    """Its batches come from two loaders, of which the shorter one begins again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch = {key: torch.cat([batch["long"][key], batch["short"][key]]) for key in ("x", "y", "id")}
+        return super().training_step(batch, batch_idx)
 
 
 class Watcher(Callback):
@@ -358,6 +378,20 @@ SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, A
     "plateau by epoch": lambda: run_of(
         Net("plateau"), DataLoader(Samples(), BATCH, shuffle=True), val_check_interval=4, check_val_every_n_epoch=None
     ),
+    "combined": lambda: run_of(
+        Pair(),
+        {
+            "long": DataLoader(Samples(), BATCH, shuffle=True),
+            "short": DataLoader(Samples(14), BATCH, shuffle=True, generator=torch.Generator().manual_seed(2)),
+        },
+    ),
+    "reloaded": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), reload_dataloaders_every_n_epochs=1),
+    "growing windows": lambda: run_of(
+        Net(),
+        DataLoader(Samples(), BATCH, shuffle=True),
+        accumulate_grad_batches=1,
+        callbacks=[GradientAccumulation({0: 1, 1: 4, 2: 3}), every(1)],
+    ),
     "manual": lambda: run_of(
         Duel(), DataLoader(Samples(), BATCH, shuffle=True), accumulate_grad_batches=1, gradient_clip_val=None
     ),
@@ -427,7 +461,7 @@ def run(scenario: str, folder: Path, point: str, name: str) -> None:
         **result_of(trainer, module),
         "ended": ended,
         "events": dict(fate.seen),
-        "named": None if last is None else last.name,
+        "named": last is not None and last.is_dir(),
     }
     torch.save(plain(result), folder / f"{name}.pt")
 

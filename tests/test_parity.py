@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,6 +249,38 @@ def test_every_default_callback_leaves_the_numbers_alone(tmp_path: Path, monkeyp
     assert_same(ours, plain)
     assert our_draws == plain_draws
     assert trainer.checkpoint_callback is not None and Path(trainer.checkpoint_callback.best_model_path).is_dir()
+
+
+class Unsized:
+    """A loader that does not tell its length."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def test_a_loader_without_a_length_closes_its_last_window_at_its_true_length(tmp_path: Path) -> None:
+    case = Case(adamw, step_lr, accumulation=4, clip=(0.5, "norm"))
+    plain, plain_draws, _ = plain_loop(case)
+    seed()
+    module = Classifier(case)
+    trainer = Trainer(
+        max_epochs=EPOCHS,
+        accelerator="cpu",
+        accumulate_grad_batches=4,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+    )
+    train, val = case.loaders()
+    trainer.fit(module, Unsized(train), val)
+    # 2 / 4 is exact in floating point, so that the correction leaves no trace.
+    assert_same(module.net, plain)
+    assert draws() == plain_draws
 
 
 @pytest.mark.parametrize("sanity", [0, 2, -1])

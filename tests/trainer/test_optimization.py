@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -188,7 +188,7 @@ def test_a_plateau_scheduler_that_is_not_strict(Tiny: Any, fit: Any, batches: An
 
 def test_a_scheduler_of_ones_own_and_lr_scheduler_step(Tiny: Any, fit: Any, batches: Any) -> None:
     class Own:
-        calls: list[Any] = []
+        calls: ClassVar[list[Any]] = []
 
         def step(self, epoch: int) -> None:
             self.calls.append(epoch)

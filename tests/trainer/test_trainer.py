@@ -115,6 +115,21 @@ def test_a_sanity_check_leaves_no_trace(Tiny: Any, fit: Any) -> None:
     assert trainer.callback_metrics == plain.callback_metrics
 
 
+def test_a_sanity_check_leaves_the_generators_of_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
+    def validated(steps: int) -> list[float]:
+        module, generator = Tiny(), torch.Generator().manual_seed(2)
+        with pytest.warns(UserWarning, match="shuffles"):
+            fit(
+                module,
+                batches(1),
+                DataLoader(batches(8), batch_size=None, shuffle=True, generator=generator),  # type: ignore[arg-type]
+                num_sanity_val_steps=steps,
+            )
+        return module.validated[-8:]
+
+    assert validated(2) == validated(0)
+
+
 @pytest.mark.parametrize(("steps", "count"), [(0, 0), (2, 2), (9, 4), (-1, 4)])
 def test_num_sanity_val_steps(Tiny: Any, fit: Any, batches: Any, steps: int, count: int) -> None:
     module = Tiny()

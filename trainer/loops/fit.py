@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -124,7 +125,7 @@ class FitLoop:
                 if waits:
                     self._after_step(is_last)
                 else:
-                    progress.phase = "settled"
+                    progress.phase, progress.ended = "settled", is_last
             if listens_end:
                 outputs = detached(outputs)
                 hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
@@ -290,10 +291,15 @@ class FitLoop:
         self.note_time()
         self.progress.seconds_at_validation = self.progress.seconds
         undo = self._undo_validation()
-        if self.validation.run() is None:
-            undo()
-            return False
-        return True
+        done = False
+        try:
+            done = self.validation.run() is not None
+        finally:
+            if not done:
+                # After an error the device may be of no use, and the error is what counts.
+                with suppress(Exception):
+                    undo()
+        return done
 
     def _undo_validation(self) -> Callable[[], None]:
         """Gives what brings loaders, metrics and random numbers back to now: a pass that was broken off is done again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -103,7 +103,7 @@ def test_several_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
             self.log("whole", 7.0)
 
     class Watching(Callback):
-        ends: list[tuple[int, int]] = []
+        ends: ClassVar[list[tuple[int, int]]] = []
 
         def on_validation_batch_end(
             self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
