@@ -103,8 +103,16 @@ def test_the_table_has_all_of_torchs_optimizers() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    # torch's fused SGD on bfloat16 gives another momentum from run to run on the CPU by itself (torch 2.13: 535 of 3000).
+    [
+        pytest.param(kind, dtype, id=f"{kind}-{dtype}")
+        for kind in OPTIMIZERS
+        for dtype in (torch.float32, torch.bfloat16)
+        if (kind, dtype) != ("SGD-fused", torch.bfloat16)
+    ],
+)
 def test_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make = OPTIMIZERS[kind]
     module = build(kind, dtype)
