@@ -432,7 +432,7 @@ def result_of(trainer: Trainer, module: Any) -> dict[str, Any]:
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": trainer.strategy.precision.state_dict(),
         "metrics": trainer.callback_metrics,
-        "csv": csv.read_text(),
+        "csv": csv.read_text() if csv.exists() else "",
         "order": module.order,
         "progress": {name: value for name, value in progress.items() if not name.startswith("seconds")},
         "checkpoints": [books(callback) for callback in trainer.checkpoint_callbacks],
