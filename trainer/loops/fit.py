@@ -122,6 +122,7 @@ class FitLoop:
             else:
                 self.count(batch)
             if window.closes:
+                is_last = is_last or cut
                 if waits:
                     self._after_step(is_last)
                 else:
@@ -139,7 +140,7 @@ class FitLoop:
                 if progress.phase == "stepped":
                     self._settle()
                 if cut or self._stops():
-                    complete, cut = is_last or cut, cut and not is_last
+                    complete, cut = is_last, False
                     break
         else:
             cut = cut or (not progress.ended and self.num_batches is not None and 0 < progress.batch < self.num_batches)
