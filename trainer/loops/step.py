@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 
-class Step:
+class Step(ABC):
     """What both kinds of optimisation share: the user's training step in the form in which it is called."""
 
     def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
@@ -33,13 +34,13 @@ class Step:
         self.training_step = training_step
         self.takes_index = step_arguments(self.module.training_step)[0]
 
+    @abstractmethod
     def run(self, batch: Any, batch_idx: int) -> Any:
         """Does one batch; gives back what `training_step` returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self, batch_idx: int) -> None:
         """Ends the window: brings its gradients to their mean and steps."""
-        raise NotImplementedError
 
     def step_schedulers(self, interval: str, count: int) -> None:
         """Steps the schedulers of an interval that are due, all but those that wait for a validation."""
@@ -61,7 +62,7 @@ class AutomaticStep(Step):
     """Leyden calls zero_grad, backward and step; all optimizers step once per window.
 
     Raises:
-        ConfigurationError: if an optimizer that evaluates the loss again meets what cannot (see DECISIONS in the docs).
+        ConfigurationError: if an optimizer that evaluates the loss again meets what cannot.
     """
 
     def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
