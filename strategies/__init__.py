@@ -7,7 +7,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
 
-NAMES = ("auto", "single_device")
+NAMES = ("auto", "single_device", "ddp")
 
 
 def find_strategy(
@@ -30,6 +30,11 @@ def find_strategy(
         return strategy
     if strategy not in NAMES:
         raise ConfigurationError(f"strategy={strategy!r} is not known in this version. {nearest(strategy, NAMES)}")
+    if strategy == "ddp":
+        # Imported here: torch.distributed costs a run that does not use it some time.
+        from leyden.strategies.ddp import DDPStrategy
+
+        return DDPStrategy(devices=[find_device(accelerator, device)], precision=precision)
     return SingleDeviceStrategy(find_device(accelerator, device), precision)
 
 

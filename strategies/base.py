@@ -354,9 +354,18 @@ class Strategy(ABC):
         """Reduces a tensor over the ranks by "mean", "sum", "max" or "min"; every rank gets the result."""
         return tensor
 
+    def all_gather_object(self, obj: T) -> list[T]:
+        """The objects of all ranks, in their order, on every rank."""
+        return [obj]
+
     def any(self, flag: bool) -> bool:
         """True on every rank if it is true on one."""
         return flag
+
+    def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Begins to ask all ranks; what it gives back is called later, and tells which flags are true on one of them."""
+        kept = list(flags)
+        return lambda: kept
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:

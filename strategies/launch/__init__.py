@@ -1,0 +1,1 @@
+"""How ranks are started, and how a process knows which one it is."""

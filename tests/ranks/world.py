@@ -1,0 +1,119 @@
+"""Runs a function of a test on several ranks: real processes, started as torchrun would have started them."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "leyden", "leyden.trainer.trainer"]
+_context = multiprocessing.get_context("forkserver")
+# The server imports torch once; each rank is then forked from it within milliseconds.
+_context.set_forkserver_preload(PRELOAD)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a rank of one machine."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_world(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 240,
+    environ: Mapping[str, str] | None = None,
+    may_fail: bool = False,
+) -> list[Any]:
+    """Calls `function(*args)` on every rank and gives back what each returned, in the order of ranks.
+
+    Args:
+        size: number of ranks.
+        function: a function at the top of a test file; it reads its rank from the environment, as a user's script does.
+        *args: what pickle takes.
+        timeout: seconds after which ranks that hang are killed, and the test fails.
+        environ: further variables of each rank.
+        may_fail: give back the exception's text ("TypeError: …"), or the exit code of a rank that ended without a word,
+            in place of a result.
+    """
+    port = free_port()
+    file, name = sys.modules[function.__module__].__file__, function.__name__
+    ranks = []
+    for rank in range(size):
+        receiver, sender = _context.Pipe(duplex=False)
+        variables = {**rank_environment(rank, size, port), **(environ or {})}
+        process = _context.Process(target=_rank, args=(sender, file, name, args, variables), daemon=False)
+        process.start()
+        sender.close()
+        ranks.append((process, receiver))
+    deadline = time.monotonic() + timeout
+    results: list[Any] = []
+    failures: list[str] = []
+    for rank, (process, receiver) in enumerate(ranks):
+        kind, value = "silent", None
+        try:
+            if receiver.poll(max(0.0, deadline - time.monotonic())):
+                kind, value = receiver.recv()
+            else:
+                kind = "hangs"
+        except EOFError:
+            pass
+        process.join(max(0.1, min(30.0, deadline - time.monotonic())) if kind != "hangs" else 0.1)
+        if process.is_alive():
+            kind = "hangs"
+            process.kill()
+            process.join()
+        receiver.close()
+        if kind == "returned":
+            results.append(value)
+        elif may_fail and kind != "hangs":
+            results.append(value.splitlines()[-1] if kind == "raised" else process.exitcode)
+        else:
+            failures.append(f"rank {rank} {kind} (exit code {process.exitcode})\n{value or ''}")
+    assert not failures, "\n\n".join(failures)
+    return results
+
+
+def _rank(sender: Any, file: str, name: str, args: tuple[Any, ...], variables: dict[str, str]) -> None:
+    import torch
+
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    spec = importlib.util.spec_from_file_location("test_of_ranks", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["test_of_ranks"] = module
+    spec.loader.exec_module(module)
+    try:
+        answer = ("returned", getattr(module, name)(*args))
+    except SystemExit:
+        raise
+    except BaseException:
+        answer = ("raised", traceback.format_exc())
+    sender.send(answer)
+    sender.close()
