@@ -7,7 +7,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
 
-NAMES = ("auto", "single_device", "ddp")
+NAMES = ("auto", "single_device", "ddp", "fsdp", "fsdp_shard_grad_op", "fsdp_cpu_offload", "hsdp")
 
 
 def find_strategy(
@@ -35,6 +35,10 @@ def find_strategy(
         from leyden.strategies.ddp import DDPStrategy
 
         return DDPStrategy(devices=[find_device(accelerator, device)], precision=precision)
+    if strategy in NAMES[3:]:
+        from leyden.strategies.fsdp import named_strategy
+
+        return named_strategy(strategy, devices=[find_device(accelerator, device)], precision=precision)
     return SingleDeviceStrategy(find_device(accelerator, device), precision)
 
 
