@@ -149,6 +149,12 @@ class Strategy(ABC):
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
+    replicates: bool = True
+    """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
+    num_nodes: int = 1
+    """Machines that take part."""
+    start_method: str = "script"
+    """How ranks are started that nobody has started yet: "script", "spawn", "fork" or "notebook"."""
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision if precision is not None else Precision()
@@ -160,6 +166,16 @@ class Strategy(ABC):
     @abstractmethod
     def root_device(self) -> torch.device:
         """The device of this rank."""
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        """The devices of this machine's ranks."""
+        return [self.root_device]
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """True where several ranks are planned, and this process is none of them yet."""
+        return False
 
     @property
     def global_rank(self) -> int:
@@ -189,6 +205,9 @@ class Strategy(ABC):
     @property
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
+
+    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
     def setup_environment(self) -> None:
         """Makes the device current and joins the process group; raises where the precision cannot run there."""
