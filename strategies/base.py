@@ -271,7 +271,10 @@ class Strategy(ABC):
         loss, num_items = read_loss(outputs)
         for hook in hooks.on_before_backward:
             hook(loss)
-        scaled = self.precision.scale_loss(self.loss_to_backward(loss, num_items, window))
+        # Most losses go to backward as they are, and two calls that change nothing would be felt.
+        if num_items is not None or window.length > 1:
+            loss = self.loss_to_backward(loss, num_items, window)
+        scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
         if hooks.backward is None:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:
