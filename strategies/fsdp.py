@@ -272,17 +272,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._set_sync(before)
 
 
-def named_strategy(name: str, **kwargs: Any) -> FSDPStrategy:
-    """The strategy that one of the names in `find_strategy` means."""
-    if name == "fsdp_shard_grad_op":
-        return FSDPStrategy(reshard_after_forward=False, **kwargs)
-    if name == "fsdp_cpu_offload":
-        return FSDPStrategy(cpu_offload=True, **kwargs)
-    if name == "hsdp":
-        return FSDPStrategy(device_mesh="auto", **kwargs)
-    return FSDPStrategy(**kwargs)
-
-
 def policy_of(precision: Precision) -> MixedPrecisionPolicy:
     """The dtypes of `fully_shard` that a precision means.
 
