@@ -147,8 +147,6 @@ class Strategy(ABC):
     """False where tensors made in validation take part in a later backward (FSDP2): no_grad is used then."""
     supports_closure: bool = True
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
-    replicates: bool = True
-    """Every rank holds the whole model, so that evaluation may call it alone; False where ranks must stay in step."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
     replicates: bool = True
