@@ -245,6 +245,8 @@ class ModelCheckpoint(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if not self._every_n_train_steps and self._interval is None:
+            return
         if trainer.window.closes and self._is_due_by_step(trainer) and not self._waits_for_validation(trainer):
             self._save(trainer)
 

@@ -2,40 +2,111 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from leyden.strategies.base import Strategy, Window
+from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.launch.script import is_interactive
 from leyden.strategies.precision import Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
 
-NAMES = ("auto", "single_device", "ddp")
+DDP = ("leyden.strategies.ddp", "DDPStrategy")
+FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")
+# Name -> module, class, arguments. Imported when asked for: torch.distributed costs a run without it some time.
+SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "ddp": (*DDP, {}),
+    "ddp_spawn": (*DDP, {"start_method": "spawn"}),
+    "ddp_fork": (*DDP, {"start_method": "fork"}),
+    "ddp_notebook": (*DDP, {"start_method": "notebook"}),
+}
+for _name, _row in list(SEVERAL.items()):
+    for _unused in (True, False):
+        SEVERAL[f"{_name}_find_unused_parameters_{str(_unused).lower()}"] = (
+            *_row[:2],
+            {**_row[2], "find_unused_parameters": _unused},
+        )
+SEVERAL |= {
+    "fsdp": (*FSDP, {}),
+    "fsdp_shard_grad_op": (*FSDP, {"reshard_after_forward": False}),
+    "fsdp_cpu_offload": (*FSDP, {"cpu_offload": True}),
+    "hsdp": (*FSDP, {"device_mesh": "auto"}),
+}
+NAMES = ("auto", "single_device", *SEVERAL)
 
 
 def find_strategy(
-    strategy: str | Strategy, accelerator: str = "auto", device: int = 0, precision: Precision | None = None
+    strategy: str | Strategy,
+    accelerator: str = "auto",
+    devices: Any = "auto",
+    num_nodes: int = 1,
+    precision: Precision | None = None,
 ) -> Strategy:
-    """The strategy that a name means on this machine.
+    """The strategy that a name means on this machine, for these devices.
 
     Args:
-        strategy: a name of `NAMES`, or a strategy.
+        strategy: a name of `NAMES`, or a strategy. "auto" is one device, "ddp" for several, and "ddp_notebook" for several that
+            are asked for in an interactive session.
         accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
-        device: index of the device.
+        devices: as of the Trainer: how many ranks this machine has. Ranks that are started already are counted for "auto".
+        num_nodes: machines.
         precision: the Precision plugin it runs in; None leaves a given strategy's own.
 
     Raises:
-        ConfigurationError: if the name is unknown, or the device is not there.
+        ConfigurationError: if the name is unknown, a device is not there, or the ranks that are started are others.
     """
     if isinstance(strategy, Strategy):
         if precision is not None:
             strategy.precision = precision
-        return strategy
-    if strategy not in NAMES:
+    elif strategy not in NAMES:
         raise ConfigurationError(f"strategy={strategy!r} is not known in this version. {nearest(strategy, NAMES)}")
-    if strategy == "ddp":
-        # Imported here: torch.distributed costs a run that does not use it some time.
-        from leyden.strategies.ddp import DDPStrategy
+    elif strategy == "auto":
+        strategy, devices = _auto(accelerator, devices, num_nodes)
+    if strategy == "single_device":
+        return SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
+    if isinstance(strategy, str):
+        module, name, arguments = SEVERAL[strategy]
+        strategy = getattr(importlib.import_module(module), name)(precision=precision, **arguments)
+    assert isinstance(strategy, Strategy)
+    strategy.place_on(accelerator, devices, num_nodes)
+    return strategy
 
-        return DDPStrategy(devices=[find_device(accelerator, device)], precision=precision)
-    return SingleDeviceStrategy(find_device(accelerator, device), precision)
+
+def _auto(accelerator: str, devices: Any, num_nodes: int) -> tuple[str, Any]:
+    """The name for ranks that are started, or planned by the arguments."""
+    place = rank_environment()
+    if place is not None:
+        # One rank alone needs no group; arguments that ask for more are told of it.
+        wanted = parse_devices(devices)
+        count = len(wanted) if isinstance(wanted, list) else wanted or 1
+        return ("ddp" if place.world_size * count * num_nodes > 1 else "single_device"), devices
+    several = len(find_devices(accelerator, devices)) * num_nodes > 1
+    if not several:
+        return "single_device", devices
+    if not is_interactive():
+        return "ddp", devices
+    if parse_devices(devices) is None and num_nodes == 1:
+        print("leyden: an interactive session runs on one device; give devices=… for more.")
+        return "single_device", 1
+    return "ddp_notebook", devices
+
+
+def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
+    """The one device that is asked for; the first of all for "auto"."""
+    wanted = parse_devices(devices)
+    if wanted is None or find_device(accelerator).type == "cpu":
+        count = 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
+        found = [find_device(accelerator)] * count
+    else:
+        found = find_devices(accelerator, devices)
+    if len(found) * num_nodes != 1:
+        raise ConfigurationError(
+            f"strategy='single_device' with devices={devices!r} and num_nodes={num_nodes}: use devices=1 and num_nodes=1, or "
+            "strategy='ddp'."
+        )
+    return found[0]
 
 
 __all__ = ["Precision", "SingleDeviceStrategy", "Strategy", "Window", "find_device", "find_strategy"]

@@ -159,6 +159,12 @@ class Strategy(ABC):
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
+    replicates: bool = True
+    """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
+    num_nodes: int = 1
+    """Machines that take part."""
+    start_method: str = "script"
+    """How ranks are started that nobody has started yet: "script", "spawn", "fork" or "notebook"."""
 
     def __init__(self, precision: Precision | None = None) -> None:
         self.precision = precision if precision is not None else Precision()
@@ -170,6 +176,16 @@ class Strategy(ABC):
     @abstractmethod
     def root_device(self) -> torch.device:
         """The device of this rank."""
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        """The devices of this machine's ranks."""
+        return [self.root_device]
+
+    @property
+    def awaits_ranks(self) -> bool:
+        """True where several ranks are planned, and this process is none of them yet."""
+        return False
 
     @property
     def global_rank(self) -> int:
@@ -201,14 +217,12 @@ class Strategy(ABC):
         return self.global_rank == 0
 
     @property
-    def is_launched(self) -> bool:
-        """True in a process that is one of several ranks; False where there is one, or ranks are only planned yet."""
-        return False
-
-    @property
     def is_joined(self) -> bool:
-        """True while ranks can talk to each other: from `setup_environment` to `teardown`, and always where there is one."""
+        """True while ranks can talk to each other; there is nobody to talk to where they are only planned yet."""
         return True
+
+    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
     def setup_environment(self) -> None:
         """Makes the device current and joins the process group; raises where the precision cannot run there."""
@@ -272,7 +286,10 @@ class Strategy(ABC):
         loss, num_items = read_loss(outputs)
         for hook in hooks.on_before_backward:
             hook(loss)
-        scaled = self.precision.scale_loss(self.loss_to_backward(loss, num_items, window))
+        # Most losses go to backward as they are, and two calls that change nothing would be felt.
+        if num_items is not None or window.length > 1:
+            loss = self.loss_to_backward(loss, num_items, window)
+        scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
         if hooks.backward is None:
             scaled.backward()  # type: ignore[no-untyped-call]
         else:

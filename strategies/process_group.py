@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.devices import find_devices, parse_devices
+from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.precision import Precision
 
@@ -31,25 +33,36 @@ class ProcessGroupStrategy(Strategy):
     Before its ranks are started it answers for the plan: `world_size` ranks, of which this process is the first.
 
     Args:
-        devices: the devices of this machine's ranks, one each; the first of them is this process's where it was not
-            started as a rank.
-        num_nodes: machines.
+        devices: the devices of this machine's ranks, one each; the Trainer's if left out.
+        num_nodes: machines; the Trainer's if left out.
         precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
         process_group_backend: "gloo", "nccl", …; what suits the device if left out.
         timeout: how long a collective waits for the others.
+        start_method: "script" runs the script anew on each rank, "spawn", "fork" and "notebook" run functions of this process;
+            only where nobody has started ranks yet.
     """
+
+    start_methods: tuple[str, ...] = ("script", "spawn", "fork", "notebook")
 
     def __init__(
         self,
-        devices: Sequence[torch.device] = (torch.device("cpu"),),
-        num_nodes: int = 1,
+        devices: Sequence[torch.device] | None = None,
+        num_nodes: int | None = None,
         precision: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        start_method: str = "script",
     ) -> None:
         super().__init__(precision)
-        self.devices = list(devices)
-        self.num_nodes = num_nodes
+        if start_method not in self.start_methods:
+            raise ConfigurationError(
+                f"start_method={start_method!r} is not known. {nearest(start_method, self.start_methods)}"
+            )
+        self.start_method = start_method
+        self._own_devices = None if devices is None else [torch.device(device) for device in devices]
+        self._own_nodes = num_nodes
+        self.devices = self._own_devices or [torch.device("cpu")]
+        self.num_nodes = num_nodes or 1
         self.process_group_backend = process_group_backend
         self.timeout = timeout
         self.place = rank_environment()
@@ -58,6 +71,47 @@ class ProcessGroupStrategy(Strategy):
         self._owns_group = False
 
     # its place --------------------------------------------------------------------------------------------------------
+    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        """Takes the plan of the Trainer's arguments, where this strategy was given none of its own.
+
+        Raises:
+            ConfigurationError: if the device cannot be had, or ranks are started already, and not as many.
+        """
+        place, given = self.place, parse_devices(devices) is not None or self._own_devices is not None
+        plan = self._own_devices or find_devices(accelerator, devices)
+        self.num_nodes = self._own_nodes or num_nodes
+        if plan[0].type == "mps":
+            raise ConfigurationError("several ranks need accelerator='cpu' or 'cuda': MPS has one device.")
+        if place is None:
+            self.devices = plan
+            return
+        others = given and len(plan) != place.local_world_size
+        if others or ((given or self.num_nodes > 1) and self.num_nodes != place.num_nodes):
+            raise ConfigurationError(
+                f"{place.starter} started {place.world_size} ranks ({place.local_world_size} on this machine: the environment's "
+                f"{'SLURM_STEP_NUM_TASKS' if place.starter == 'slurm' else 'WORLD_SIZE'}), and the Trainer was given devices="
+                f"{len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave both out to use the ranks there are, or use "
+                "strategy='single_device' for a run of this process alone."
+            )
+        self.num_nodes = place.num_nodes
+        count = place.local_world_size
+        if plan[0].type == "cuda" and not given:
+            # A starter may show each rank a GPU of its own, which is then its number 0.
+            if 1 < len(plan) < count:
+                raise ConfigurationError(
+                    f"{place.starter} started {count} ranks on a machine with {len(plan)} GPUs: start one rank for each GPU."
+                )
+            plan = plan[:count]
+        self.devices = [plan[index % len(plan)] for index in range(count)]
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        return self.devices
+
+    @property
+    def awaits_ranks(self) -> bool:
+        return self.place is None and self.world_size > 1
+
     @property
     def root_device(self) -> torch.device:
         return self.devices[self.local_rank % len(self.devices)]
@@ -79,10 +133,6 @@ class ProcessGroupStrategy(Strategy):
         return self.place.world_size if self.place is not None else len(self.devices) * self.num_nodes
 
     @property
-    def is_launched(self) -> bool:
-        return self.place is not None
-
-    @property
     def is_joined(self) -> bool:
         return self.host_group is not None
 
@@ -92,9 +142,7 @@ class ProcessGroupStrategy(Strategy):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            backend = self.process_group_backend or ("nccl" if device.type == "cuda" else "gloo")
-            bound = device if backend == "nccl" else None
-            dist.init_process_group(backend, timeout=self.timeout, device_id=bound)
+            self._join(self.process_group_backend or ("nccl" if device.type == "cuda" else "gloo"))
             self._owns_group = True
         if self.host_group is None:
             self.host_group = (
@@ -102,6 +150,22 @@ class ProcessGroupStrategy(Strategy):
                 if dist.get_backend() == "gloo"
                 else dist.new_group(backend="gloo", timeout=self.timeout)
             )
+
+    def _join(self, backend: str) -> None:
+        """Makes the process group: by torch's own variables, at SLURM's first host, or of this process alone."""
+        place = self.place
+        arguments: dict[str, Any] = {}
+        if place is None:
+            arguments = {
+                "store": dist.HashStore(),  # type: ignore[attr-defined]
+                "rank": 0,
+                "world_size": 1,
+            }
+        elif place.address is not None:
+            host, port = place.address
+            arguments = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
+        bound = self.root_device if backend == "nccl" else None
+        dist.init_process_group(backend, timeout=self.timeout, device_id=bound, **arguments)
 
     def teardown(self) -> None:
         super().teardown()

@@ -55,7 +55,8 @@ class Accelerator:
         strategy: a name or a Strategy.
         accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
         precision: a name or a Precision; None leaves a given strategy's own.
-        device: index of the device.
+        devices: as of the Trainer.
+        num_nodes: machines.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class Accelerator:
         strategy: str | Strategy = "auto",
         accelerator: str = "auto",
         precision: str | int | Precision | None = None,
-        device: int = 0,
+        devices: Any = "auto",
+        num_nodes: int = 1,
     ) -> None:
         keeps_own = isinstance(strategy, Strategy) and precision is None
         plugin = None if keeps_own else find_precision(precision)
-        self.strategy: Strategy = find_strategy(strategy, accelerator, device, plugin)
+        self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
         self.window = Window()
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.stepped = False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 
 
@@ -224,6 +225,7 @@ def _check_choices(arguments: Arguments) -> None:
         raise ConfigurationError(
             f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}"
         )
+    parse_devices(arguments.devices)
     if "://" in str(arguments.default_root_dir):
         raise ConfigurationError(
             f"default_root_dir={str(arguments.default_root_dir)!r}: this version writes to local and mounted folders only."
@@ -238,33 +240,3 @@ def _check_choices(arguments: Arguments) -> None:
                 parse_duration(value)
             except ValueError as error:
                 raise ConfigurationError(f"{name}={value!r}: {error}") from None
-
-
-def single_device(devices: Any) -> int:
-    """The index of the one device that `devices` names.
-
-    Raises:
-        ConfigurationError: if it names none, or more than one.
-    """
-    several = ConfigurationError(f"devices={devices!r} names several devices: this version runs on one, as devices=1.")
-    if devices in ("auto", -1, "-1"):
-        return 0
-    if isinstance(devices, str):
-        parts = [part.strip() for part in devices.split(",") if part.strip()]
-        if not parts or not all(part.isdigit() for part in parts):
-            raise ConfigurationError(f"devices={devices!r}: use a number, a list of indices as '0,1', or 'auto'.")
-        if "," in devices:
-            devices = [int(part) for part in parts]
-        else:
-            devices = int(parts[0])
-    if isinstance(devices, (list, tuple)):
-        if len(devices) == 1 and isinstance(devices[0], int):
-            return devices[0]
-        if not devices:
-            raise ConfigurationError("devices=[] names no device: use devices=1, or 'auto'.")
-        raise several
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ConfigurationError(f"devices={devices!r}: use a whole number from 1, a list of indices, or 'auto'.")
-    if devices > 1:
-        raise several
-    return 0

@@ -15,9 +15,9 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import plan
+from leyden.trainer import launching, plan
 from leyden.trainer.accelerator import Accelerator
-from leyden.trainer.arguments import UNSET, resolve, single_device
+from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.hooks import Hooks
@@ -58,8 +58,9 @@ class Trainer(TrainerView):
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda" or "mps". Default "auto".
-        strategy: "auto", "single_device", or a `Strategy` of your own. Default "auto".
-        devices: 1, "auto", or the index of a device as `[0]`. Default "auto".
+        strategy: "auto", a name of `leyden.strategies.NAMES`, or a `Strategy`. Default "auto": one device, or "ddp" for several.
+        devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
+            started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
         precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", a short name (`no fp32 fp16 bf16 16
             32 64`) or a `Precision`. Default "32-true".
@@ -157,15 +158,12 @@ class Trainer(TrainerView):
         given = {name: value for name, value in locals().items() if name != "self"}
         self.arguments, self.given = resolve(given)
         arguments = self.arguments
-        if arguments.num_nodes > 1:
-            raise ConfigurationError(
-                f"num_nodes={arguments.num_nodes}: this version runs on one machine, use num_nodes=1."
-            )
         self.accelerator = Accelerator(
             strategy=arguments.strategy,
             accelerator=arguments.accelerator,
             precision=precision_of(arguments),
-            device=single_device(arguments.devices),
+            devices=arguments.devices,
+            num_nodes=arguments.num_nodes,
         )
         self.callbacks = build_callbacks(arguments)
         self.loggers = loggers_of(self.callbacks)
@@ -339,6 +337,8 @@ class Trainer(TrainerView):
         **loaders: Any,
     ) -> Any:
         """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""
+        if self.strategy.awaits_ranks:
+            return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
         goal = checkpoints.settled(self, goal)
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:

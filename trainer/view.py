@@ -77,15 +77,16 @@ class TrainerView:
     @property
     def num_devices(self) -> int:
         """Devices of this machine that take part."""
-        return 1
+        return len(self.strategy.local_devices)
 
     @property
     def num_nodes(self) -> int:
-        return self.arguments.num_nodes
+        """Machines that take part."""
+        return self.strategy.num_nodes
 
     @property
     def device_ids(self) -> list[int]:
-        return [self.strategy.root_device.index or 0]
+        return [device.index or 0 for device in self.strategy.local_devices]
 
     @property
     def model(self) -> TrainModule:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from leyden.strategies.errors import ConfigurationError
+
+STARTER = "LEYDEN_STARTER"
+"""Set by our own launchers: "script", "spawn", "fork"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +23,9 @@ class RankEnvironment:
         world_size: ranks on all machines.
         local_world_size: ranks on this machine.
         node_rank: which machine this is.
-        starter: who started it: "torchrun", "slurm" or "spawn".
+        starter: who started it: "torchrun", "slurm", "script", "spawn", "fork", or "hand" where only the four variables that
+            torch itself needs are set.
+        address: host and port where rank 0 waits; None where torch's own variables tell.
     """
 
     rank: int
@@ -28,6 +34,12 @@ class RankEnvironment:
     local_world_size: int
     node_rank: int = 0
     starter: str = "torchrun"
+    address: tuple[str, int] | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines, where each has as many ranks as this one."""
+        return max(1, self.world_size // self.local_world_size)
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
@@ -37,29 +49,84 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         environ: the variables; those of this process if left out.
 
     Raises:
-        ConfigurationError: if they contradict each other; names them.
+        ConfigurationError: if they are incomplete or contradict each other; names them.
 
     Example:
         >>> rank_environment({}) is None
         True
     """
     environ = os.environ if environ is None else environ
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return None
-    names = {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
-    values: dict[str, int] = {}
-    for name, default in names.items():
-        text = environ.get(name, default)
-        if not text.isdigit():
-            raise ConfigurationError(
-                f"the environment variable {name}={text!r} is no number: start ranks with torchrun."
-            )
-        values[name] = int(text)
-    if values["RANK"] >= values["WORLD_SIZE"]:
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _torch_environment(environ)
+    if "LOCAL_RANK" in environ and "WORLD_SIZE" in environ:
         raise ConfigurationError(
-            f"the environment says RANK={values['RANK']} of WORLD_SIZE={values['WORLD_SIZE']}: unset both, or start "
-            "ranks with torchrun."
+            "the environment has LOCAL_RANK and WORLD_SIZE, but no RANK: start ranks with torchrun."
         )
+    return _slurm_environment(environ)
+
+
+def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    rank, size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    if missing:
+        raise ConfigurationError(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}, but no {' and no '.join(missing)}, so nobody has "
+            "started these ranks: unset RANK and WORLD_SIZE, or start the script with torchrun."
+        )
+    started = "LOCAL_RANK" in environ
+    local_rank, local_size = _number(environ, "LOCAL_RANK", 0), _number(environ, "LOCAL_WORLD_SIZE", 1)
+    # Without a starter each machine has one rank.
+    node_rank = _number(environ, "GROUP_RANK", 0 if started else rank)
+    if rank >= size or local_rank >= local_size or local_size > size:
+        raise ConfigurationError(
+            f"the environment says RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}, "
+            "which cannot be: unset them, or start the script with torchrun."
+        )
+    starter = environ.get(STARTER, "torchrun" if started else "hand")
+    return RankEnvironment(rank, local_rank, size, local_size, node_rank, starter)
+
+
+def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
+    """A task of srun. A batch script, and a shell that srun opened, are no ranks: they have no step, or one of a single task."""
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    size = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
+    if size == 1:
+        return None
+    rank, local_rank = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0)
+    nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
+    if rank >= size or size % nodes or local_rank >= size // nodes:
+        raise ConfigurationError(
+            f"srun says task {rank} of {size} (local {local_rank}) on {nodes} machines: ask for as many tasks on each, with "
+            "srun --ntasks-per-node."
+        )
+    host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+    # Every task of a job computes the same port, above those that services use.
+    job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "0")) or 0)
+    port = _number(environ, "MASTER_PORT", 15000 + job % 15000)
     return RankEnvironment(
-        values["RANK"], values["LOCAL_RANK"], values["WORLD_SIZE"], values["LOCAL_WORLD_SIZE"], values["GROUP_RANK"]
+        *(rank, local_rank, size, size // nodes, _number(environ, "SLURM_NODEID", 0)), "slurm", (host, port)
     )
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's compressed list of hosts.
+
+    Example:
+        >>> first_host("gpu[007-012,14],login2")
+        'gpu007'
+        >>> first_host("node3,node5")
+        'node3'
+    """
+    found = re.match(r"([^\[,]*)(?:\[(\d+)[^\]]*\])?([^,\[]*)", nodes)
+    assert found is not None
+    return f"{found[1]}{found[2] or ''}{found[3]}"
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdigit():
+        raise ConfigurationError(f"the environment variable {name}={text!r} is no number: start ranks with torchrun.")
+    return int(text)

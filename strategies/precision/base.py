@@ -26,6 +26,12 @@ class Precision:
     """Opens the context of a forward pass; None where there is none, which costs nothing."""
     may_skip: bool = False
     """True where a step can be skipped (a gradient scaler found inf or nan)."""
+    scales_loss: bool = False
+    """True where `scale_loss` has work to do: in a class that overrides it."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.scales_loss = cls.scale_loss is not Precision.scale_loss
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigurationError where the device cannot run this precision."""

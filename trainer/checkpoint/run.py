@@ -192,17 +192,6 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
             "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. Call it "
             "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
         )
-    if trainer.state.stage is not None or not trainer.strategy.is_launched:
-        return _save(trainer, loop, path, weights_only)
-    # The run is over, and its ranks have taken leave of each other: they meet again for this.
-    trainer.strategy.setup_environment()
-    try:
-        return _save(trainer, loop, path, weights_only)
-    finally:
-        trainer.strategy.teardown()
-
-
-def _save(trainer: Trainer, loop: FitLoop | None, path: Path, weights_only: bool) -> Path:
     strategy, progress = trainer.strategy, trainer.progress
     with CheckpointWriter(path, ranks=Ranks(strategy, path)) as writer:
         for logger in trainer.loggers:

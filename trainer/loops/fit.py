@@ -90,7 +90,7 @@ class FitLoop:
         transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
         waits, accumulates = self._waits, self.trainer.accumulation is not None
-        logs_steps = bool(self.trainer.loggers) and self.trainer.log_every_n_steps > 0
+        logs_every = self.trainer.log_every_n_steps if self.trainer.loggers else 0
         if progress.phase == "epoch_start":
             self._begin_epoch()
         cut, complete = progress.cut, True
@@ -130,8 +130,8 @@ class FitLoop:
             if listens_end:
                 outputs = detached(outputs)
                 hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
-            if logs_steps and window.closes:
-                self._log_step()
+            if logs_every and window.closes and not progress.global_step % logs_every:
+                self._log_step(logs_every)
             if listens_end:
                 hooks.close("on_train_batch_end", outputs, batch, batch_idx)
             # Neither may live on into the next step, where it would add to the peak of memory.
@@ -220,7 +220,7 @@ class FitLoop:
         self.step.close(self.progress.batch - 1)
         self.accelerator.end_batch()
         self._after_step(True)
-        self._log_step()
+        self._log_step(self.trainer.log_every_n_steps)
         self._settle()
 
     def _cut_short(self) -> None:
@@ -264,13 +264,12 @@ class FitLoop:
         if self.trainer.profiler is not None and not progress.cut:
             self.trainer.profiler.step()
 
-    def _log_step(self) -> None:
-        trainer, every = self.trainer, self.trainer.log_every_n_steps
+    def _log_step(self, every: int) -> None:
         if self.accelerator.manual and not self.accelerator.stepped:
             # No step was done, so these would be further values of the last one.
             return
-        if trainer.loggers and every and self.progress.global_step % every == 0:
-            trainer.send(self.logs.step_values("train"))
+        if self.trainer.loggers and every and self.progress.global_step % every == 0:
+            self.trainer.send(self.logs.step_values("train"))
 
     def _settle(self) -> None:
         """What follows a step: its validation, then the schedulers that wait for one. A resume goes on here."""

@@ -138,11 +138,11 @@ class AutomaticStep(Step):
                 self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
             else:
                 optimizer.zero_grad()
-        self.hooks.current = ""
 
     def close(self, batch_idx: int) -> None:
-        accelerator, strategy = self.accelerator, self.strategy
-        accelerator.close_window()
+        accelerator, strategy, window = self.accelerator, self.strategy, self.window
+        if window.length > 1 or window.num_items is not None:
+            accelerator.close_window()
         accelerator.stepped = False
         for prepared in self.prepared:
             if self.unscales:
