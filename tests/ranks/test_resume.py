@@ -100,20 +100,3 @@ def test_the_last_one_is_found_by_all_ranks(tmp_path: Path) -> None:
     straight = run_world(2, fit, str(tmp_path / "straight"), None, 15)
     assert [len(rank["losses"]) for rank in first + again] == [10, 10, 5, 5]
     assert same(again[0], straight[0]) and same(again[1], straight[1])
-
-
-def save_afterwards(folder: str) -> tuple[list[str], int]:
-    trainer = Trainer(accelerator="cpu", strategy="ddp", default_root_dir=folder, logger=False, max_steps=2)
-    trainer.fit(Net(), DataLoader(data(), 4))
-    paths = [trainer.save_checkpoint(f"{folder}/after") for _ in range(2)]
-    weights = trainer.save_checkpoint(f"{folder}/weights", weights_only=True)
-    assert trainer.last_checkpoint == weights
-    return [path.name for path in [*paths, weights]], trainer.global_step
-
-
-def test_a_checkpoint_is_saved_after_the_run(tmp_path: Path) -> None:
-    found = run_world(2, save_afterwards, str(tmp_path))
-    assert found == [(["after", "after-v1", "weights"], 2)] * 2
-    module = Net.load_from_checkpoint(tmp_path / "after")
-    assert set(module.state_dict()) == set(CheckpointReader(tmp_path / "weights").model())
-    assert CheckpointReader(tmp_path / "after").has("rank-1")
