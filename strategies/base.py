@@ -148,6 +148,8 @@ class Strategy(ABC):
     """False where tensors made in validation take part in a later backward (FSDP2): no_grad is used then."""
     supports_closure: bool = True
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
+    host_group: Any = None
+    """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
     replicates: bool = True

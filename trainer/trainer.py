@@ -20,6 +20,7 @@ from leyden.trainer.accelerator import Accelerator
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
+from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -399,7 +400,7 @@ class Trainer(TrainerView):
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
         self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
-        self.logs = Logs(self.hooks)
+        self.logs = Logs(self.hooks, over_ranks(self.strategy))
         module._trainer, module._logs = self, self.logs
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
