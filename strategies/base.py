@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.batch import move_to_device
+from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 
@@ -236,10 +237,18 @@ class Strategy(ABC):
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
-    def init_module(self) -> Iterator[None]:
-        """Modules built in this context come with the precision's dtype, on this rank's device."""
-        with self.precision.init_context(), self.root_device:
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules built in this context come with the precision's dtype, on this rank's device.
+
+        Args:
+            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+        """
+        with self.precision.init_context(), self.root_device, EmptyInit() if empty_init else nullcontext():
             yield
+
+    def model_context(self) -> AbstractContextManager[None]:
+        """The context of `configure_model`: a strategy that shards builds on the meta device in it."""
+        return nullcontext()
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """Brings modules to where they run. Called before their optimizers exist."""
