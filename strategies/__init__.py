@@ -14,6 +14,7 @@ from leyden.strategies.precision import Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
+FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")
 # Name -> module, class, arguments. Imported when asked for: torch.distributed costs a run without it some time.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
@@ -27,6 +28,12 @@ for _name, _row in list(SEVERAL.items()):
             *_row[:2],
             {**_row[2], "find_unused_parameters": _unused},
         )
+SEVERAL |= {
+    "fsdp": (*FSDP, {}),
+    "fsdp_shard_grad_op": (*FSDP, {"reshard_after_forward": False}),
+    "fsdp_cpu_offload": (*FSDP, {"cpu_offload": True}),
+    "hsdp": (*FSDP, {"device_mesh": "auto"}),
+}
 NAMES = ("auto", "single_device", *SEVERAL)
 
 

@@ -169,25 +169,33 @@ def _as_agent(count: int, folder: str | None) -> Iterator[None]:
 
 def _status(error: Any) -> int:
     """The exit status that the first failure gives; says what no rank could say of itself."""
-    failures: Sequence[Any] = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-    # SIGTERM is how the engine ends the others.
-    ended = [failure for failure in failures if failure.exitcode != -signal.SIGTERM]
-    killed = [failure for failure in ended if failure.exitcode < 0]
-    # One that wrote down its error came before those that only lost their connection to it.
-    told = [failure for failure in failures if os.path.isfile(failure.error_file)]
-    first = (told or killed or ended or failures)[0]
-    if first.exitcode >= 0:
-        return int(first.exitcode)
-    number = -int(first.exitcode)
-    name = signal.Signals(number).name if number in signal.valid_signals() else "?"
-    hint = " Out of memory, perhaps." if number == signal.SIGKILL else ""
-    print(
-        f"leyden: rank {_global_rank(error, first)} was killed by signal {number} ({name}); all ranks are ended.{hint}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return 128 + number
+    failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
+    # One that wrote down its error came before those that only lost their connection to it; SIGTERM is how the engine ends
+    # the others, and 1 how they leave.
+    told = [(rank, failure) for rank, failure in failures if not _lost(failure)]
+    ended = [(rank, failure) for rank, failure in failures if failure.exitcode != -signal.SIGTERM]
+    odd = [(rank, failure) for rank, failure in ended if failure.exitcode != 1]
+    rank, first = (told or odd or ended or failures)[0]
+    code = int(first.exitcode)
+    if told:
+        return code if code > 0 else 1
+    if code < 0:
+        name = signal.Signals(-code).name if -code in signal.valid_signals() else "?"
+        hint = " Out of memory, perhaps." if -code == signal.SIGKILL else ""
+        _say(f"rank {rank} was killed by signal {-code} ({name}); all ranks are ended.{hint}")
+        return 128 - code
+    text = next((failure.message["message"] for _, failure in failures if os.path.isfile(failure.error_file)), "")
+    _say(f"rank {rank} ended with exit code {code}, and all ranks with it. {text}")
+    return code
 
 
-def _global_rank(error: Any, failure: Any) -> int:
-    return next(int(rank) for rank, found in error.failures.items() if found is failure)
+def _lost(failure: Any) -> bool:
+    """True if the rank told no error of its own."""
+    if not os.path.isfile(failure.error_file):
+        return True
+    message = failure.error_file_data.get("message")
+    return bool(isinstance(message, dict) and message.get("lost"))
+
+
+def _say(text: str) -> None:
+    print(f"leyden: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,54 @@
+"""What is done to single blocks of a model before they are sharded: activation checkpointing and compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.sharding.policy import modules_of_classes
+
+
+def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
+    """Lets modules compute their activations again in backward, in place of keeping them. Their names stay.
+
+    Args:
+        root: the whole model.
+        policy: classes of modules, or their names; a function of a module; or None.
+
+    Returns:
+        The names of those modules.
+    """
+    from torch.distributed._composable.checkpoint_activation import checkpoint
+
+    if not policy:
+        return []
+    if callable(policy) and not isinstance(policy, type):
+        names = [name for name, module in root.named_modules() if name and policy(module)]
+    else:
+        names = modules_of_classes(root, policy, "activation_checkpointing_policy")
+    for name in names:
+        module = root.get_submodule(name)
+        if checkpoint.state(module) is None:  # type: ignore[attr-defined]
+            checkpoint(module)
+    return names
+
+
+def compile_blocks(root: nn.Module, names: Iterable[str], arguments: dict[str, Any]) -> None:
+    """Compiles modules in place.
+
+    Raises:
+        ConfigurationError: for a class of torch.nn itself, which torch passes over in silence (tried: no graph is made).
+    """
+    for name in names:
+        module: Any = root.get_submodule(name)
+        kind = type(module)
+        if kind.__module__.startswith("torch.nn."):
+            raise ConfigurationError(
+                f"compile=True: {name!r} is a {kind.__name__} of torch.nn itself, on which torch's Module.compile does nothing. "
+                "Write the block as a class of your own, or give auto_wrap_policy the class of such a block."
+            )
+        compile_in_place: Callable[..., None] = module.compile
+        compile_in_place(**arguments)
