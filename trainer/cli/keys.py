@@ -11,7 +11,18 @@ from leyden.strategies.errors import ConfigurationError, nearest
 YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 NVME = ("none", "cpu", "nvme")
 DYNAMO = (
-    *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt"),
+    *(
+        "no",
+        "eager",
+        "aot_eager",
+        "inductor",
+        "aot_ts_nvfuser",
+        "nvprims_nvfuser",
+        "cudagraphs",
+        "ofi",
+        "fx2trt",
+        "onnxrt",
+    ),
     *("tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend"),
 )
 
@@ -216,7 +227,13 @@ FP8: tuple[Key, ...] = (
     Key("fp8_format", ("HYBRID", "E4M3", "E5M2"), "format of forward and backward"),
     Key("fp8_amax_history_len", int, "steps of history", older=("amax_history_len", "amax_history_length")),
     Key("fp8_amax_compute_algo", ("max", "most_recent"), "what is taken of it", older=("amax_compute_algo",)),
-    Key("fp8_override_linear_precision", bool, "", "give the recipe in the script.", older=("override_linear_precision",)),
+    Key(
+        "fp8_override_linear_precision",
+        bool,
+        "",
+        "give the recipe in the script.",
+        older=("override_linear_precision",),
+    ),
     Key("fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer kept.", older=("optimization_level", "opt_level")),
     Key("fp8_enable_fsdp_float8_all_gather", bool, "gather in fp8", older=("enable_fsdp_float8_all_gather",)),
     Key("fp8_pad_inner_dim", bool, "pad to what the hardware needs", older=("pad_inner_dim",)),
@@ -272,7 +289,9 @@ def read_section(keys: tuple[Key, ...], found: Mapping[str, Any], section: str =
         key = names.get(str(name))
         if key is None:
             place = f"{section}: " if section else ""
-            raise ConfigurationError(f"{place}the key {name!r} is not known. {nearest(str(name), [k.name for k in keys])}")
+            raise ConfigurationError(
+                f"{place}the key {name!r} is not known. {nearest(str(name), [k.name for k in keys])}"
+            )
         if key.name == "fsdp_sharding_strategy":
             value = NAMES_OF_1.get(str(value), value)
         values[key.name] = key.read(value)

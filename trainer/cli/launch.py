@@ -12,7 +12,7 @@ import click
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli import agent, preflight
 from leyden.trainer.cli.keys import FAMILIES, TOP, Key, read_section
-from leyden.trainer.cli.machine import Machine, this_machine
+from leyden.trainer.cli.machine import this_machine
 from leyden.trainer.cli.plan import Engine, Plan, resolve
 from leyden.trainer.cli.settings import Settings, accelerate_file, default_file, read_file
 
@@ -26,7 +26,7 @@ KINDS = {
 """Flags that choose what distributed_type chooses in the file."""
 
 
-class KeyType(click.ParamType):
+class KeyType(click.ParamType):  # type: ignore[type-arg]
     """A flag's value, read as the file's is: "False" is false."""
 
     def __init__(self, key: Key) -> None:
@@ -96,7 +96,9 @@ def _switch(name: str, help: str) -> click.Option:
 
 
 OPTIONS: list[click.Parameter] = [
-    click.Option(["--config_file", "file"], help="Read this file, Leyden's or Accelerate's; the default one if left out."),
+    click.Option(
+        ["--config_file", "file"], help="Read this file, Leyden's or Accelerate's; the default one if left out."
+    ),
     _switch("dry_run", "Show the plan, and start nothing."),
     click.Option(["-q", "--quiet"], is_flag=True, help="Do not show the plan."),
     click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is a module, as of python -m."),
@@ -110,11 +112,27 @@ OPTIONS: list[click.Parameter] = [
     click.Option(["--rdzv_endpoint"], metavar="HOST:PORT", help="Where machines meet, in place of a main machine."),
     click.Option(["--rdzv_id"], help="Name of the meeting, where several jobs share an end point."),
     click.Option(["--rdzv_conf"], default="", metavar="KEY=VALUE,…", help="Further settings of the meeting."),
-    click.Option(["--monitor_interval"], type=click.FloatRange(0.01), default=0.1, show_default=True, help="Seconds between two looks at the ranks."),
+    click.Option(
+        ["--monitor_interval"],
+        type=click.FloatRange(0.01),
+        default=0.1,
+        show_default=True,
+        help="Seconds between two looks at the ranks.",
+    ),
     click.Option(["--log_dir"], type=click.Path(file_okay=False), help="Keep what each rank prints in files here too."),
-    click.Option(["--tee"], metavar="[0|1|2|3]", help="What is kept there: 1 stdout, 2 stderr, 3 both, 0 only errors; or 0:3,1:0 by local rank."),
+    click.Option(
+        ["--tee"],
+        metavar="[0|1|2|3]",
+        help="What is kept there: 1 stdout, 2 stderr, 3 both, 0 only errors; or 0:3,1:0 by local rank.",
+    ),
     click.Option(["--role"], default="default", help="Name of the ranks in what is kept."),
-    click.Option(["--preflight_timeout"], type=click.FloatRange(0), default=300.0, show_default=True, help="Seconds to wait for other machines before the start; 0 does without."),
+    click.Option(
+        ["--preflight_timeout"],
+        type=click.FloatRange(0),
+        default=300.0,
+        show_default=True,
+        help="Seconds to wait for other machines before the start; 0 does without.",
+    ),
     *_flags(),
     click.Argument(["script"]),
     click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
@@ -148,7 +166,7 @@ def run(
     given = _given(flags)
     below = _file(file)
     settings = given.over(below)
-    plan = resolve(settings, engine, _machine(settings), str(below.source or "flags"))
+    plan = resolve(settings, engine, this_machine(), str(below.source or "flags"))
     command = command_of(script, arguments, module, no_python)
     # Of the tasks of srun, one speaks for all.
     if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
@@ -159,14 +177,11 @@ def run(
     if dry_run:
         return 0
     if not no_python and not module and not os.path.exists(script):
-        raise ConfigurationError(f"there is no script {script}: give its path, -m for a module, or --no_python for a program.")
+        raise ConfigurationError(
+            f"there is no script {script}: give its path, -m for a module, or --no_python for a program."
+        )
     _preflight(plan, preflight_timeout)
     return agent.start(plan, command)
-
-
-def _machine(settings: Settings) -> Machine:
-    """A machine that shows its ranks no GPUs has none."""
-    return this_machine()
 
 
 def command_of(script: str, arguments: tuple[str, ...], module: bool, no_python: bool) -> list[str]:
@@ -189,9 +204,6 @@ def _given(flags: dict[str, Any]) -> Settings:
     values = {key.name: flags.get(key.name) for key in TOP}
     if kinds:
         values["distributed_type"] = KINDS[kinds[0]]
-    elif values.get("use_cpu"):
-        # A file's MULTI_GPU would be at odds with it; how a model is sharded is not.
-        values["use_cpu"] = True
     return Settings(values, {name: section for name, section in sections.items() if section})
 
 

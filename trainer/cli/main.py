@@ -12,14 +12,8 @@ import click
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and keep the answers in a file."),
     "launch": ("leyden.trainer.cli.launch", "Run a script on all ranks of this machine, or of several."),
-    "env": ("leyden.trainer.cli.env", "Print what this machine has, to paste into a report."),
-    "test": ("leyden.trainer.cli.selftest", "Try the configuration: collectives, parity, accumulation, save and resume."),
-    "estimate": ("leyden.trainer.cli.estimate", "Parameters of a model, and the memory that training it takes."),
-    "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
-    "merge": ("leyden.trainer.cli.merge", "Make one set of safetensors of a sharded checkpoint."),
-    "convert": ("leyden.trainer.cli.convert", "Make a checkpoint of Lightning's or Accelerate's one of ours."),
 }
-ALIASES = {"estimate-memory": "estimate", "merge-weights": "merge"}
+ALIASES: dict[str, str] = {}
 
 
 class Commands(click.Group):

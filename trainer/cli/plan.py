@@ -9,12 +9,17 @@ from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
-from leyden.trainer.cli.machine import Machine, available_cpus
+from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.launched import Launched
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
-SHARDINGS = {"SHARD_GRAD_OP": "fsdp_shard_grad_op", "HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp", "NO_SHARD": "ddp"}
+SHARDINGS = {
+    "SHARD_GRAD_OP": "fsdp_shard_grad_op",
+    "HYBRID_SHARD": "hsdp",
+    "HYBRID_SHARD_ZERO2": "hsdp",
+    "NO_SHARD": "ddp",
+}
 PORT = 29500
 
 
@@ -102,14 +107,18 @@ class Plan:
         where = f"{self.machines} machines × {self.per_machine}" if self.machines > 1 else "this machine"
         found = [("file", str(settings.source) if settings.source else "none: flags and defaults")]
         found += [("taken", note) for note in settings.notes]
-        found += [("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")]
+        found += [
+            ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
+        ]
         if self.rank is not None:
             found += [("started by", f"srun, one task for each rank; this is rank {self.rank.rank}")]
         elif self.machines > 1:
             which = "by the meeting" if self.machine_rank is None else f"machine {self.machine_rank}"
             found += [("meeting", f"{self.backend} at {self.address}:{self.port}, this is numbered {which}")]
         strategy = launched.strategy or ("ddp" if ranks > 1 else "one rank")
-        found += [("strategy", f"{strategy}{_listed(launched.options)}, precision {launched.precision or 'of the script'}")]
+        found += [
+            ("strategy", f"{strategy}{_listed(launched.options)}, precision {launched.precision or 'of the script'}")
+        ]
         others = self._others()
         if others:
             found += [("also", ", ".join(others))]
@@ -159,7 +168,7 @@ def resolve(
     accelerator = _accelerator(settings, machine)
     task = _slurm_task(settings, environ)
     if task is not None and task.local_world_size > 1:
-        return _as_rank(settings, engine, task, accelerator, source, environ)
+        return _as_rank(settings, engine, task, machine, accelerator, source, environ)
     machines = int(settings.get("num_machines", 1)) if task is None else task.num_nodes
     per_machine = _per_machine(settings, machine, accelerator, machines)
     machine_rank, address, port, backend = _meeting(settings, engine, machines, task)
@@ -173,13 +182,19 @@ def resolve(
         address,
         port,
         backend,
-        _threads(settings, per_machine, environ),
+        _threads(settings, machine, per_machine, environ),
         launched_of(settings, source, accelerator, per_machine * machines),
     )
 
 
 def _as_rank(
-    settings: Settings, engine: Engine, task: RankEnvironment, accelerator: str, source: str, environ: Mapping[str, str]
+    settings: Settings,
+    engine: Engine,
+    task: RankEnvironment,
+    machine: Machine,
+    accelerator: str,
+    source: str,
+    environ: Mapping[str, str],
 ) -> Plan:
     """The plan of a task of srun that is one rank itself."""
     wanted = settings.get("num_processes", -1)
@@ -203,7 +218,7 @@ def _as_rank(
         address,
         port,
         "static",
-        _threads(settings, task.local_world_size, environ),
+        _threads(settings, machine, task.local_world_size, environ),
         launched_of(settings, source, accelerator, task.world_size),
         task,
     )
@@ -311,10 +326,10 @@ def _meeting(
     return rank, str(address), int(settings.get("main_process_port", PORT)), backend
 
 
-def _threads(settings: Settings, per_machine: int, environ: Mapping[str, str]) -> int:
+def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Mapping[str, str]) -> int:
     """CPU threads of a rank: those asked for, else the machine's CPUs shared out."""
     asked = settings.get("num_cpu_threads_per_process") or environ.get("OMP_NUM_THREADS")
-    return int(asked) if asked else max(1, available_cpus() // per_machine)
+    return int(asked) if asked else max(1, machine.cpus // per_machine)
 
 
 def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> Launched:
@@ -324,7 +339,10 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     steps, norm = deepspeed.get("gradient_accumulation_steps"), deepspeed.get("gradient_clipping")
     if settings.kind == "MEGATRON_LM":
         norm = settings.section("megatron_lm_config").get("megatron_lm_gradient_clipping")
-    compiled = {name.removeprefix("dynamo_").removeprefix("use_"): value for name, value in settings.section("dynamo_config").items()}
+    compiled = {
+        name.removeprefix("dynamo_").removeprefix("use_"): value
+        for name, value in settings.section("dynamo_config").items()
+    }
     if compiled.get("backend", "no") == "no":
         compiled = {}
     precision = PRECISIONS.get(settings.precision)

@@ -17,7 +17,13 @@ from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
 
-COMPARED = {"leyden": "leyden", "torch": "torch", "python": "Python", "machines": "--num_machines", "backend": "the backend"}
+COMPARED = {
+    "leyden": "leyden",
+    "torch": "torch",
+    "python": "Python",
+    "machines": "--num_machines",
+    "backend": "the backend",
+}
 """What must be the same on all machines, and its name in an error."""
 MAX_LINE = 65536
 
@@ -132,7 +138,9 @@ def _receive(
             connection, _ = server.accept()
         except TimeoutError:
             if not told:
-                say(f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to {timeout:.0f} s")
+                say(
+                    f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to {timeout:.0f} s"
+                )
                 told = True
             continue
         connection.settimeout(min(10.0, max(left, 1.0)))
@@ -148,7 +156,11 @@ def _mistake(main: Facts, others: list[Facts], machines: int, address: str, port
     if len(others) < machines - 1:
         came = {facts.rank for facts in others}
         missing = [str(rank) for rank in range(1, machines) if rank not in came] if main.rank is not None else []
-        who = f"machine{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else f"{machines - 1 - len(others)} of {machines} machines"
+        who = (
+            f"machine{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            if missing
+            else f"{machines - 1 - len(others)} of {machines} machines"
+        )
         return (
             f"{who} did not come to {address}:{port} within {timeout:.0f} s: start `leyden launch` there too, with "
             f"--main_process_ip {address} --main_process_port {port}, and let that port through the firewall."
@@ -179,7 +191,9 @@ def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
     line = json.dumps({"rank": facts.rank, "host": facts.host, "values": dict(facts.values)}).encode() + b"\n"
     while True:
         try:
-            with socket.create_connection((address, port), timeout=max(0.1, min(10.0, end - time.monotonic()))) as there:
+            with socket.create_connection(
+                (address, port), timeout=max(0.1, min(10.0, end - time.monotonic()))
+            ) as there:
                 there.sendall(line)
                 there.settimeout(max(1.0, end - time.monotonic() + 10))
                 reply: dict[str, Any] = json.loads(_line(there))

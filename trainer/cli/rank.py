@@ -23,7 +23,7 @@ from typing import Any
 TRACE = "traceback.txt"
 """Beside the error file of torch's engine: the whole traceback, or where a signal struck."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-PLACES = ("site-packages", "dist-packages", os.sep + "torch" + os.sep, f"<frozen ")
+PLACES = ("site-packages", "dist-packages", os.sep + "torch" + os.sep, "<frozen ")
 
 
 def main(arguments: list[str]) -> None:
@@ -116,9 +116,11 @@ def _line(error: BaseException, trace: types.TracebackType | None) -> str:
     ours = str(Path(__file__).resolve().parents[2])
     own = [frame for frame in frames if not any(place in frame.filename for place in PLACES)]
     own = [frame for frame in own if not frame.filename.startswith((sys.prefix, sys.base_prefix))] or own
-    own = [frame for frame in own if f"{os.sep}leyden{os.sep}" not in frame.filename and not _within(frame.filename, ours)] or own
-    chosen = (own or list(frames) or [None])[-1]
-    return f"{chosen.filename}, line {chosen.lineno}, in {chosen.name}" if chosen is not None else "?"
+    own = [
+        frame for frame in own if f"{os.sep}leyden{os.sep}" not in frame.filename and not _within(frame.filename, ours)
+    ] or own
+    chosen = own or list(frames)
+    return f"{chosen[-1].filename}, line {chosen[-1].lineno}, in {chosen[-1].name}" if chosen else ""
 
 
 def _within(file: str, folder: str) -> bool:

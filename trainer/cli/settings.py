@@ -90,9 +90,9 @@ class Settings:
 
     def without_effect(self) -> list[tuple[str, str]]:
         """Keys that are set and do nothing here, each with the reason."""
-        found = [
-            (key, self.values.get(key.name)) for key in TOP
-        ] + [(key, self.section(name).get(key.name)) for name, keys in FAMILIES.items() for key in keys]
+        found = [(key, self.values.get(key.name)) for key in TOP] + [
+            (key, self.section(name).get(key.name)) for name, keys in FAMILIES.items() for key in keys
+        ]
         return [(key.name, key.without) for key, value in found if key.without and not _is_off(value)]
 
 
@@ -156,7 +156,9 @@ def parse(found: Mapping[str, Any]) -> Settings:
         if section:
             sections[name] = read_section(keys, section, name)
     if "dynamo_backend" in rest:
-        sections.setdefault("dynamo_config", {}).update(read_section(FAMILIES["dynamo_config"], _took(rest, "dynamo_backend")))
+        sections.setdefault("dynamo_config", {}).update(
+            read_section(FAMILIES["dynamo_config"], _took(rest, "dynamo_backend"))
+        )
     _check_names(rest)
     settings = Settings(read_section(TOP, rest), sections, notes=notes)
     if settings.kind == "TPU":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable
@@ -65,14 +66,15 @@ class Wizard:
         return Settings(self.values, self.sections)
 
     # one question -----------------------------------------------------------------------------------------------------
-    def _ask(self, name: str, text: str, default: Any, section: str = "", check: Callable[[Any], Any] | None = None) -> Any:
+    def _ask(
+        self, name: str, text: str, default: Any, section: str = "", check: Callable[[Any], Any] | None = None
+    ) -> Any:
         """Asks for the value of one key of the file, until it is one."""
         key = KEYS[name]
         earlier = self.before.section(section).get(name) if section else self.before.get(name)
-        try:
+        # An earlier answer that is none for this machine is passed over.
+        with contextlib.suppress(ConfigurationError):
             default = default if earlier is None else (check or key.read)(earlier)
-        except (ConfigurationError, click.UsageError):
-            pass  # The earlier answer is none for this machine.
         if isinstance(key.kind, tuple) and check is None:
             text = f"{text} ({', '.join(key.kind)})"
         value = ask(text, default, check or key.read)
@@ -92,7 +94,9 @@ class Wizard:
             self.on_gpus = choose("Run on", {"gpu": "", "cpu": ""}, earlier) == "gpu"
         self.values["use_cpu"] = not self.on_gpus
         if self.on_gpus and self.machine.gpus > 1:
-            self._ask("gpu_ids", f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, as 0,1", "all", check=self._ids)
+            self._ask(
+                "gpu_ids", f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, as 0,1", "all", check=self._ids
+            )
 
     def _ids(self, value: Any) -> str:
         return gpu_numbers(value, self.machine.gpus)
@@ -307,7 +311,11 @@ def existing_file(value: Any) -> str:
 
 # the command ------------------------------------------------------------------------------------------------------------
 FILE_OPTION = click.option(
-    "--config_file", "--config-file", "file", type=click.Path(dir_okay=False), help="Where to write; the default file if left out."
+    "--config_file",
+    "--config-file",
+    "file",
+    type=click.Path(dir_okay=False),
+    help="Where to write; the default file if left out.",
 )
 
 
@@ -343,7 +351,13 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
 
 @command.command("default")
 @FILE_OPTION
-@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), default="no", show_default=True)
+@click.option(
+    "--mixed_precision",
+    "--mixed-precision",
+    type=click.Choice(["no", "fp16", "bf16", "fp8"]),
+    default="no",
+    show_default=True,
+)
 @click.pass_obj
 def default(above: str | None, file: str | None, mixed_precision: str) -> None:
     """Write the file without a question: all GPUs of this machine, or one CPU rank."""
