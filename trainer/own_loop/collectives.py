@@ -95,7 +95,7 @@ class Collectives(RankControl):
     def _gather_rows(self, tensor: Tensor) -> Tensor:
         if self.num_processes == 1:
             return tensor
-        if tensor.dim() == 0 or not self._is_last_batch():
+        if tensor.dim() == 0 or self._is_regular():
             return self._gather_one(tensor)
         lengths: list[int] = self.strategy.all_gather_object(tensor.shape[0])
         longest = max(lengths)
@@ -105,13 +105,13 @@ class Collectives(RankControl):
         parts = self.strategy.all_gather(tensor)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
 
-    def _is_last_batch(self) -> bool:
-        return bool(self._reading) and self._reading[-1].end_of_dataloader
+    def _is_regular(self) -> bool:
+        return not self._reading or self._reading[-1].is_regular
 
     def _counts(self, lengths: list[int]) -> list[int]:
         """How many of each rank's rows belong to samples that are no repeats."""
-        samples = self._reading[-1].samples if self._is_last_batch() else None
-        if samples is None or any(length % here for length, (here, _) in zip(lengths, samples, strict=True) if here):
+        samples = self._reading[-1].samples if self._reading else None
+        if samples is None or any(here and length % here for length, (here, _) in zip(lengths, samples, strict=True)):
             return lengths
         # A model may give several rows for each sample.
         return [length // here * true if here else 0 for length, (here, true) in zip(lengths, samples, strict=True)]

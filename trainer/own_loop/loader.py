@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import rng_state, set_rng_state
+from leyden.trainer.data.sharding import RankBatches
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -35,10 +36,8 @@ class PreparedLoader:
     def __init__(
         self, loader: Iterable[Any], accelerator: Accelerator, move: Callable[[Any], Any] | None, given: Any = None
     ) -> None:
-        self.loader = loader
         self.given = loader if given is None else given
-        # A script that asks to go on at a place means it, whatever it costs its loader.
-        self.cursor = LoaderCursor(loader, allow_replay=True)
+        self.exchange(loader)
         self.iteration = 0
         self.position = 0
         self.end_of_dataloader = False
@@ -67,6 +66,14 @@ class PreparedLoader:
         """Batches of this pass from the one that was given last on; None where that is not known."""
         return None if self.cursor.length is None else self.cursor.length - self.position + 1
 
+    @property
+    def is_regular(self) -> bool:
+        """Every rank surely has a full batch now, of the same size."""
+        batches: Any = getattr(self.loader, "batch_sampler", None)
+        if not isinstance(batches, RankBatches) or batches.batch_size is None:
+            return False
+        return self.position < batches.batches_of(len(batches.sampler))  # type: ignore[arg-type]
+
     def set_epoch(self, epoch: int) -> None:
         """The number of the next pass, told to whatever of sampler and data set has `set_epoch`."""
         self.iteration = epoch
@@ -74,7 +81,10 @@ class PreparedLoader:
     def exchange(self, loader: Iterable[Any]) -> None:
         """Reads another loader from the next pass on."""
         self.loader = loader
+        # A script that asks to go on at a place means it, whatever it costs its loader.
         self.cursor = LoaderCursor(loader, allow_replay=True)
+        self._shares = self.cursor.shares
+        self._counts = getattr(getattr(loader, "batch_sampler", None), "counts", None)
 
     def __iter__(self) -> Iterator[Any]:
         return self.read()
@@ -122,7 +132,7 @@ class PreparedLoader:
             if total is None:
                 for batch, self.end_of_dataloader in lookahead(iterator):
                     self.position += 1
-                    yield move(batch)
+                    yield move(self._own(batch))
             else:
                 yield from self._counted(iterator, total, move)
             self.iteration += 1
@@ -137,7 +147,7 @@ class PreparedLoader:
             self.end_of_dataloader = self.position == total
             try:
                 # Without a name of its own, which would keep the batch in memory through the next one's loading.
-                yield move(next(iterator))
+                yield move(self._own(next(iterator)))
             except StopIteration:
                 warnings.warn(
                     f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
@@ -147,6 +157,14 @@ class PreparedLoader:
                 return
         # The plain loop's last next(), in which a generator finishes and workers are sent home.
         next(iterator, None)
+
+    def _own(self, batch: Any) -> Any:
+        """The batch itself; a sharded loader gives it with the share that it is of all."""
+        if not self._shares:
+            return batch
+        batch, _ = batch
+        self.samples = self._counts.popleft() if self._counts is not None else None
+        return batch
 
     def state_dict(self) -> State:
         """Where it stands: inside a pass, or between two."""

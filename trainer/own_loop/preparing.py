@@ -13,8 +13,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.sources import Composite
 from leyden.trainer.own_loop.loader import PreparedLoader
 from leyden.trainer.own_loop.sharing import share
 from leyden.trainer.prepared import (
@@ -58,10 +60,12 @@ def is_scheduler(entry: Any) -> bool:
 
 
 def is_loader(entry: Any) -> bool:
-    """torch's loaders, and other iterables of batches; no text and no dict of settings."""
-    if isinstance(entry, (str, bytes, dict)):
-        return False
-    return isinstance(entry, PreparedLoader) or (isinstance(entry, Iterable) and not isinstance(entry, torch.Tensor))
+    """torch's loaders and their like, loaders put together, and lists of batches."""
+    if isinstance(entry, (PreparedLoader, Composite, DataLoader)):
+        return True
+    if isinstance(entry, (list, tuple)):
+        return bool(entry) and isinstance(entry[0], (torch.Tensor, dict, list, tuple))
+    return isinstance(entry, Iterable) and hasattr(entry, "dataset")
 
 
 # models -----------------------------------------------------------------------------------------------------------------
@@ -186,12 +190,12 @@ def even_batches(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
     """Prepared loaders fill their last batches, or do not, within the block."""
     before = accelerator.dataloader_config
     accelerator.dataloader_config = replace(before, even_batches=wanted)
-    changed = [(entry, entry.loader, entry.cursor) for entry in accelerator.prepared_loaders]
-    for entry, _, _ in changed:
+    changed = [(entry, entry.loader) for entry in accelerator.prepared_loaders]
+    for entry, _ in changed:
         entry.exchange(share(entry.given, accelerator.strategy, accelerator.dataloader_config))
     try:
         yield
     finally:
         accelerator.dataloader_config = before
-        for entry, own, cursor in changed:
-            entry.loader, entry.cursor = own, cursor
+        for entry, own in changed:
+            entry.exchange(own)

@@ -9,16 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
-from leyden.trainer.checkpoint.manifest import ChunkHasher, FileEntry
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
+from leyden.trainer.checkpoint.regrouped import rank_seed, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.data.rng import rng_state, set_rng_state
+from leyden.trainer.data.rng import rng_state, seeded_state, set_rng_state
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -73,30 +75,45 @@ class StateHooks:
 
 
 def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
-    """Where a save goes.
+    """Where a save goes; all ranks are told what rank 0 finds.
 
     Raises:
-        ConfigurationError: if there is no folder to be saved in, or one that holds something else.
+        ConfigurationError: if there is no folder to be saved in.
+        CheckpointError: if there is one that holds something else.
     """
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
         folder = checkpoint_folder(accelerator)
-        # Numbers of an earlier run in the same folder are not used twice.
-        while os.path.lexists(folder / f"checkpoint_{config.iteration}"):
-            config.iteration += 1
-        return folder / f"checkpoint_{config.iteration}"
+        number = Ranks(accelerator.strategy, folder).first(lambda: _free_number(folder, config.iteration))
+        config.iteration = number
+        return folder / f"checkpoint_{number}"
     if output_dir is None:
         raise ConfigurationError(
             "save_state() needs a folder: save_state('path'), or Accelerator(project_dir=…, project_config="
             "ProjectConfiguration(automatic_checkpoint_naming=True))."
         )
-    path = Path(output_dir)
-    if path.is_dir() and not is_checkpoint(path) and any(path.iterdir()):
-        raise ConfigurationError(
-            f"save_state({str(path)!r}): the folder holds other files, and a checkpoint is a folder of its own, complete or absent: "
-            f"save to {str(path / 'checkpoint')!r}, say."
-        )
+    path = Path(os.path.expanduser(os.fspath(output_dir)))
+    Ranks(accelerator.strategy, path).first(lambda: _make_way(path))
     return path
+
+
+def _free_number(folder: Path, number: int) -> int:
+    """Numbers of an earlier run in the same folder are not used twice."""
+    while os.path.lexists(folder / f"checkpoint_{number}"):
+        number += 1
+    return number
+
+
+def _make_way(path: Path) -> None:
+    if not path.is_dir() or is_checkpoint(path):
+        return
+    if any(path.iterdir()):
+        raise CheckpointError(
+            path,
+            "holds other files, and a checkpoint is a folder of its own, complete or absent: save to "
+            f"{str(path / 'checkpoint')!r}, say.",
+        )
+    path.rmdir()
 
 
 def checkpoint_folder(accelerator: Accelerator) -> Path:
@@ -114,10 +131,10 @@ def save(accelerator: Accelerator, path: Path) -> Path:
         logger = getattr(tracker, "logger", None)
         if logger is not None:
             logger.save()
-    if path.is_dir() and not is_checkpoint(path):
-        path.rmdir()
     models = accelerator.bare_models
-    with CheckpointWriter(path, overwrite=is_checkpoint(path)) as writer:
+    ranks = Ranks(strategy, path)
+    overwrite = ranks.first(lambda: is_checkpoint(path))
+    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
         kept = _run_save_hooks(accelerator, models, writer)
         whole = together(models)
         names = parameter_names(whole)
@@ -125,14 +142,14 @@ def save(accelerator: Accelerator, path: Path) -> Path:
         strategy.save(writer, together(kept) if kept else nn.Module(), optimizers)
         writer.state("schedulers", _schedulers(accelerator))
         writer.state("user", _user(accelerator))
-        writer.state(f"rank-{strategy.data_rank}", _rank(accelerator))
+        writer.state(f"rank-{strategy.data_rank}", _rank(accelerator), of_rank=True)
         saved = writer.commit(
             progress=_progress(accelerator), world_size=strategy.world_size, strategy=strategy.name or "custom"
         )
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
         config.iteration += 1
-        _remove_old(saved.parent, config.total_limit)
+        ranks.first(lambda: _remove_old(saved.parent, config.total_limit))
     return saved
 
 
@@ -145,23 +162,8 @@ def _run_save_hooks(accelerator: Accelerator, models: list[nn.Module], writer: C
     owners = {id(state): model for state, model in zip(weights, models, strict=True)}
     for hook in hooks:
         hook(list(models), weights, str(writer.folder))
-    writer.add(_foreign_files(writer))
+    writer.adopt()
     return [owners[id(state)] for state in weights]
-
-
-def _foreign_files(writer: CheckpointWriter) -> dict[str, FileEntry]:
-    """What a hook has written into the checkpoint's folder, with size and checksums, flushed to the disk."""
-    found = {}
-    for path in sorted(writer.folder.rglob("*")):
-        name = path.relative_to(writer.folder).as_posix()
-        if path.is_file() and name not in writer.files:
-            hasher = ChunkHasher()
-            with path.open("rb") as file:
-                while data := file.read(2**20):
-                    hasher.update(data)
-                os.fsync(file.fileno())
-            found[name] = hasher.entry()
-    return found
 
 
 def _schedulers(accelerator: Accelerator) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _rank(accelerator: Accelerator) -> dict[str, Any]:
             state["asked"] = accelerator.asked_at
         loaders.append(state)
     # The random numbers last, since everything before may draw.
-    return {"loaders": loaders, "rng": rng_state()}
+    return {"loaders": loaders, "seed": torch.initial_seed() % 2**63, "rng": rng_state()}
 
 
 def _progress(accelerator: Accelerator) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigurationError("load_state() needs a folder: load_state('path').")
     folder = checkpoint_folder(accelerator)
-    found = newest(folder, strict=True)
+    found = newest(folder, strict=True, ranks=Ranks(accelerator.strategy, folder))
     if found is None:
         raise CheckpointError(folder, "holds no checkpoint: save_state() writes one.")
     return found
@@ -235,16 +237,15 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
 
 def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
     """Takes back what `save` wrote. Everything is read before anything is changed."""
-    reader = CheckpointReader(path)
-    reader.verify()
+    reader = open_verified(path, Ranks(accelerator.strategy, path))
     models = list(accelerator.bare_models)
     user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
     if user.get("kind") != KIND:
         raise CheckpointError(path, "was not written by save_state: a Trainer's checkpoint is resumed by Trainer.fit.")
     _check_counts(accelerator, user)
     schedulers = reader.state("schedulers")
-    rank = reader.state(f"rank-{accelerator.strategy.data_rank}")
-    optimizers = reader.optimizers()
+    rank = _read_rank(reader, accelerator)
+    optimizers = reader.optimizers(like=dict(together(models).named_parameters()))
     left = list(models)
     for hook in accelerator.state_hooks.before_load:
         hook(left, str(path))
@@ -275,6 +276,19 @@ def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
     if named is not None:
         accelerator.project_configuration.iteration = int(named[1]) + 1
     set_rng_state(rank["rng"])
+
+
+def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> dict[str, Any]:
+    """The state of this rank; on another number of ranks the place of all, and random numbers seeded anew beyond rank 0."""
+    strategy = accelerator.strategy
+    number = strategy.data_rank
+    if saved_ranks(reader) == strategy.data_size:
+        own: dict[str, Any] = reader.state(f"rank-{number}")
+        return own
+    first: dict[str, Any] = reader.state("rank-0")
+    if number > 0:
+        first["rng"] = seeded_state(rank_seed(first["seed"], reader.progress()["global_step"], number))
+    return first
 
 
 def _check_counts(accelerator: Accelerator, user: dict[str, Any]) -> None:
