@@ -225,6 +225,9 @@ class Tracked(Collectives):
     trackers: list[GeneralTracker]
     logging_dir: Any
 
+    def write_due(self) -> None:
+        """See `Accelerator`."""
+
     def follow_with(self, log_with: Any) -> None:
         """Takes what is to be tracked with; nothing is begun before `init_trackers`."""
         self._log_with = chosen(log_with)
@@ -269,6 +272,7 @@ class Tracked(Collectives):
     def end_training(self) -> None:
         """Closes the trackers, once every rank has come here."""
         self._announce("end_training")
+        self.write_due()
         for tracker in self._active_trackers():
             tracker.finish()
         self.strategy.barrier()
