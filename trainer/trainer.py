@@ -404,9 +404,9 @@ class Trainer(TrainerView):
         module._trainer, module._logs = self, self.logs
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
+        self.strategy.setup_environment()
         reader, self._start = checkpoints.open_reader(self, goal)
         check_steps(module, stage)
-        self.strategy.setup_environment()
         if datamodule is not None:
             datamodule.trainer = self
             datamodule.prepare_data()
