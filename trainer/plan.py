@@ -27,11 +27,12 @@ def five_lines(trainer: Trainer, start: str) -> str:
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
     total = str(sum(sizes) * ranks * accumulated) if sizes else "?"
+    details = f": {strategy.details}" if strategy.details else ""
     folder = trainer.log_dir or trainer.default_root_dir
     return "\n".join(
         (
             f"devices     {ranks} × {strategy.root_device}, {ranks} rank{'s' if ranks > 1 else ''}",
-            f"strategy    {strategy.name}, precision {strategy.precision.name}",
+            f"strategy    {strategy.name}, precision {strategy.precision.name}{details}",
             f"batch       {per_rank} per rank × {ranks} × {accumulated} accumulated = {total}",
             f"run folder  {folder}",
             f"start       {start}",

@@ -83,8 +83,8 @@ class Translation:
             settings["reshard_after_forward"] = _flag("reshard_after_forward", reshard)
         if isinstance(offload, str) or hasattr(offload, "offload_params"):
             settings["cpu_offload"] = _flag("cpu_offload", getattr(offload, "offload_params", offload))
-        if isinstance(settings["sync_module_states"], str):
-            settings["sync_module_states"] = _flag("sync_module_states", settings["sync_module_states"])
+        for name in ("sync_module_states", "forward_prefetch"):
+            settings[name] = _flag(name, settings[name])
 
     def strategy(self, value: Any) -> None:
         """FULL_SHARD and its kin: a name, a number from 1, or torch's ShardingStrategy."""
@@ -132,9 +132,6 @@ class Translation:
                 "FULL_STATE_DICT: checkpoints are sharded and load everywhere; strategy.full_state_dict(module) gives whole tensors"
             )
 
-    def forward_prefetch(self, value: Any) -> None:
-        self.settings["forward_prefetch"] = _flag("forward_prefetch", value)
-
     def use_orig_params(self, value: Any) -> None:
         if not _flag("use_orig_params", value):
             self.notes.append("use_orig_params=False: FSDP2 has no flat parameters, each keeps its name and shape")
@@ -147,8 +144,8 @@ class Translation:
         self.settings["cpu_offload"] = _flag("offload_params", value)
 
     def efficient_loading(self, value: Any) -> None:
-        syncs = self.settings["sync_module_states"]
-        if _flag("cpu_ram_efficient_loading", value) and not (syncs if isinstance(syncs, bool) else _flag("", syncs)):
+        syncs = _flag("sync_module_states", self.settings["sync_module_states"])
+        if _flag("cpu_ram_efficient_loading", value) and not syncs:
             raise ConfigurationError(
                 "cpu_ram_efficient_loading=True loads on rank 0 alone, and sync_module_states=False keeps the others from "
                 "receiving it: set sync_module_states=True."
@@ -182,7 +179,6 @@ HANDLERS: dict[str, Callable[[Translation, Any], None]] = {
     "backward_prefetch": Translation.backward_prefetch,
     "backward_prefetch_policy": Translation.backward_prefetch,
     "state_dict_type": Translation.state_dict_type,
-    "forward_prefetch": Translation.forward_prefetch,
     "use_orig_params": Translation.use_orig_params,
     "limit_all_gathers": Translation.limit_all_gathers,
     "offload_params": Translation.offload_params,

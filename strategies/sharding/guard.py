@@ -24,7 +24,7 @@ def guard_shards() -> None:
 
 def _reduce(tensor: DTensor) -> Any:
     if not any(placement.is_shard() for placement in tensor.placements) or tensor.device_mesh.size() == 1:
-        return tensor.__reduce_ex__(2)
+        return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     raise ShardPickleError(
         f"this tensor of the shape {tuple(tensor.shape)} is sharded over the ranks, and pickling it (torch.save) would write this "
         "rank's part alone. Call trainer.save_checkpoint(path) on every rank; or state = "
