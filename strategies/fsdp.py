@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window
+from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window, read_loss
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
@@ -295,6 +295,22 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self._ignored and window.closes:
             self._average_ignored()
         return outputs
+
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        if filler is None:
+            raise ConfigurationError(
+                "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters for each "
+                "batch: use a larger data set, a smaller batch_size or fewer ranks."
+            )
+        if self._syncs is not window.closes:
+            self._set_sync(window.closes)
+        loss, _ = read_loss(self.forward(step_fn, filler, extra))
+        # Not loss * 0, which is nan where the loss is.
+        zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        self.skip_items(window)
+        self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
+        if self._ignored and window.closes:
+            self._average_ignored()
 
     def _set_sync(self, enabled: bool) -> None:
         self._syncs = enabled

@@ -100,6 +100,11 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
 def device_mismatch_hint(error: BaseException) -> str | None:
     """What to do about a batch that stayed on another device, or None where the error is another one."""
     text = str(error)
+    if "got mixed torch.Tensor and DTensor" in text:
+        return (
+            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it from "
+            "training_step, validation_step, … or forward of the module itself."
+        )
     if isinstance(error, RuntimeError) and (
         "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
     ):
