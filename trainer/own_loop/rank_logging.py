@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
+import sys
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -23,7 +23,8 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Logs on the ranks that are meant."""
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        kwargs.setdefault("stacklevel", 2)
+        # Before Python 3.11 the frames of `logging` itself are counted.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + (sys.version_info < (3, 11))
         if not self.isEnabledFor(level):
             return
         place = rank_environment()
@@ -38,16 +39,17 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
     def _write(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         message, options = self.process(msg, kwargs)
-        options["stacklevel"] += 2
         self.logger.log(level, message, *args, **options)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         return msg, kwargs
 
-    @functools.lru_cache  # noqa: B019 (loggers live as long as the process)
-    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Warns, the same words only once."""
-        self.warning(*args, **kwargs)
+        told: set[str] = vars(self.logger).setdefault("_leyden_told", set())
+        if str(msg) not in told:
+            told.add(str(msg))
+            self.warning(msg, *args, **kwargs)
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
