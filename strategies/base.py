@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.batch import move_to_device
+from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 
@@ -37,8 +38,10 @@ class Window:
         is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
         num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
             where the loss is a mean, and the number of batches divides it.
-        first_items: `num_items` of the window's first batch (1 where it has none), by which backward divides (see
-            `Strategy.loss_to_backward`).
+        first_items: `num_items` of the window's first batch, the mean over ranks (1 where it has none), by which backward
+            divides (see `Strategy.loss_to_backward`).
+        weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all ranks.
+        idle: a rank has no sample of the current global batch, and calls `skip_batch`. All ranks know of it.
     """
 
     index: int = 0
@@ -47,6 +50,8 @@ class Window:
     is_open: bool = False
     num_items: Tensor | float | None = None
     first_items: Tensor | float | None = None
+    weight: float = 1.0
+    idle: bool = False
 
     def open(self, length: int) -> None:
         """Begins a new window."""
@@ -66,16 +71,26 @@ class BackwardHooks(Protocol):
 
 
 class StateWriter(Protocol):
-    """The part of a checkpoint writer that a strategy fills."""
+    """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
 
-    def model(self, state_dict: Mapping[str, Any]) -> None: ...
+    Of a DTensor each rank's shard is written, a replica once. Other tensors are written once: by rank 0, or, where they are
+    large and named in `replicated`, by any rank.
+    """
+
+    def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None: ...
     def optimizers(self, states: list[dict[str, Any]]) -> None: ...
 
 
 class WeightReader(Protocol):
-    """The part of a checkpoint reader that a strategy loads modules from."""
+    """The part of a checkpoint reader that a strategy loads modules from.
+
+    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor only this
+    rank's shard, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
+    """
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
+    def names(self) -> list[str]: ...
+    def fill(self, targets: Mapping[str, Tensor]) -> None: ...
 
 
 def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
@@ -208,6 +223,11 @@ class Strategy(ABC):
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
+    @property
+    def is_joined(self) -> bool:
+        """True while ranks can talk to each other; there is nobody to talk to where they are only planned yet."""
+        return True
+
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
@@ -221,10 +241,18 @@ class Strategy(ABC):
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
-    def init_module(self) -> Iterator[None]:
-        """Modules built in this context come with the precision's dtype, on this rank's device."""
-        with self.precision.init_context(), self.root_device:
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules built in this context come with the precision's dtype, on this rank's device.
+
+        Args:
+            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+        """
+        with self.precision.init_context(), self.root_device, EmptyInit() if empty_init else nullcontext():
             yield
+
+    def model_context(self) -> AbstractContextManager[None]:
+        """The context of `configure_model`: a strategy that shards builds on the meta device in it."""
+        return nullcontext()
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """Brings modules to where they run. Called before their optimizers exist."""
@@ -274,7 +302,7 @@ class Strategy(ABC):
         for hook in hooks.on_before_backward:
             hook(loss)
         # Most losses go to backward as they are, and two calls that change nothing would be felt.
-        if num_items is not None or window.length > 1:
+        if num_items is not None or window.length > 1 or window.weight != 1.0:
             loss = self.loss_to_backward(loss, num_items, window)
         scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
         if hooks.backward is None:
@@ -289,7 +317,8 @@ class Strategy(ABC):
         """Divides a loss so that the window's gradient is the mean over its batches, or over its items.
 
         Items are only known when the window ends: backward divides by those of the first batch, which keeps the
-        gradients in range, and `Accelerator.close_window` corrects by first / total.
+        gradients in range, and `Accelerator.close_window` corrects by first / total. On several ranks both are means over
+        the ranks, as the gradients are.
 
         Raises:
             ConfigurationError: if only some batches of a window come with num_items.
@@ -299,13 +328,51 @@ class Strategy(ABC):
                 "training_step returned num_items for some batches of an accumulation window and not for others: "
                 "return it always or never."
             )
+        if window.idle and window.index == 0 and self.any(num_items is not None) and num_items is None:
+            raise ConfigurationError(
+                "training_step returned num_items on some ranks of a global batch and not on others: return it always or never."
+            )
         if num_items is None:
+            if window.weight != 1.0:
+                loss = loss * window.weight
             return loss / window.length if window.length > 1 else loss
         if window.index == 0:
-            window.num_items, window.first_items = num_items, _not_zero(num_items)
+            window.num_items, window.first_items = num_items, _not_zero(self.mean_items(num_items))
         else:
             window.num_items = window.num_items + num_items  # type: ignore[operator]
         return loss / window.first_items  # type: ignore[operator]
+
+    def mean_items(self, num_items: Tensor | float) -> Tensor | float:
+        """The mean of a number of items over the data ranks."""
+        if self.data_size == 1:
+            return num_items
+        dtype = torch.float32 if self.root_device.type == "mps" else torch.float64
+        items = torch.as_tensor(num_items, device=self.root_device).detach().to(dtype).reshape(())
+        return self.reduce(items, reduction="mean")
+
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        """Stands in for `forward_backward` on a rank without a sample in a global batch.
+
+        It takes part in whatever the other ranks exchange for that batch, with a gradient of zero. What it runs of the user's
+        code leaves no trace: the caller discards what is logged, and restores buffers, metrics and random numbers. No hook
+        is called. `skip_items` belongs between forward and backward.
+
+        Args:
+            step_fn: what `forward_backward` would be given.
+            filler: a batch that may be run, where the others exchange something in their forward passes; None where there
+                is none.
+            extra: further arguments of the step.
+            window: the window, as for `forward_backward`.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has {self.data_size} data ranks and no skip_batch, and a global batch has fewer samples than "
+            "ranks: write it, or give the loader drop_last=True."
+        )
+
+    def skip_items(self, window: Window) -> None:
+        """The part of a rank without a sample in what `loss_to_backward` exchanges: it has no items."""
+        if window.index == 0 and self.any(False):
+            window.num_items, window.first_items = 0, _not_zero(self.mean_items(0))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """The training step of manual optimisation: forward only, in the precision's context."""
@@ -393,18 +460,24 @@ class Strategy(ABC):
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        """Writes the module's tensors, and the optimizers' named states unless they are None."""
-        writer.model(module.state_dict())
+        """Writes the module's tensors, and the optimizers' named states unless they are None. All ranks call it.
+
+        Parameters count as alike on all ranks; buffers are those of rank 0.
+        """
+        writer.model(module.state_dict(), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:
             writer.optimizers(optimizers)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
-        """Loads the module's tensors.
+        """Loads the module's tensors; where some of them are sharded, each rank reads its own part.
 
         Raises:
             ConfigurationError: if names or shapes do not fit; names the first of them.
         """
-        load_weights(module, reader.model(), strict)
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            fill_weights(module, reader, strict)
+        else:
+            load_weights(module, reader.model(), strict)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Within it, backward sends gradients to the other ranks only if enabled."""
@@ -425,7 +498,30 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
     try:
         module.load_state_dict(dict(state), strict=strict)
     except RuntimeError as error:
-        raise ConfigurationError(
-            f"the checkpoint's weights do not fit {type(module).__name__}: {' '.join(str(error).split()).rstrip('. ')}. Build the module as it was saved, or "
-            "set strict_loading = False on it to load what fits by name."
-        ) from error
+        raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
+
+
+def fill_weights(module: nn.Module, reader: WeightReader, strict: bool = True) -> None:
+    """Reads weights into a module in place, so that no rank ever holds more than its part of a sharded one.
+
+    Raises:
+        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
+    """
+    state, saved = module.state_dict(), reader.names()
+    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
+    if strict and (missing or unexpected):
+        found = [f"Missing: {', '.join(missing)}."] if missing else []
+        found += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
+        raise ConfigurationError(_unfit(module, " ".join(found)))
+    known = [name for name in state if name not in set(missing)]
+    reader.fill({name: state[name] for name in known if isinstance(state[name], Tensor)})
+    others = [name for name in known if not isinstance(state[name], Tensor)]
+    if others:
+        module.load_state_dict(reader.model(others), strict=False)
+
+
+def _unfit(module: nn.Module, found: str) -> str:
+    return (
+        f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved, or "
+        "set strict_loading = False on it to load what fits by name."
+    )

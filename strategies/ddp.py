@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from leyden.strategies.base import BackwardHooks, Window
+from leyden.strategies.base import BackwardHooks, Window, read_loss
 from leyden.strategies.process_group import ProcessGroupStrategy
 
 T = TypeVar("T")
@@ -42,6 +43,23 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp.require_backward_grad_sync = window.closes
         return super().forward_backward(step_fn, batch, extra, window, hooks)
 
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        assert self.ddp is not None
+        self.ddp.require_backward_grad_sync = window.closes
+        if self._graph_matters and filler is not None:
+            # Which parameters a batch uses is a part of what DDP exchanges.
+            loss, _ = read_loss(self.forward(step_fn, filler, extra))
+            zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        else:
+            zero = self.ddp(_SKIP)
+        self.skip_items(window)
+        self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def _graph_matters(self) -> bool:
+        arguments = self.ddp_arguments
+        return bool(arguments.get("find_unused_parameters") or arguments.get("static_graph"))
+
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         assert self.ddp is not None
         return super().gradient_sync(True) if enabled else self.ddp.no_sync()
@@ -60,7 +78,26 @@ class _Stepped(nn.Module):
         self._step = step
 
     def forward(self, *args: Any) -> Any:
+        if args == (_SKIP,):
+            trainable = (p for p in self.module.parameters() if p.requires_grad)
+            return _Zero.apply(*trainable)  # type: ignore[no-untyped-call]
         return self._step(*args)
+
+
+_SKIP = "a rank without a sample"
+
+
+class _Zero(torch.autograd.Function):
+    """A loss of 0 that gives every parameter a gradient of exactly 0, so that each of DDP's buckets is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
 __all__: Sequence[str] = ["DDPStrategy"]

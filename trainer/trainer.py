@@ -322,9 +322,13 @@ class Trainer(TrainerView):
             (bar.print if bar is not None else print)(*args, **kwargs)
 
     @contextmanager
-    def init_module(self) -> Iterator[None]:
-        """A module built in this context is built on the run's device and in its precision."""
-        with self.strategy.init_module():
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A module built in this context is built on the run's device (none, where it is sharded) and in its precision.
+
+        Args:
+            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+        """
+        with self.strategy.init_module(empty_init):
             yield
 
     # one run ----------------------------------------------------------------------------------------------------------
@@ -401,9 +405,9 @@ class Trainer(TrainerView):
         module._trainer, module._logs = self, self.logs
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
+        self.strategy.setup_environment()
         reader, self._start = checkpoints.open_reader(self, goal)
         check_steps(module, stage)
-        self.strategy.setup_environment()
         if datamodule is not None:
             datamodule.trainer = self
             datamodule.prepare_data()
@@ -411,7 +415,8 @@ class Trainer(TrainerView):
         if datamodule is not None:
             datamodule.setup(stage)
         self.hooks.fire_all("setup", stage)
-        module.configure_model()
+        with self.strategy.model_context():
+            module.configure_model()
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
         return checkpoints.restore_weights(self, reader, goal)
