@@ -344,6 +344,8 @@ class Trainer(TrainerView):
         """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""
         if self.strategy.awaits_ranks:
             return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
+        # Before signals are caught: a rank that waits here for one that failed must end by the first.
+        self.strategy.setup_environment()
         goal = checkpoints.settled(self, goal)
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
@@ -476,6 +478,7 @@ class Trainer(TrainerView):
     def _fail(self, error: BaseException) -> None:
         """Tells everyone of an error, then raises it, in words that say what to do where more is known."""
         if error is not self.signals.interruption:
+            first = self.strategy.report_failure(error, plan.where(self))
             for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
                 try:
                     listener(error)
@@ -483,6 +486,9 @@ class Trainer(TrainerView):
                     warnings.warn(
                         f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2
                     )
+            if not first:
+                # Another rank's error ended this run, and it is told there.
+                raise SystemExit(1) from None
         if plan.is_out_of_memory(error):
             raise plan.out_of_memory(self, error) from error
         hint = plan.device_mismatch_hint(error)
