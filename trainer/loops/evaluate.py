@@ -59,7 +59,6 @@ class EvaluationLoop:
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
-            self.logs.idle.clear()
             for index, (cursor, own_limit) in enumerate(self.loaders):
                 self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
                 if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
