@@ -266,8 +266,11 @@ def validate_apart(options: dict[str, Any]) -> Any:
         return str(error)
 
 
-def test_a_rank_that_logs_other_names_is_named_on_every_rank() -> None:
-    for told in run_world(2, validate_apart, {}):
+def test_a_rank_that_logs_other_names_is_named() -> None:
+    """Every rank finds it; the first one to say so ends the others."""
+    heard = [told for told in run_world(2, validate_apart, {}, may_fail=True) if isinstance(told, str)]
+    assert heard
+    for told in heard:
         assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in told
         assert "sync_dist=False" in told
 
