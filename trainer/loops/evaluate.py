@@ -166,6 +166,7 @@ class EvaluationLoop:
         inference = trainer.arguments.inference_mode and trainer.strategy.supports_inference_mode
         with torch.inference_mode() if inference else torch.no_grad():
             yield
+        trainer.strategy.end_evaluation()
 
 
 def _smaller(limit: int, other: int | None) -> int:
