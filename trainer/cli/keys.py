@@ -177,7 +177,7 @@ FSDP: tuple[Key, ...] = (
         without=f"{_FSDP2}prefetches by itself.",
         older=("fsdp_backward_prefetch_policy", "backward_prefetch_policy", "backward_prefetch"),
     ),
-    Key("fsdp_forward_prefetch", bool, without=f"{_FSDP2}prefetches by itself."),
+    Key("fsdp_forward_prefetch", bool, "gather the next group ahead in forward too"),
     Key("fsdp_use_orig_params", bool, without=f"{_FSDP2}always keeps the original parameters."),
     Key("fsdp_version", int, without="it is always FSDP2.", least=1),
 )

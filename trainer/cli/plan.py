@@ -14,12 +14,6 @@ from leyden.trainer.cli.settings import Settings
 from leyden.trainer.launched import Launched
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
-SHARDINGS = {
-    "SHARD_GRAD_OP": "fsdp_shard_grad_op",
-    "HYBRID_SHARD": "hsdp",
-    "HYBRID_SHARD_ZERO2": "hsdp",
-    "NO_SHARD": "ddp",
-}
 PORT = 29500
 
 
@@ -376,8 +370,8 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
         options = settings.section("fsdp_config")
         unused = {name for name, _ in settings.without_effect()}
         options = {name: value for name, value in options.items() if name not in unused}
-        name = SHARDINGS.get(str(options.pop("fsdp_sharding_strategy", "")), "fsdp")
-        return name, options if name != "ddp" else {}
+        # FSDPStrategy reads the file's own names.
+        return ("ddp", {}) if options.get("fsdp_sharding_strategy") == "NO_SHARD" else ("fsdp", options)
     if settings.kind == "DEEPSPEED":
         options = settings.section("deepspeed_config")
         kept = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage")
