@@ -163,3 +163,18 @@ def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
         return strategy
     module, name, arguments = SEVERAL[strategy]
     return getattr(importlib.import_module(module), name)(**{**arguments, **options})
+
+
+def as_launched(model: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """The model, compiled where the launch asks for it and the script has not done so itself.
+
+    Args:
+        model: what a run is given.
+        environ: the variables; those of this process if left out.
+    """
+    launched = read_launched(environ)
+    if launched is None or not launched.compile or hasattr(model, "_orig_mod"):
+        return model
+    import torch
+
+    return torch.compile(model, **launched.compile) if isinstance(model, torch.nn.Module) else model

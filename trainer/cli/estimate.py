@@ -182,8 +182,8 @@ def _configure(model: Any) -> None:
 def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str]:
     try:
         import transformers
-    except ImportError:
-        raise MissingExtraError("transformers", None, "a Hugging Face model") from None
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "transformers", None, "a Hugging Face model") from error
     if config is not None and not config.is_file():
         raise ConfigurationError(f"there is no {config}: give a folder that has one, or an import path.")
     # Nothing of the file is run: code beside it is not trusted.

@@ -243,7 +243,11 @@ COMPILE: tuple[Key, ...] = (
     Key("dynamo_mode", ("default", "reduce-overhead", "max-autotune"), "torch.compile's mode"),
     Key("dynamo_use_dynamic", bool, "compile for any shape"),
     Key("dynamo_use_fullgraph", bool, "refuse what breaks the graph"),
-    Key("dynamo_use_regional_compilation", bool, "compile the repeated block once"),
+    Key(
+        "dynamo_use_regional_compilation",
+        bool,
+        without="use FSDPStrategy(compile=True), which compiles block by block.",
+    ),
 )
 FAMILIES: dict[str, tuple[Key, ...]] = {
     "fsdp_config": FSDP,
