@@ -22,6 +22,7 @@ from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
+from leyden.trainer.launched import as_launched
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
@@ -350,6 +351,7 @@ class Trainer(TrainerView):
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             stack.callback(self._teardown, stage)
+            self.signals.has_ranks = self.world_size > 1
             stack.enter_context(self.signals)
             stack.enter_context(runtime_settings(self.arguments))
             result = None
@@ -500,7 +502,7 @@ class Trainer(TrainerView):
             self.datamodule.on_exception(error)
 
     def _finalize(self, status: str) -> None:
-        for logger in self.loggers:
+        for logger in self.loggers if self.is_global_zero else ():
             logger.finalize(status)
         if self.profiler is not None and self.state.stage is not None:
             text = self.profiler.finish(self.state.stage)
@@ -548,7 +550,7 @@ class Trainer(TrainerView):
 
     def _unwrap(self, model: nn.Module) -> TrainModule:
         """The module itself; of a compiled one, the steps are compiled in its way."""
-        self._compiled = None
+        self._compiled, model = None, as_launched(model)
         inner = getattr(model, "_orig_mod", None)
         if inner is not None:
             self._compiled, model = model, inner
@@ -569,7 +571,7 @@ class Trainer(TrainerView):
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Gives values to the loggers, read back from the device all at once."""
-        if values and self.loggers:
+        if values and self.loggers and self.is_global_zero:
             numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
             for logger in self.loggers:
                 logger.log_metrics(numbers, step=self.progress.global_step if step is None else step)
