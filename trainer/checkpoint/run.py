@@ -21,7 +21,7 @@ from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
-from leyden.trainer.checkpoint.regrouped import read_rank, saved_ranks
+from leyden.trainer.checkpoint.regrouped import load_buffers, own_buffers, read_rank, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state
 from leyden.trainer.logs import metric_states
@@ -212,7 +212,8 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
             "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
         )
     strategy, progress = trainer.strategy, trainer.progress
-    with CheckpointWriter(path, ranks=Ranks(strategy, path, trainer.saves_on_each_node)) as writer:
+    ranks = Ranks(strategy, path, trainer.saves_on_each_node)
+    with CheckpointWriter(path, ranks=ranks) as writer:
         for logger in trainer.loggers:
             logger.save()
         if loop is not None and trainer.state.stage == "fit":
@@ -228,7 +229,9 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
             writer.state("schedulers", _schedulers(trainer))
             writer.state("callbacks", state["callbacks"])
             writer.state("user", state["user"])
-            writer.state(f"rank-{strategy.data_rank}", rank_state(trainer, loop, progress), of_rank=True)
+            buffers = own_buffers(trainer.module, ranks)
+            own = {"buffers": buffers, **rank_state(trainer, loop, progress)}
+            writer.state(f"rank-{strategy.data_rank}", own, of_rank=True)
         hparams = _hparams(trainer)
         if hparams:
             writer.state("hparams", hparams)
@@ -312,6 +315,8 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
         if saved.user is not None:
             trainer.hooks.module_only("on_load_checkpoint", saved.user["checkpoint"])
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
+        if saved.rank is not None:
+            load_buffers(trainer.module, saved.rank.get("buffers", {}))
     if trainer.state.stage == "fit" and saved.user is not None and "callbacks" in goal.parts:
         if trainer.datamodule is not None and saved.user["datamodule"]:
             trainer.datamodule.load_state_dict(saved.user["datamodule"])
