@@ -350,6 +350,7 @@ class Trainer(TrainerView):
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             stack.callback(self._teardown, stage)
+            self.signals.has_ranks = self.world_size > 1
             stack.enter_context(self.signals)
             stack.enter_context(runtime_settings(self.arguments))
             result = None
@@ -500,7 +501,7 @@ class Trainer(TrainerView):
             self.datamodule.on_exception(error)
 
     def _finalize(self, status: str) -> None:
-        for logger in self.loggers:
+        for logger in self.loggers if self.is_global_zero else ():
             logger.finalize(status)
         if self.profiler is not None and self.state.stage is not None:
             text = self.profiler.finish(self.state.stage)
@@ -569,7 +570,7 @@ class Trainer(TrainerView):
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Gives values to the loggers, read back from the device all at once."""
-        if values and self.loggers:
+        if values and self.loggers and self.is_global_zero:
             numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
             for logger in self.loggers:
                 logger.log_metrics(numbers, step=self.progress.global_step if step is None else step)
