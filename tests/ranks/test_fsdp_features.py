@@ -58,6 +58,8 @@ RUNS: list[tuple[Any, ...]] = [
     ("repoint",),
     ("count_forwards", False),
     ("count_forwards", True),
+    ("styles",),
+    ("tied",),
     ("uneven", 1, 17),
     ("uneven", 2, 9),
 ]
@@ -323,6 +325,62 @@ def true_dtypes(precision: str) -> list[Any]:
 def test_precisions(answers: Answers, precision: str) -> None:
     dtype = {"bf16-true": "torch.bfloat16", "64-true": "torch.float64", "bf16-mixed": "torch.float32"}[precision]
     assert answers("true_dtypes", precision) == [[dtype, True, dtype]] * 2
+
+
+# ways to write a module -----------------------------------------------------------------------------------------------------
+class ByForward(Regression):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": F.mse_loss(self(batch[0]), batch[1])}
+
+
+class ByParts(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = F.linear(batch[0], self.net.inp.weight, self.net.inp.bias)
+        for block in self.net.blocks:
+            x = block(x)
+        return F.mse_loss(self.net.out(x), batch[1])
+
+
+def styles() -> list[list[str]]:
+    modules = []
+    for kind in (Regression, ByForward, ByParts):
+        torch.manual_seed(0)
+        modules.append(kind())
+        trainer(accumulate_grad_batches=2, precision="bf16-mixed").fit(modules[-1], batches(5, *place()))
+    return [differences(module, modules[0]) for module in modules[1:]]
+
+
+def test_a_step_may_use_the_module_as_it_likes(answers: Answers) -> None:
+    assert answers("styles") == [[[], []]] * 2
+
+
+def tied() -> tuple[list[str], bool, str]:
+    """Blocks that share a weight: trained as in one process with the doubled batch, and still one weight."""
+    rank, size = place()
+    modules = []
+    for strategy in (FSDPStrategy(), "single_device"):
+        torch.manual_seed(0)
+        module = Summed()
+        module.net.blocks[2].up.weight = module.net.blocks[0].up.weight
+        own = [batches(4, other, size) for other in range(size)]
+        joined = [(torch.cat([x for x, _ in pair]), torch.cat([y for _, y in pair])) for pair in zip(*own, strict=True)]
+        run = trainer(strategy)
+        run.fit(module, own[rank] if strategy != "single_device" else joined)
+        if strategy != "single_device":
+            details = run.strategy.details
+        modules.append(module)
+    still = modules[0].net.blocks[2].up.weight is modules[0].net.blocks[0].up.weight
+    pairs = zip(modules[1].state_dict().items(), modules[0].state_dict().values(), strict=True)
+    return [name for (name, a), b in pairs if not torch.allclose(a, whole(b), atol=1e-5)], still, details
+
+
+def test_tied_blocks_stay_tied(answers: Answers) -> None:
+    for differ, still, details in answers("tied"):
+        assert differ == [] and still
+        assert details.startswith("1 Block + root") and "2 left in the root, being tied" in details
 
 
 # ranks without samples ----------------------------------------------------------------------------------------------------
