@@ -34,6 +34,8 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp: DistributedDataParallel | None = None
         self.wrapped: list[DistributedDataParallel] = []
         """The modules that a loop of one's own calls."""
+        self.after_wrap: Callable[[DistributedDataParallel], Any] | None = None
+        """Called with each of them: registers a communication hook."""
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if getattr(step_fn, "__name__", "") != "training_step":
@@ -74,6 +76,8 @@ class DDPStrategy(ProcessGroupStrategy):
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         wrapped = WrappedModule(module, **self.ddp_arguments)
+        if self.after_wrap is not None:
+            self.after_wrap(wrapped)
         self.wrapped.append(wrapped)
         return wrapped
 

@@ -506,3 +506,27 @@ def asked_for_methods() -> tuple[bool, list[float], str]:
             str(error).split(", or ")[1].split(" ")[0],
         )
     return False, value, ""
+
+
+def compressed(hook: str) -> tuple[list[Any], str]:
+    from leyden import Accelerator, DistributedDataParallelKwargs
+
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2} if hook == "power_sgd" else {}
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options, gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model, optimizer = build()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(accelerator.process_index)
+    for _ in range(4):
+        accelerator.backward(F.mse_loss(model(torch.randn(6, 4)), torch.randn(6, 1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain(accelerator.unwrap_model(model).parameters()), str(model.gradient_as_bucket_view)
+
+
+def test_gradients_are_sent_in_another_form() -> None:
+    results = {hook: run_world(2, compressed, hook) for hook in ("no", "fp16", "bf16", "power_sgd")}
+    for first, second in results.values():
+        assert first == second
+        assert first[1] == "True"
+    assert len({str(first[0]) for first, _ in results.values()}) == 4

@@ -13,6 +13,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.launched import read_launched, with_options
+from leyden.trainer.own_loop.comm_hooks import hook_of
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -112,6 +113,7 @@ class Options:
         ddp = self.handlers.get(DistributedDataParallelKwargs)
         if ddp is not None and hasattr(strategy, "ddp_arguments"):
             strategy.ddp_arguments.update(ddp.arguments())
+            strategy.after_wrap = hook_of(ddp)  # type: ignore[attr-defined]
 
 
 def _fill(given: dict[str, Any]) -> None:
