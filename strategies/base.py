@@ -244,6 +244,15 @@ class Strategy(ABC):
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
         return step_fn
 
+    def synchronize(self, module: nn.Module) -> None:
+        """Gives every rank the weights and buffers of rank 0; called once they are restored, before optimizers are made."""
+
+    def synchronize_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, before an evaluation within fit."""
+
+    def synchronize_batchnorm(self) -> None:
+        """Asks for the statistics of batch norm over all ranks, before modules are set up. One device sees every sample anyway."""
+
     def to_device(self, batch: T) -> T:
         """Brings a batch of any nested structure to this rank's device, in the precision of the inputs."""
         return self.precision.convert_input(move_to_device(batch, self.root_device))
@@ -324,6 +333,9 @@ class Strategy(ABC):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of a loss that the user divided himself (manual optimisation, loops of one's own)."""
         self.precision.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def sync_gradients(self) -> None:
+        """Averages over the ranks the gradients of a window that ended before its last batch was known to be the last."""
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiplies every gradient that an optimizer steps by a factor, on the device."""

@@ -15,7 +15,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import launching, plan
+from leyden.trainer import agreement, launching, plan
 from leyden.trainer.accelerator import Accelerator
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
@@ -165,6 +165,8 @@ class Trainer(TrainerView):
             devices=arguments.devices,
             num_nodes=arguments.num_nodes,
         )
+        if arguments.sync_batchnorm:
+            self.strategy.synchronize_batchnorm()
         self.callbacks = build_callbacks(arguments)
         self.loggers = loggers_of(self.callbacks)
         self.accumulation = accumulation_of(self.callbacks)
@@ -413,7 +415,10 @@ class Trainer(TrainerView):
         module.configure_model()
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
-        return checkpoints.restore_weights(self, reader, goal)
+        agreement.check_module(self, stage)
+        saved = checkpoints.restore_weights(self, reader, goal)
+        self.strategy.synchronize(module)
+        return saved
 
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
@@ -422,6 +427,7 @@ class Trainer(TrainerView):
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
             self.accelerator.check_parameters([self.module])
+            agreement.check_optimizers(self)
         else:
             self.accelerator.prepare_optimizers([self.module], self.optimizers)
         self.hooks.fire_all("on_fit_start")
@@ -469,23 +475,20 @@ class Trainer(TrainerView):
 
     def _fail(self, error: BaseException) -> None:
         """Tells everyone of an error, then raises it, in words that say what to do where more is known."""
-        if error is not self.signals.interruption:
-            first = self.strategy.report_failure(error, plan.where(self))
-            for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
-                try:
-                    listener(error)
-                except Exception as second:
-                    warnings.warn(
-                        f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2
-                    )
-            if not first:
-                # Another rank's error ended this run, and it is told there.
-                raise SystemExit(1) from None
-        if plan.is_out_of_memory(error):
-            raise plan.out_of_memory(self, error) from error
-        hint = plan.device_mismatch_hint(error)
-        if hint is not None:
-            raise ConfigurationError(f"{hint} The error was: {error}") from error
+        if error is self.signals.interruption:
+            return
+        better = plan.in_better_words(self, error)
+        is_first = self.strategy.report_failure(better, plan.where(self))
+        for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
+            try:
+                listener(error)
+            except Exception as second:
+                warnings.warn(f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2)
+        if not is_first:
+            # Another rank's error ended this run, and it is told there.
+            raise SystemExit(1) from None
+        if better is not error:
+            raise better from error
 
     def _tell_listeners(self, error: BaseException) -> None:
         self.hooks.fire_all("on_exception", error)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.agreement import check_batches
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.logs import load_metric_states, metric_states
@@ -217,6 +218,7 @@ class FitLoop:
         window = self.accelerator.window
         window.index -= 1
         window.closes = True
+        self.trainer.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
         self.accelerator.end_batch()
         self._after_step(True)
@@ -289,6 +291,7 @@ class FitLoop:
         """Validates; False if a signal broke it off, so that it is still to be done."""
         assert self.validation is not None
         self.note_time()
+        self.trainer.strategy.synchronize_buffers()
         self.progress.seconds_at_validation = self.progress.seconds
         undo = self._undo_validation()
         done = False
@@ -372,6 +375,7 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
+            check_batches(self.trainer.strategy, self.num_batches)
 
     def _load_validation_data(self, again: bool = False) -> None:
         if self.validation is not None and not again:
