@@ -27,6 +27,7 @@ from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import delete, is_checkpoint
 from leyden.trainer.checkpoint.manifest import read_manifest
+from leyden.trainer.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -224,14 +225,16 @@ class ModelCheckpoint(Callback):
         if chosen is None:
             chosen = os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
         self.dirpath = trainer.strategy.broadcast(chosen)
-        if stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
-            # A folder that cannot be made is better known now than after the first epoch.
-            try:
-                os.makedirs(self.dirpath, exist_ok=True)
-            except OSError as error:
-                raise CheckpointError(
-                    self.dirpath, f"cannot be made: {error.strerror}. Choose another dirpath."
-                ) from error
+        if stage == "fit" and not trainer.fast_dev_run:
+            Ranks(trainer.strategy, self.dirpath).first(self._make_folder)
+
+    def _make_folder(self) -> None:
+        """A folder that cannot be made is better known now than after the first epoch."""
+        assert self.dirpath is not None
+        try:
+            os.makedirs(self.dirpath, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(self.dirpath, f"cannot be made: {error.strerror}. Choose another dirpath.") from error
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
@@ -473,19 +476,24 @@ class ModelCheckpoint(Callback):
     @contextmanager
     def _making_room(self, trainer: Trainer, path: str) -> Iterator[None]:
         """Moves aside what is to be replaced, until the new one is committed. If killed, the next run puts it back."""
-        if not trainer.is_global_zero or not os.path.lexists(path):
+        aside = Ranks(trainer.strategy, path).first(lambda: self._move_aside(path))
+        try:
             yield
-            return
+        except BaseException:
+            if aside is not None and trainer.is_global_zero:
+                os.rename(aside, path)
+            raise
+        if aside is not None and trainer.is_global_zero:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _move_aside(self, path: str) -> Path | None:
+        if not os.path.lexists(path):
+            return None
         if not is_checkpoint(path):
             raise CheckpointError(path, "is no checkpoint and is not overwritten. Choose another filename or dirpath.")
         aside = staging.sibling(Path(path), "old")
         os.rename(path, aside)
-        try:
-            yield
-        except BaseException:
-            os.rename(aside, path)
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
+        return aside
 
     def _link_last(self, written: str, values: Mapping[str, float]) -> None:
         """Lets the link point to the newest checkpoint, from one instant to the next."""

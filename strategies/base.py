@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.batch import move_to_device
+from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 
@@ -66,16 +67,26 @@ class BackwardHooks(Protocol):
 
 
 class StateWriter(Protocol):
-    """The part of a checkpoint writer that a strategy fills."""
+    """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
 
-    def model(self, state_dict: Mapping[str, Any]) -> None: ...
+    Of a DTensor each rank's shard is written, a replica once. Other tensors are written once: by rank 0, or, where they are
+    large and named in `replicated`, by any rank.
+    """
+
+    def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None: ...
     def optimizers(self, states: list[dict[str, Any]]) -> None: ...
 
 
 class WeightReader(Protocol):
-    """The part of a checkpoint reader that a strategy loads modules from."""
+    """The part of a checkpoint reader that a strategy loads modules from.
+
+    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor only this
+    rank's shard, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
+    """
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
+    def names(self) -> list[str]: ...
+    def fill(self, targets: Mapping[str, Tensor]) -> None: ...
 
 
 def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
@@ -147,6 +158,8 @@ class Strategy(ABC):
     """False where tensors made in validation take part in a later backward (FSDP2): no_grad is used then."""
     supports_closure: bool = True
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
+    host_group: Any = None
+    """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
     replicates: bool = True
@@ -206,6 +219,11 @@ class Strategy(ABC):
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
+    @property
+    def is_joined(self) -> bool:
+        """True while ranks can talk to each other; there is nobody to talk to where they are only planned yet."""
+        return True
+
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
@@ -223,10 +241,18 @@ class Strategy(ABC):
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
-    def init_module(self) -> Iterator[None]:
-        """Modules built in this context come with the precision's dtype, on this rank's device."""
-        with self.precision.init_context(), self.root_device:
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules built in this context come with the precision's dtype, on this rank's device.
+
+        Args:
+            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+        """
+        with self.precision.init_context(), self.root_device, EmptyInit() if empty_init else nullcontext():
             yield
+
+    def model_context(self) -> AbstractContextManager[None]:
+        """The context of `configure_model`: a strategy that shards builds on the meta device in it."""
+        return nullcontext()
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         """Brings modules to where they run. Called before their optimizers exist."""
@@ -407,18 +433,24 @@ class Strategy(ABC):
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        """Writes the module's tensors, and the optimizers' named states unless they are None."""
-        writer.model(module.state_dict())
+        """Writes the module's tensors, and the optimizers' named states unless they are None. All ranks call it.
+
+        Parameters count as alike on all ranks; buffers are those of rank 0.
+        """
+        writer.model(module.state_dict(), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:
             writer.optimizers(optimizers)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
-        """Loads the module's tensors.
+        """Loads the module's tensors; where some of them are sharded, each rank reads its own part.
 
         Raises:
             ConfigurationError: if names or shapes do not fit; names the first of them.
         """
-        load_weights(module, reader.model(), strict)
+        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+            fill_weights(module, reader, strict)
+        else:
+            load_weights(module, reader.model(), strict)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Within it, backward sends gradients to the other ranks only if enabled."""
@@ -439,7 +471,30 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
     try:
         module.load_state_dict(dict(state), strict=strict)
     except RuntimeError as error:
-        raise ConfigurationError(
-            f"the checkpoint's weights do not fit {type(module).__name__}: {' '.join(str(error).split()).rstrip('. ')}. Build the module as it was saved, or "
-            "set strict_loading = False on it to load what fits by name."
-        ) from error
+        raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
+
+
+def fill_weights(module: nn.Module, reader: WeightReader, strict: bool = True) -> None:
+    """Reads weights into a module in place, so that no rank ever holds more than its part of a sharded one.
+
+    Raises:
+        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
+    """
+    state, saved = module.state_dict(), reader.names()
+    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
+    if strict and (missing or unexpected):
+        found = [f"Missing: {', '.join(missing)}."] if missing else []
+        found += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
+        raise ConfigurationError(_unfit(module, " ".join(found)))
+    known = [name for name in state if name not in set(missing)]
+    reader.fill({name: state[name] for name in known if isinstance(state[name], Tensor)})
+    others = [name for name in known if not isinstance(state[name], Tensor)]
+    if others:
+        module.load_state_dict(reader.model(others), strict=False)
+
+
+def _unfit(module: nn.Module, found: str) -> str:
+    return (
+        f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved, or "
+        "set strict_loading = False on it to load what fits by name."
+    )

@@ -26,6 +26,7 @@ from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.sharding.policy import Groups, WrapPolicy, choose
 from leyden.strategies.sharding.shards import Replaced, Sharding, check_sharded, local, shard_like, whole
+from leyden.strategies.sharding.values import Values
 
 T = TypeVar("T")
 
@@ -98,6 +99,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._roots: list[FSDPModule] = []
         self._ignored: list[nn.Parameter] = []
         self._replaced = Replaced()
+        self._values = Values()
         self._syncs = True
 
     # environment ------------------------------------------------------------------------------------------------------
@@ -138,14 +140,26 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().teardown()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        with self.precision.init_context(), self._values.deferred.recording(draws=not empty_init):
+            yield
+
+    @contextmanager
+    def model_context(self) -> Iterator[None]:
+        with self._values.deferred.recording():
+            yield
+
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         self._syncs = True
         self.modules = [self._shard(module) for module in modules]
+        self._values = Values()
         return self.modules
 
     def _shard(self, module: nn.Module) -> nn.Module:
         ignored = {p for part in self.ignored_modules for p in part.parameters()}
         self._ignored += [p for p in ignored if p.requires_grad]
+        self._values.remember(module)
         module = self.precision.convert_module(module)
         groups = choose(module, self.auto_wrap_policy, ignored)
         self.groups.append(groups)
@@ -159,7 +173,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         # gradients would never be reduced. So each child is a root of its own there.
         manual = not getattr(module, "automatic_optimization", True)
         roots = list(_children(module)) if manual else [module]
-        sharding.apply(module, [*parts, *roots], is_root=False)
+        sharding.apply([*parts, *roots])
         if manual:
             check_sharded(module, ignored)
         for part in self.ignored_modules:
@@ -177,6 +191,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             offload=offload_of(self.cpu_offload, self.root_device),
             reshard=self.reshard_after_forward,
             ignored=ignored,
+            values=self._values,
             source=self.host_group if self.sync_module_states and self.world_size > 1 else None,
         )
 

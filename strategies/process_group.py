@@ -133,6 +133,10 @@ class ProcessGroupStrategy(Strategy):
     def world_size(self) -> int:
         return self.place.world_size if self.place is not None else len(self.devices) * self.num_nodes
 
+    @property
+    def is_joined(self) -> bool:
+        return self.host_group is not None
+
     def setup_environment(self) -> None:
         device = self.root_device
         if device.type == "cuda":

@@ -24,6 +24,8 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.progress",
         "leyden.trainer.hooks",
         "leyden.trainer.logs",
+        "leyden.trainer.epoch_values",
+        "leyden.trainer.metrics",
     ),
     ("leyden.callbacks",),
     ("leyden.trainer.accelerator",),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.hooks import Hooks
+
+if TYPE_CHECKING:
+    from leyden.trainer.epoch_values import EpochValues, Key
 
 Value: TypeAlias = "Tensor | float"
 Reduction: TypeAlias = "str | Callable[[Tensor], Tensor]"
@@ -65,10 +68,11 @@ class Entry:
     __slots__ = (
         *("event", "group", "name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "has_batch"),
         *("value", "fresh", "tick", "total", "weight", "values", "metric", "step_name", "epoch_name"),
+        *("loader", "sync_dist", "ranks_in"),
     )
 
     def __init__(self, event: str, name: str, options: tuple[Any, ...]) -> None:
-        prog_bar, logger, on_step, on_epoch, reduce_fx = options
+        prog_bar, logger, on_step, on_epoch, sync_dist, reduce_fx = options
         rule = rule_of(event)
         self.event, self.name, self.options, self.group, self.has_batch = (
             event,
@@ -93,6 +97,9 @@ class Entry:
                 "A function of the stacked values works too."
             )
         self.prog_bar, self.logger, self.reduce_fx = bool(prog_bar), logger is None or bool(logger), reduce_fx
+        self.sync_dist: bool | None = sync_dist
+        self.ranks_in: Any = None
+        self.loader = -1
         fork = self.on_step and self.on_epoch
         # "_step" goes to the name itself, not behind the loader's index.
         own, index, number = name.partition(LOADER_SUFFIX)
@@ -131,14 +138,21 @@ class Entry:
         addend = value.to(_sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
         self.total = addend if total is None else total + addend
 
-    def result(self) -> Value | None:
-        """The epoch's value, on the device; None if nothing was logged."""
+    @property
+    def is_empty(self) -> bool:
+        """True if it has no value in this epoch."""
         if self.metric is not None:
-            return _single(self.name, self.metric.compute())
+            return not self.fresh
+        return self.total is None and not self.values
+
+    def result(self) -> Value | None:
+        """The epoch's value on this rank, on the device; None if nothing was logged."""
+        if self.metric is not None:
+            return as_number(self.name, self.metric.compute())
         if callable(self.reduce_fx):
             if not self.values:
                 return None
-            return _single(self.name, self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values])))
+            return as_number(self.name, self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values])))
         if self.total is None or self.reduce_fx != "mean":
             return self.total
         return self.total / self.weight
@@ -154,7 +168,8 @@ class Entry:
         return {
             "event": self.event,
             "name": self.name,
-            "options": self.options[:4],
+            "options": self.options[:-1],
+            "loader": self.loader,
             "reduce_fx": self.reduce_fx if isinstance(self.reduce_fx, str) else None,
             "value": self.value,
             "fresh": self.fresh,
@@ -168,6 +183,7 @@ class Entry:
     def take(self, state: Mapping[str, Any]) -> None:
         self.value, self.fresh, self.total = state["value"], state["fresh"], state["total"]
         self.weight, self.values = state["weight"], list(state["values"])
+        self.loader = state["loader"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +201,13 @@ class Logs:
 
     Args:
         hooks: tells which hook is running.
+        ranks: reduces epoch values over the ranks; None where there is one.
     """
 
-    def __init__(self, hooks: Hooks) -> None:
+    def __init__(self, hooks: Hooks, ranks: EpochValues | None = None) -> None:
         self.hooks = hooks
+        self.idle: set[tuple[str, int]] = set()
+        """Stage and index of loaders (-1 for an only one) of which this rank had no batch in the pass that runs."""
         self.batch: Any = None
         """The batch that is being worked on; its size weighs means."""
         self.tick = 0
@@ -197,6 +216,7 @@ class Logs:
         """Index of the loader, where there are several."""
         self.discards = False
         """True while nothing that is logged may count."""
+        self._ranks = ranks
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
 
@@ -212,21 +232,25 @@ class Logs:
         enable_graph: bool = False,
         add_dataloader_idx: bool = True,
         batch_size: int | None = None,
+        sync_dist: bool | None = None,
+        sync_dist_group: Any = None,
     ) -> None:
         """Records one value; see `TrainModule.log`."""
         if self.discards:
             return
         if add_dataloader_idx and self.dataloader_idx is not None:
             name = f"{name}{LOADER_SUFFIX}{self.dataloader_idx}"
-        options = (prog_bar, logger, on_step, on_epoch, reduce_fx)
+        options = (prog_bar, logger, on_step, on_epoch, sync_dist, reduce_fx)
         entry = self._entries.get((self.hooks.current, name))
         if entry is None:
             entry = self._open(name, options)
         elif entry.options != options and not entry.follows(options):
             raise ConfigurationError(
                 f"self.log({name!r}) was called with other arguments before, in the same hook: give it the same prog_bar, "
-                "logger, on_step, on_epoch and reduce_fx each time, or another name."
+                "logger, on_step, on_epoch, sync_dist and reduce_fx each time, or another name."
             )
+        if sync_dist_group is not None:
+            entry.ranks_in = sync_dist_group
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigurationError(
@@ -252,6 +276,7 @@ class Logs:
         if not isinstance(name, str):
             raise ConfigurationError(f"self.log needs a name, and got a {type(name).__name__}: self.log('loss', loss).")
         entry = Entry(self.hooks.current, name, options)
+        entry.loader = -1 if self.dataloader_idx is None else self.dataloader_idx
         self._entries[entry.event, name] = entry
         return entry
 
@@ -326,17 +351,14 @@ class Logs:
         """
         values: dict[str, Value] = {}
         logged: dict[str, Value] = {}
-        for entry in self._entries.values():
-            if entry.group != group:
-                continue
-            result = entry.result() if entry.on_epoch and (entry.metric is None or entry.fresh) else None
+        entries = [entry for entry in self._entries.values() if entry.group == group]
+        results, foreign = self._results(group, entries)
+        for key, value in foreign:
+            self._show(key, value, values, logged)
+        for entry in entries:
+            result = results.get(id(entry))
             if result is not None:
-                for name in {entry.epoch_name, entry.name}:
-                    shown = name == entry.epoch_name
-                    self._epoch_values[name] = (result, entry.logger and shown, entry.prog_bar and shown)
-                values[entry.epoch_name] = result
-                if entry.logger:
-                    logged[entry.epoch_name] = result
+                self._show(entry, result, values, logged)
             forks = entry.step_name != entry.epoch_name
             if entry.on_step and entry.fresh and entry.value is not None and (forks or result is None):
                 self._epoch_values[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
@@ -345,6 +367,24 @@ class Logs:
                 if entry.metric is not None:
                     entry.metric.reset()
         return values, logged
+
+    def _results(
+        self, group: str, entries: Sequence[Entry]
+    ) -> tuple[Mapping[int, Value | None], Iterable[tuple[Key, Value]]]:
+        """The epoch's values by `id` of their entries, and those that only other ranks logged."""
+        found = [entry for entry in entries if entry.on_epoch and not entry.is_empty]
+        if self._ranks is None:
+            return {id(entry): entry.result() for entry in found}, ()
+        return self._ranks.reduce(found, frozenset(index for stage, index in self.idle if stage == group))
+
+    def _show(self, entry: Entry | Key, value: Value, values: dict[str, Value], logged: dict[str, Value]) -> None:
+        """Makes an epoch's value visible."""
+        for name in {entry.epoch_name, entry.name}:
+            shown = name == entry.epoch_name
+            self._epoch_values[name] = (value, entry.logger and shown, entry.prog_bar and shown)
+        values[entry.epoch_name] = value
+        if entry.logger:
+            logged[entry.epoch_name] = value
 
     def forget(self, group: str) -> None:
         """Drops what a group has summed up, as if the epoch had not begun."""
@@ -446,7 +486,7 @@ def _same_options(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     return old[:-1] == new[:-1] and code is not None and code is getattr(new[-1], "__code__", None)
 
 
-def _single(name: str, value: Any) -> Value:
+def as_number(name: str, value: Any) -> Value:
     """The one number that an epoch comes to."""
     if not isinstance(value, Tensor) and isinstance(value, (int, float)):
         return float(value)

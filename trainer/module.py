@@ -336,10 +336,23 @@ class TrainModule(Hyperparameters, nn.Module):
         logs = self._logs
         if logs is None:
             return
-        if rank_zero_only and self._trainer is not None and not self._trainer.is_global_zero:
-            return
+        if rank_zero_only:
+            if self._trainer is not None and not self._trainer.is_global_zero:
+                return
+            sync_dist = False
         logs.record(
-            name, value, prog_bar, logger, on_step, on_epoch, reduce_fx, enable_graph, add_dataloader_idx, batch_size
+            name,
+            value,
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            enable_graph,
+            add_dataloader_idx,
+            batch_size,
+            sync_dist,
+            sync_dist_group,
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:

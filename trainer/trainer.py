@@ -20,6 +20,7 @@ from leyden.trainer.accelerator import Accelerator
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
+from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -323,9 +324,13 @@ class Trainer(TrainerView):
             (bar.print if bar is not None else print)(*args, **kwargs)
 
     @contextmanager
-    def init_module(self) -> Iterator[None]:
-        """A module built in this context is built on the run's device and in its precision."""
-        with self.strategy.init_module():
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """A module built in this context is built on the run's device (none, where it is sharded) and in its precision.
+
+        Args:
+            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+        """
+        with self.strategy.init_module(empty_init):
             yield
 
     # one run ----------------------------------------------------------------------------------------------------------
@@ -399,10 +404,11 @@ class Trainer(TrainerView):
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
         self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
-        self.logs = Logs(self.hooks)
+        self.logs = Logs(self.hooks, over_ranks(self.strategy))
         module._trainer, module._logs = self, self.logs
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
+        self.strategy.setup_environment()
         reader, self._start = checkpoints.open_reader(self, goal)
         check_steps(module, stage)
         if datamodule is not None:
@@ -412,7 +418,8 @@ class Trainer(TrainerView):
         if datamodule is not None:
             datamodule.setup(stage)
         self.hooks.fire_all("setup", stage)
-        module.configure_model()
+        with self.strategy.model_context():
+            module.configure_model()
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
         agreement.check_module(self, stage)

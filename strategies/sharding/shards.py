@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.sharding.values import Place, Values, replace
 
 
 @dataclass(slots=True)
@@ -30,7 +31,7 @@ class Sharding:
             choice, all groups but the root.
         ignored: parameters that stay whole.
         source: the group in which rank 0's values are given to all; None leaves each rank its own.
-        fill: gives tensors on the meta device their values.
+        values: of the tensors on the meta device.
     """
 
     mesh: DeviceMesh
@@ -40,21 +41,18 @@ class Sharding:
     reshard: bool | int | None = None
     ignored: set[nn.Parameter] = field(default_factory=set)
     source: Any = None
-    fill: Callable[[nn.Module, Iterable[tuple[nn.Module, str]]], None] | None = None
+    values: Values = field(default_factory=Values)
 
-    def apply(self, root: nn.Module, parts: Iterable[nn.Module], is_root: bool = True) -> None:
-        """Shards the parts, which stand before the modules they are in, and then what is left of the root."""
+    def apply(self, parts: Iterable[nn.Module]) -> None:
+        """Shards the parts; those that stand in others come first."""
         for part in parts:
-            self._shard(root, part)
-        if is_root:
-            self._shard(root, root)
+            self._shard(part)
 
-    def _shard(self, root: nn.Module, part: nn.Module) -> None:
+    def _shard(self, part: nn.Module) -> None:
         if isinstance(part, FSDPModule):
             return
-        places = list(_unsharded(part))
-        if self.fill is not None:
-            self.fill(root, places)
+        places = list(unsharded(part))
+        self._materialise(places)
         if self.source is not None:
             self._take_values(places)
         fully_shard(
@@ -66,14 +64,28 @@ class Sharding:
             ignored_params=self.ignored or None,
         )
 
+    def _materialise(self, places: list[Place]) -> None:
+        """Gives the tensors of one group that are on the meta device their memory, and their values."""
+        absent = [getattr(module, name).is_meta for module, name in places]
+        first = absent
+        if self.source is not None:
+            box = [absent]
+            dist.broadcast_object_list(box, src=0, group=self.source)
+            first = box[0]
+        # What rank 0 has is received from it, so that one process alone needs to have loaded it.
+        received = [place for place, here, there in zip(places, absent, first, strict=True) if here and not there]
+        made = [place for place, here, there in zip(places, absent, first, strict=True) if here and there]
+        replace(received, lambda module, name: torch.empty_like(getattr(module, name), device="cpu"))
+        self.values.fill(made)
+
     @torch.no_grad()
-    def _take_values(self, places: Iterable[tuple[nn.Module, str]]) -> None:
+    def _take_values(self, places: Iterable[Place]) -> None:
         """Gives every rank rank 0's values, one tensor at a time."""
         done: set[int] = set()
         on_host = dist.get_backend(self.source) == "gloo"
         for module, name in places:
             tensor: Tensor = getattr(module, name)
-            if id(tensor) in done or tensor.is_meta:
+            if id(tensor) in done:
                 continue
             done.add(id(tensor))
             sent = tensor.detach().to("cpu" if on_host else self.device).contiguous()
@@ -82,13 +94,13 @@ class Sharding:
                 tensor.copy_(sent)
 
 
-def _unsharded(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+def unsharded(part: nn.Module) -> Iterator[Place]:
     """The places of parameters and buffers that no group within this one has."""
     yield from ((part, name) for name, p in part._parameters.items() if p is not None and not isinstance(p, DTensor))
     yield from ((part, name) for name, buffer in part._buffers.items() if buffer is not None)
     for child in part.children():
         if not isinstance(child, FSDPModule):
-            yield from _unsharded(child)
+            yield from unsharded(child)
 
 
 class Replaced:

@@ -10,15 +10,19 @@ from pathlib import Path
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from leyden.trainer.checkpoint.ranks import Ranks
 
 
-def newest(folder: str | os.PathLike[str], *, full: bool = True, strict: bool = False) -> Path | None:
+def newest(
+    folder: str | os.PathLike[str], *, full: bool = True, strict: bool = False, ranks: Ranks | None = None
+) -> Path | None:
     """The newest checkpoint that verifies. Damaged ones are warned about and passed over.
 
     Args:
         folder: where the checkpoints are.
         full: compare every byte with its checksum; False compares the manifest and the sizes of the files.
         strict: raise if there are only damaged ones, in place of returning None.
+        ranks: those who look for it together: rank 0 says what is there, and each verifies a part.
 
     Raises:
         CheckpointError: if strict, and none of those there can be trusted; the message names each.
@@ -27,25 +31,34 @@ def newest(folder: str | os.PathLike[str], *, full: bool = True, strict: bool = 
         >>> newest("no/such/folder") is None
         True
     """
-    from leyden.trainer.checkpoint.reader import CheckpointReader
+    from leyden.trainer.checkpoint.reader import open_verified
 
+    ranks = Ranks() if ranks is None else ranks
     damaged: list[CheckpointError] = []
-    staging.sweep(Path(folder))
-    for path, found in reversed(_ordered(Path(folder))):
+    for path, reason in ranks.first(lambda: _newest_first(Path(folder))):
         try:
-            if isinstance(found, CheckpointError):
-                raise found
-            reader = CheckpointReader(path)
-            reader.verify() if full else reader.verify_sizes()
+            if reason is not None:
+                raise CheckpointError(*reason)
+            open_verified(path, ranks, full)
         except CheckpointError as error:
             damaged.append(error)
-            warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
+            if ranks.rank == 0:
+                warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
             continue
         return path
     if damaged and strict:
         listed = "; ".join(str(error) for error in damaged)
         raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start anew. {listed}")
     return None
+
+
+def _newest_first(folder: Path) -> list[tuple[Path, tuple[str, str] | None]]:
+    """The checkpoints that seem to be there, each with the file and the reason for which it is none."""
+    staging.sweep(folder)
+    return [
+        (path, (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
+        for path, found in reversed(_ordered(folder))
+    ]
 
 
 def all_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -23,6 +23,7 @@ EXTRA = "model-extra"
 
 FORMAT = 1
 CHUNK = 64 * 1024 * 1024
+MIN_CHUNK = 4 * 1024
 # A manifest takes 70 bytes per 64 MiB chunk: this is enough for 60 TB.
 _MAX_MANIFEST = 64 * 1024 * 1024
 _KIND = "leyden checkpoint"
@@ -30,21 +31,23 @@ _KIND = "leyden checkpoint"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size of a file and the SHA-256 of each of its chunks of 64 MiB; an empty file has none."""
+    """Size of a file and the SHA-256 of each of its chunks; an empty file has none."""
 
     size: int
     sha256: tuple[str, ...]
+    chunk: int = CHUNK
 
     def chunks(self) -> Iterator[tuple[int, int, str]]:
         """Start, end and digest of each chunk."""
         for index, digest in enumerate(self.sha256):
-            yield index * CHUNK, min((index + 1) * CHUNK, self.size), digest
+            yield index * self.chunk, min((index + 1) * self.chunk, self.size), digest
 
 
 class ChunkHasher:
     """Works out a file's entry from its bytes, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self._chunk = chunk
         self._size = 0
         self._done: list[str] = []
         self._hash = hashlib.sha256()
@@ -52,17 +55,17 @@ class ChunkHasher:
     def update(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
         while len(view):
-            piece = view[: CHUNK - self._size % CHUNK]
+            piece = view[: self._chunk - self._size % self._chunk]
             self._hash.update(piece)
             self._size += len(piece)
             view = view[len(piece) :]
-            if self._size % CHUNK == 0:
+            if self._size % self._chunk == 0:
                 self._done.append(self._hash.hexdigest())
                 self._hash = hashlib.sha256()
 
     def entry(self) -> FileEntry:
-        open_chunk = [self._hash.hexdigest()] if self._size % CHUNK else []
-        return FileEntry(self._size, (*self._done, *open_chunk))
+        open_chunk = [self._hash.hexdigest()] if self._size % self._chunk else []
+        return FileEntry(self._size, (*self._done, *open_chunk), self._chunk)
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,8 @@ class Manifest:
             "strategy": self.strategy,
             "versions": dict(self.versions),
             "files": {
-                name: {"size": entry.size, "sha256": list(entry.sha256)} for name, entry in sorted(self.files.items())
+                name: {"size": entry.size, "chunk": entry.chunk, "sha256": list(entry.sha256)}
+                for name, entry in sorted(self.files.items())
             },
         }
         body = json.dumps(rest, indent=1, allow_nan=False)[1:].encode()
@@ -124,7 +128,9 @@ class Manifest:
             if parsed["kind"] != _KIND or int(parsed["format"]) > FORMAT:
                 raise ValueError(f"its format {parsed['format']} is newer than this Leyden: update leyden to read it")
             files = {
-                str(name): FileEntry(int(entry["size"]), tuple(str(digest) for digest in entry["sha256"]))
+                str(name): FileEntry(
+                    int(entry["size"]), tuple(str(digest) for digest in entry["sha256"]), int(entry.get("chunk", CHUNK))
+                )
                 for name, entry in parsed["files"].items()
             }
             found = cls(
@@ -143,7 +149,7 @@ class Manifest:
             reason = unsafe(name)
             if reason:
                 raise ValueError(f"it lists the file {name!r}, {reason}")
-            if entry.size < 0 or len(entry.sha256) != -(-entry.size // CHUNK):
+            if entry.size < 0 or entry.chunk < 1 or len(entry.sha256) != -(-entry.size // entry.chunk):
                 raise ValueError(f"it lists {name!r} with {entry.size} bytes and {len(entry.sha256)} checksums")
         return found
 

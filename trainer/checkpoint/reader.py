@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import nearest
+from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.codec import Classes, decode
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.manifest import EXTRA, LAYOUT, OPTIMIZERS, PROGRESS, Manifest, read_manifest
+from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.safefile import CheckedFile, read_tensors
-from leyden.trainer.checkpoint.tensors import TensorSource, dtype_named, join, part_names
+from leyden.trainer.checkpoint.shards import Table, Want, fill
+from leyden.trainer.checkpoint.tensors import (
+    TRANSLATED,
+    Spec,
+    TensorSource,
+    dtype_named,
+    is_sharded,
+    join,
+    local_part,
+    part_names,
+)
 
 _MAX_JSON = 2**31
 
@@ -58,11 +70,19 @@ class CheckpointReader:
             raise CheckpointError(self.path, f"{what}. A file of another trainer is read by load_foreign.")
         self.manifest: Manifest = read_manifest(self.path)
 
-    def verify(self) -> None:
-        """Compares every byte of every file with its checksum."""
+    def verify(self, part: int = 0, parts: int = 1) -> None:
+        """Compares every byte of every file with its checksum, or of one of so many parts of them all."""
+        total, start = sum(entry.size for entry in self.manifest.files.values()), 0
+        first, last = total * part // parts, total * (part + 1) // parts
+        spans = []
+        for name, entry in self.manifest.files.items():
+            # A file without a byte is looked at by the first, since it may be missing.
+            if (start < last and start + entry.size > first) or (not entry.size and part == 0):
+                spans.append((name, max(0, first - start), min(entry.size, last - start)))
+            start += entry.size
         # Hashing and reading release the interpreter lock, so threads share the work.
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(self._verify_file, self.manifest.files):
+            for _ in pool.map(lambda span: self._verify_file(*span), spans):
                 pass
 
     def verify_sizes(self) -> None:
@@ -122,22 +142,65 @@ class CheckpointReader:
                     self.path, f"has no weights {unknown[0]!r}. {nearest(unknown[0], [*layout, *extra])}"
                 )
             owners = {name: layout[name].get("alias_of", name) for name in chosen if name in layout}
-            stored = self._shards([layout[owner] for owner in owners.values()])
+            stored = {owner: self._whole(layout[owner]["parts"]) for owner in dict.fromkeys(owners.values())}
+            fill(self._file, [want for parts in stored.values() for want in parts.values()])
             joined: dict[str, Tensor] = {}
-            for owner in owners.values():
-                if owner not in joined:
-                    spec = layout[owner]
-                    parts = {part: self._assemble(spec["parts"][part], stored) for part in part_names(spec)}
-                    joined[owner] = join(spec, parts).to(device)
+            for owner, parts in stored.items():
+                spec = layout[owner]
+                joined[owner] = join(spec, {part: parts[part].target for part in part_names(spec)}).to(device)
             return {name: joined[owners[name]] if name in owners else extra[name] for name in chosen}
 
-    def optimizers(self, device: str | torch.device | None = None) -> list[dict[str, Any]]:
-        """Reads the optimizers' states, for `optimizers.from_named`; an empty list if none were saved."""
+    def names(self) -> list[str]:
+        """The names of the module's tensors, and of the entries from `get_extra_state`."""
+        parsed = self.json(LAYOUT)
+        with self._blame(LAYOUT):
+            return [*parsed["tensors"], *(self.state(EXTRA) if parsed["extra"] else {})]
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Reads the module's tensors into tensors where they are, in their dtype; of a DTensor only this rank's shard.
+
+        Raises:
+            ConfigurationError: if a shape differs.
+        """
+        from leyden.trainer.checkpoint.sharded import place_of
+
+        with self._blame(LAYOUT):
+            layout: dict[str, Any] = self.json(LAYOUT)["tensors"]
+            specs = {name: layout[layout[name].get("alias_of", name)] for name in targets}
+            shapes = {name: tuple(spec["shape"]) for name, spec in specs.items()}
+        for name, target in targets.items():
+            if shapes[name] != tuple(target.shape):
+                raise ConfigurationError(
+                    f"the checkpoint's weights do not fit: {name!r} has the shape {shapes[name]} there, and "
+                    f"{tuple(target.shape)} here. Build the module as it was saved."
+                )
+        with self._blame(LAYOUT):
+            wants: dict[tuple[Any, ...], Want] = {}
+            for name, target in targets.items():
+                local, spec = local_part(target).detach(), specs[name]
+                if list(spec["parts"]) != [""] or dtype_named(spec["dtype"]) in TRANSLATED:
+                    local.copy_(self.model([name])[name])
+                    continue
+                # Tied tensors are filled once.
+                key = (local.data_ptr(), tuple(local.shape), local.stride()) if local.numel() else (name,)
+                wants[key] = Want(spec["parts"][""], place_of(target)[0], local)
+            fill(self._file, wants.values())
+
+    def optimizers(
+        self, device: str | torch.device | None = None, like: Mapping[str, Tensor] | None = None
+    ) -> list[dict[str, Any]]:
+        """Reads the optimizers' states, for `optimizers.from_named`; an empty list if none were saved.
+
+        Args:
+            device: where tensors go that were not on the CPU when saved; the CPU if left out.
+            like: the module's parameters by name. Where one is sharded, so is the state of its shape, and no more than this
+                rank's part is read.
+        """
         if not self.has(OPTIMIZERS):
             return []
         parsed = self.json(OPTIMIZERS)
         with self._blame(OPTIMIZERS):
-            return [self._tree(entry, OPTIMIZERS, device) for entry in parsed["optimizers"]]
+            return [self._tree(entry, OPTIMIZERS, device, like=like) for entry in parsed["optimizers"]]
 
     def progress(self) -> dict[str, Any]:
         """What was given to `commit`."""
@@ -154,45 +217,37 @@ class CheckpointReader:
         like: Any = None,
         types: Classes | None = None,
     ) -> Any:
+        where, found = str(self.path / name), parsed["tensors"]
         tensors: Mapping[str, Tensor] = {}
-        if parsed["tensors"] is not None:
-            with self._file(parsed["tensors"]) as file, self._blame(parsed["tensors"]):
+        if isinstance(found, str):
+            with self._file(found) as file, self._blame(found):
                 tensors = read_tensors(file)
-        return decode(
-            parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=str(self.path / name)
-        )
+        elif found is not None:
+            sharded = _sharded_keys(parsed["tree"], like or {}, where)
+            wants = self._whole({key: table for key, table in found.items() if key not in sharded})
+            tensors = {key: want.target for key, want in wants.items()}
+            if sharded:
+                from leyden.trainer.checkpoint.sharded import room_for
 
-    def _shards(self, specs: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
-        """Reads the shards of some tensors, each file in one pass."""
-        wanted: dict[str, list[str]] = {}
-        for spec in specs:
-            for part in spec["parts"].values():
-                for name, key, _ in part["shards"]:
-                    wanted.setdefault(name, []).append(key)
-        found: dict[tuple[str, str], Tensor] = {}
-        for name, keys in wanted.items():
-            with self._file(name) as file, self._blame(name):
-                found |= {(name, key): tensor for key, tensor in read_tensors(file, keys).items()}
-        return found
+                for key, parameter in sharded.items():
+                    wants[key], tensors[key] = room_for(found[key], parameter)
+            fill(self._file, wants.values())
+            like = None
+        return decode(parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=where)
 
-    def _assemble(self, part: dict[str, Any], stored: Mapping[tuple[str, str], Tensor]) -> Tensor:
-        shape, dtype = tuple(part["shape"]), dtype_named(part["dtype"])
-        shards = [(stored[(name, key)], offsets) for name, key, offsets in part["shards"]]
-        if len(shards) == 1 and tuple(shards[0][0].shape) == shape:
-            return shards[0][0]
-        if sum(shard.numel() for shard, _ in shards) != torch.Size(shape).numel():
-            raise ValueError(f"the shards of a tensor of shape {shape} do not fill it")
-        whole = torch.empty(shape, dtype=dtype)
-        for shard, offsets in shards:
-            place = whole
-            for dim, (start, size) in enumerate(zip(offsets, shard.shape, strict=True)):
-                place = place.narrow(dim, start, size)
-            place.copy_(shard)
-        return whole
+    def _whole(self, tables: Mapping[str, Table]) -> dict[str, Want]:
+        """Room for whole tensors, by key; not more of it than there is in the files."""
+        sizes = [math.prod(table["shape"]) * dtype_named(table["dtype"]).itemsize for table in tables.values()]
+        if sum(sizes) > sum(entry.size for entry in self.manifest.files.values()):
+            raise ValueError(f"tensors of {sum(sizes)} bytes are more than its files hold")
+        return {
+            key: Want(table, (0,) * len(table["shape"]), torch.empty(table["shape"], dtype=dtype_named(table["dtype"])))
+            for key, table in tables.items()
+        }
 
-    def _verify_file(self, name: str) -> None:
+    def _verify_file(self, name: str, begin: int, end: int) -> None:
         with self._file(name) as file:
-            file.verify()
+            file.verify(begin, end)
 
     def _file(self, name: str) -> CheckedFile:
         entry = self.manifest.files.get(name)
@@ -211,6 +266,65 @@ class CheckpointReader:
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
             reason = f"does not hold what a checkpoint holds ({type(error).__name__}: {error})."
             raise CheckpointError(self.path / name, reason) from error
+
+
+class _Forms:
+    """Stands in for the tensors of a tree: gives their shapes without data, and remembers which is which."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[Tensor, str]] = {}
+
+    def get(self, spec: Spec) -> Tensor:
+        tensor = torch.empty(spec["shape"], device="meta")
+        # Kept, so that its number is not given to another.
+        self._given[id(tensor)] = (tensor, spec.get("key", ""))
+        return tensor
+
+    def key(self, tensor: Tensor) -> str:
+        return self._given[id(tensor)][1]
+
+
+def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Keys of an optimizer's tensors that are to be sharded, each with the parameter that it belongs to."""
+    sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
+    if not sharded:
+        return {}
+    forms = _Forms()
+    state = decode(tree, forms, where=where)["state"]
+    return {
+        forms.key(value): sharded[name]
+        for name, entries in state.items()
+        if name in sharded and isinstance(entries, Mapping)
+        for value in entries.values()
+        if isinstance(value, Tensor) and value.shape == sharded[name].shape
+    }
+
+
+def open_verified(path: str | os.PathLike[str], ranks: Ranks, full: bool = True) -> CheckpointReader:
+    """A checkpoint that several ranks are going to read, of which each has verified a part; all of them raise, or none.
+
+    Args:
+        path: the folder.
+        ranks: those who read.
+        full: compare every byte; False compares the sizes of files.
+
+    Raises:
+        CheckpointError: if one of them finds it missing or damaged.
+    """
+    readers: list[CheckpointReader] = []
+
+    def look() -> tuple[str, str] | None:
+        try:
+            readers.append(CheckpointReader(path))
+            readers[0].verify(ranks.rank, ranks.size) if full else readers[0].verify_sizes()
+        except CheckpointError as error:
+            return str(error.path), error.reason
+        return None
+
+    for problem in ranks.each(look):
+        if problem is not None:
+            raise CheckpointError(*problem)
+    return readers[0]
 
 
 def _no_constant(name: str) -> Any:

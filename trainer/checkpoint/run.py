@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
@@ -17,7 +18,9 @@ from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
-from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
+from leyden.trainer.checkpoint.regrouped import read_rank, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state
 from leyden.trainer.logs import metric_states
@@ -78,6 +81,18 @@ class ForeignWeights:
         self.path = path
         self._loaded = load_foreign(path, trust=trust)
 
+    def names(self) -> list[str]:
+        """The names of the weights."""
+        return list(self.model())
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copies weights into tensors where they are; of a DTensor only this rank's part."""
+        from leyden.trainer.checkpoint.sharded import copy_part
+
+        found = self.model()
+        for name, target in targets.items():
+            copy_part(name, found[name], target)
+
     def model(self, names: Any = None, device: Any = "cpu") -> dict[str, Tensor]:
         """The weights: the file's own dict, or its entry `state_dict`."""
         found = self._loaded.get("state_dict", self._loaded) if isinstance(self._loaded, Mapping) else None
@@ -112,25 +127,26 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
         return None, "anew"
     if goal.continues:
         return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
-    path = _find(trainer, goal)
+    ranks = Ranks(trainer.strategy, trainer.checkpoint_folder)
+    path = _find(trainer, goal, ranks)
     if path is None:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
         return ForeignWeights(path, goal.trust), f"weights of {path}"
-    reader = CheckpointReader(path)
-    if goal.path not in ("last", "auto"):
-        reader.verify()
+    reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
     progress = Progress.from_dict(reader.progress())
     exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     if goal.parts == {"weights"}:
         return reader, f"weights of {path}"
+    if "rng" in goal.parts and saved_ranks(reader) not in (0, trainer.strategy.data_size):
+        exact += f"; saved by {saved_ranks(reader)} rank(s): random numbers of ranks from 1 on are seeded anew"
     return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
 
 
-def _find(trainer: Trainer, goal: Goal) -> Path | None:
+def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
     folder = trainer.checkpoint_folder
     if goal.path in ("last", "auto"):
-        found = newest(folder, strict=goal.path == "auto")
+        found = newest(folder, strict=goal.path == "auto", ranks=ranks)
         if found is None and goal.path == "last":
             raise CheckpointError(
                 folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
@@ -169,38 +185,36 @@ def check_composable(trainer: Trainer) -> dict[str, Any]:
 
 def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bool, exact: bool) -> Path:
     """Writes a checkpoint of the run; see `Trainer.save_checkpoint`."""
-    window = trainer.accelerator.window
     if trainer.module._trainer is None:
         raise LeydenError("save_checkpoint has no module to save: fit one first.")
-    if window.is_open and exact:
+    if trainer.accelerator.window.is_open and exact:
         raise LeydenError(
             "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. Call it "
             "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
         )
-    for logger in trainer.loggers:
-        logger.save()
-    if loop is not None and trainer.state.stage == "fit":
-        loop.note_time()
-    progress = trainer.progress
-    if window.is_open and loop is not None:
-        progress = loop.window_start()
-    with CheckpointWriter(path) as writer:
+    strategy, progress = trainer.strategy, trainer.progress
+    with CheckpointWriter(path, ranks=Ranks(strategy, path)) as writer:
+        for logger in trainer.loggers:
+            logger.save()
+        if loop is not None and trainer.state.stage == "fit":
+            loop.note_time()
+        if trainer.accelerator.window.is_open and loop is not None:
+            progress = loop.window_start()
         if weights_only:
-            trainer.strategy.save(writer, trainer.module, None)
+            strategy.save(writer, trainer.module, None)
         else:
             state = compose(trainer)
             names = parameter_names(trainer.module)
-            optimizers = [to_named(optimizer, names) for optimizer in trainer.optimizers]
-            trainer.strategy.save(writer, trainer.module, optimizers)
+            strategy.save(writer, trainer.module, [to_named(optimizer, names) for optimizer in trainer.optimizers])
             writer.state("schedulers", _schedulers(trainer))
             writer.state("callbacks", state["callbacks"])
             writer.state("user", state["user"])
-            writer.state(f"rank-{trainer.strategy.data_rank}", rank_state(trainer, loop, progress))
+            writer.state(f"rank-{strategy.data_rank}", rank_state(trainer, loop, progress), of_rank=True)
         hparams = _hparams(trainer)
         if hparams:
             writer.state("hparams", hparams)
         return writer.commit(
-            progress=progress.to_dict(), world_size=trainer.world_size, strategy=trainer.strategy.name or "custom"
+            progress=progress.to_dict(), world_size=trainer.world_size, strategy=strategy.name or "custom"
         )
 
 
@@ -217,6 +231,7 @@ def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> di
         "loader": None if loop is None else loop.loader_state(progress),
         "logs": trainer.logs.state_dict(trainer.module),
         "metrics": metric_states(trainer.module.named_modules()),
+        "seed": torch.initial_seed() % 2**63,
         # Last, since everything before it may draw.
         "rng": rng_state(),
     }
@@ -259,9 +274,9 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
         user,
         reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {},
         reader.state("schedulers") if steps else None,
-        reader.optimizers() if steps else [],
+        reader.optimizers(like=dict(trainer.module.named_parameters())) if steps else [],
         Progress.from_dict(reader.progress()) if "progress" in goal.parts else None,
-        reader.state(f"rank-{trainer.strategy.data_rank}"),
+        read_rank(reader, trainer.strategy, trainer.module),
     )
 
 

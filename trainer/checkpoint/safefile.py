@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.manifest import CHUNK, ChunkHasher, FileEntry, open_inside
+from leyden.trainer.checkpoint.manifest import CHUNK, MIN_CHUNK, ChunkHasher, FileEntry, open_inside
 from leyden.trainer.checkpoint.tensors import NATIVE
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ _BUFFER = 1024 * 1024
 _BY_NAME = {name: dtype for dtype, name in NATIVE.items()}
 
 
-def write_file(path: Path, pieces: Iterable[memoryview | bytes]) -> FileEntry:
+def write_file(path: Path, pieces: Iterable[memoryview | bytes], chunk: int = CHUNK) -> FileEntry:
     """Writes a new file, flushes it to the disk and returns its entry for the manifest.
 
     Raises:
         OSError: if the file exists or cannot be written.
     """
-    hasher = ChunkHasher()
+    hasher = ChunkHasher(chunk)
     with open(path, "xb", buffering=_BUFFER // 4) as file:
         for piece in (part for whole in pieces for part in _pieces(memoryview(whole))):
             file.write(piece)
@@ -63,14 +63,36 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     Raises:
         OSError: if it cannot be written.
     """
+    forms = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return write_stream(path, forms, lambda name: tensors[name].detach().to("cpu").contiguous(), metadata)
+
+
+def write_stream(
+    path: Path,
+    forms: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    fetch: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> FileEntry:
+    """Writes tensors of which only one need be there at a time.
+
+    Args:
+        path: a file that does not exist yet.
+        forms: dtype and shape of each tensor, by key.
+        fetch: gives a tensor of that form, contiguous, on the CPU.
+        metadata: strings for the header.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, (dtype, shape) in forms.items()}
     # Wide dtypes first, so that every tensor is aligned to its own element size.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(forms, key=lambda name: (-forms[name][0].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
-        tensor = tensors[name]
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": NATIVE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        dtype, shape = forms[name]
+        start, end = end, end + sizes[name]
+        header[name] = {"dtype": NATIVE[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:
@@ -79,10 +101,19 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     def pieces() -> Iterable[memoryview | bytes]:
         yield len(text).to_bytes(8, "little") + text
         for name in names:
-            fetched = tensors[name].detach().to("cpu").contiguous()
+            fetched = fetch(name)
             yield memory_of(fetched)
 
-    return write_file(path, pieces())
+    return write_file(path, pieces(), _chunk_of(max(sizes.values(), default=0), end))
+
+
+def _chunk_of(largest: int, total: int) -> int:
+    """Bytes under one checksum. Who reads a part of a tensor reads the chunks at its ends in whole.
+
+    So they are small beside the large tensors, of which ranks read parts; but no more than 65,536 in a file.
+    """
+    wanted = max(MIN_CHUNK, largest // 128, total >> 16)
+    return int(min(CHUNK, 1 << (wanted - 1).bit_length()))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -110,6 +141,7 @@ class CheckedFile:
         descriptor, self.size = open_inside(folder, name)
         self._file: BinaryIO = os.fdopen(descriptor, "rb", buffering=0)
         self._entry = entry
+        self._chunk_size = CHUNK if entry is None else entry.chunk
         if entry is not None and entry.size != self.size:
             self._file.close()
             raise CheckpointError(
@@ -123,13 +155,14 @@ class CheckedFile:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def verify(self) -> None:
-        """Compares all chunks.
+    def verify(self, begin: int = 0, end: int | None = None) -> None:
+        """Compares all chunks, or those that begin from byte `begin` on and before `end`.
 
         Raises:
             CheckpointError: if a byte differs.
         """
-        for start in range(0, self.size, CHUNK):
+        first = -(-begin // self._chunk_size) * self._chunk_size
+        for start in range(first, self.size if end is None else min(end, self.size), self._chunk_size):
             self._chunk(start, [])
 
     def read(self, limit: int) -> bytes:
@@ -164,8 +197,8 @@ class CheckedFile:
         by_chunk: dict[int, list[tuple[int, memoryview]]] = {}
         for offset, view in ordered:
             while len(view):
-                start = offset - offset % CHUNK
-                piece = view[: start + CHUNK - offset]
+                start = offset - offset % self._chunk_size
+                piece = view[: start + self._chunk_size - offset]
                 by_chunk.setdefault(start, []).append((offset, piece))
                 offset, view = offset + len(piece), view[len(piece) :]
         for start, pieces in by_chunk.items():
@@ -174,8 +207,8 @@ class CheckedFile:
     def _chunk(self, start: int, pieces: list[tuple[int, memoryview]]) -> None:
         """Reads one chunk: the pieces into their buffers, what lies between them only for the checksum."""
         digest = hashlib.sha256()
-        position, end = start, min(start + CHUNK, self.size)
-        scratch = memoryview(bytearray(_BUFFER))
+        position, end = start, min(start + self._chunk_size, self.size)
+        scratch = memoryview(bytearray(min(_BUFFER, end - start)))
         try:
             self._file.seek(start)
             for offset, view in [*pieces, (end, memoryview(b""))]:
@@ -194,7 +227,7 @@ class CheckedFile:
                 position += len(view)
         except OSError as error:
             raise CheckpointError(self.path, f"cannot be read ({error}).") from error
-        if self._entry is not None and digest.hexdigest() != self._entry.sha256[start // CHUNK]:
+        if self._entry is not None and digest.hexdigest() != self._entry.sha256[start // self._chunk_size]:
             raise CheckpointError(
                 self.path, f"is damaged: the checksum of bytes {start} to {end} does not match. Use another checkpoint."
             )

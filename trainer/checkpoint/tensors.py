@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -34,6 +35,8 @@ NATIVE: dict[torch.dtype, str] = {
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 # One byte each, unknown to most readers of safetensors: stored as bytes.
 _BYTES = tuple(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
+# Those that are stored as another one.
+TRANSLATED = (*_REAL, *_BYTES)
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NATIVE, *_REAL, *_BYTES)}
 _COMPRESSED = {
     torch.sparse_csr: "csr",
@@ -43,8 +46,25 @@ _COMPRESSED = {
 }
 
 
-def check_tensor(tensor: Tensor, where: str) -> None:
+def is_sharded(tensor: Tensor) -> bool:
+    """True for a DTensor, of which each rank holds a shard. Where nobody has imported them, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Any) -> Tensor:
+    """The memory of a tensor on this rank: of a DTensor its shard, else the tensor itself."""
+    local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
+    return local
+
+
+def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
     """Refuses a tensor that cannot be saved.
+
+    Args:
+        tensor: any.
+        where: what the error calls it.
+        sharded: a DTensor may be.
 
     Raises:
         UnsupportedStateError: names `where` and the kind of tensor.
@@ -52,7 +72,9 @@ def check_tensor(tensor: Tensor, where: str) -> None:
     hint = "Convert it to a plain tensor first."
     if nn.parameter.is_lazy(tensor):
         raise UnsupportedStateError(where, "a lazy parameter without a shape", "Run the module once before saving.")
-    if type(tensor) not in (Tensor, nn.Parameter):
+    if is_sharded(tensor) and tensor.dtype in TRANSLATED:
+        raise UnsupportedStateError(where, f"a sharded tensor of {tensor.dtype}", "Keep its parts as real tensors.")
+    if type(tensor) not in (Tensor, nn.Parameter) and not (sharded and is_sharded(tensor)):
         raise UnsupportedStateError(where, f"a tensor of the class {type(tensor).__name__}", hint)
     if tensor.is_meta:
         raise UnsupportedStateError(where, "a tensor on the meta device, without data", "Materialise it first.")
@@ -78,6 +100,8 @@ def split(tensor: Tensor) -> tuple[Spec, dict[str, Tensor]]:
         spec["device"] = tensor.device.type
     # The values of a sparse tensor share memory with it only once it is detached.
     detached = tensor.detach()
+    if is_sharded(tensor):
+        return spec, {"": detached}
     if tensor.layout is torch.strided:
         if not detached.is_contiguous() and _is_dense(detached.shape, detached.stride()):
             spec["strides"] = list(detached.stride())
@@ -134,9 +158,13 @@ class TensorCollector:
 
     Memory is shared again between tensors of one dtype and storage. Views that overlap but differ are stored as the
     stretch of memory that they cover.
+
+    Args:
+        sharded: DTensors may be among them, and are kept as they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool = False) -> None:
+        self._sharded = sharded
         self._entries: list[tuple[Tensor, Spec, str]] = []
         self._keys: set[str] = set()
 
@@ -154,7 +182,7 @@ class TensorCollector:
         Raises:
             UnsupportedStateError: if it cannot be saved.
         """
-        check_tensor(tensor, where)
+        check_tensor(tensor, where, self._sharded)
         spec: Spec = {}
         self._entries.append((tensor, spec, key))
         return spec
@@ -166,7 +194,7 @@ class TensorCollector:
             entries = [self._entries[index] for index in group]
             first = entries[0][0]
             views = {(t.storage_offset(), t.shape, t.stride()) for t, _, _ in entries if t.layout is torch.strided}
-            if len(views) > 1 or _repeats(first):
+            if len(views) > 1 or (not is_sharded(first) and _repeats(first)):
                 self._store_stretch(entries, stored)
                 continue
             shared, parts = split(first)
@@ -322,7 +350,8 @@ def _shared_groups(tensors: list[Tensor]) -> list[list[int]]:
     """Indices of the tensors that share memory with each other, in the order of first sight."""
     buckets: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
-        if tensor.layout is torch.strided and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+        plain = tensor.layout is torch.strided and not is_sharded(tensor)
+        if plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
             owner: tuple[Any, ...] = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
         else:
             owner = (id(tensor),)

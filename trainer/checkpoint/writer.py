@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import errno
+import hashlib
 import itertools
 import json
+import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +34,18 @@ from leyden.trainer.checkpoint.manifest import (
     Manifest,
     unsafe,
 )
+from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.safefile import write_file, write_tensors
-from leyden.trainer.checkpoint.tensors import TensorCollector, check_tensor, part_key, split
+from leyden.trainer.checkpoint.shards import Table, file_name, spread, whole_table
+from leyden.trainer.checkpoint.tensors import (
+    TensorCollector,
+    check_tensor,
+    dtype_named,
+    is_sharded,
+    local_part,
+    part_key,
+    split,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,6 +57,8 @@ class CheckpointWriter:
     Args:
         path: the folder to be. If it is there already, `-v1`, `-v2`, … is appended.
         overwrite: replace a checkpoint of that name; the old one is deleted only after the new one is in place.
+        ranks: those that write it together. All make a writer and call the same methods of it; what each writes goes into one
+            temporary folder, and rank 0 commits when all of them are done. If one fails, all raise and nothing is there.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. The previous
@@ -60,45 +74,51 @@ class CheckpointWriter:
         'step=1'
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False, ranks: Ranks | None = None) -> None:
         # Absolute, since the user's code may change the working directory before the commit.
         self._target = Path(os.path.abspath(path))
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
+        self._plan: dict[str, str] = {}
         self._open = False
-        if overwrite and os.path.lexists(self._target) and not is_checkpoint(self._target):
+        self._ranks = Ranks() if ranks is None else ranks
+        self._folder = self._ranks.first(self._begin)
+        self._open = True
+        if self._ranks.size > 1:
+            self._ranks.each(self._look)
+
+    def _begin(self) -> Path:
+        if self._overwrite and os.path.lexists(self._target) and not is_checkpoint(self._target):
             raise CheckpointError(self._target, "is no checkpoint and is not overwritten. Choose another path.")
         with self._writing(self._target):
             self._target.parent.mkdir(parents=True, exist_ok=True)
             staging.sweep(self._target.parent)
-            self._folder = staging.sibling(self._target, "tmp")
-            self._folder.mkdir()
-        self._open = True
+            folder = staging.sibling(self._target, "tmp")
+            folder.mkdir()
+        return folder
+
+    def _look(self) -> None:
+        if not self._folder.is_dir():
+            raise CheckpointError(
+                self._folder, "is not seen by every rank: put checkpoints into a folder that all machines share."
+            )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            # Before anything is removed: the others may still be writing, and have stopped when they have answered.
+            self._ranks.tell(error)
         self.abort()
 
     @property
-    def folder(self) -> Path:
-        """The temporary folder, into which other ranks write their files."""
-        return self._folder
-
-    @property
-    def files(self) -> Mapping[str, FileEntry]:
-        """What was written so far; ranks send it to the one that commits."""
-        return dict(self._files)
-
-    def add(self, files: Mapping[str, FileEntry]) -> None:
-        """Takes files into the manifest that others wrote, flushed, into `folder`."""
-        for name, entry in files.items():
-            self._claim(name)
-            self._files[name] = entry
+    def is_first(self) -> bool:
+        """True on the rank that writes what belongs to all."""
+        return self._ranks.rank == 0
 
     def json(self, name: str, obj: Any) -> None:
-        """Writes `name.json`, plain JSON that anybody can read.
+        """Writes `name.json`, plain JSON that anybody can read. With several ranks, rank 0 does.
 
         Args:
             name: the file's name, with or without `.json`.
@@ -111,32 +131,41 @@ class CheckpointWriter:
             raise CheckpointError(
                 self._target / name, f"cannot be written as plain JSON: {error}. Use state()."
             ) from error
-        self._write(name, lambda path: write_file(path, [data]))
+        if self.is_first:
+            self._write(name, lambda path: write_file(path, [data]))
 
-    def state(self, name: str, tree: Any, where: str | None = None) -> None:
+    def state(self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False) -> None:
         """Writes any tree of state: `name.json`, and `name.safetensors` if there are tensors in it.
 
         Args:
             name: such as `rank-0`, `callbacks`, `user`.
             tree: any nest of the kinds that `codec.encode` knows.
             where: what errors call its root; the name if left out.
+            of_rank: it is this rank's own, under a name of its own; else rank 0 writes it for all.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
         """
         collector = TensorCollector()
         encoded = encode(tree, collector, where or name)
+        if not (of_rank or self.is_first):
+            return
         tensors = collector.finish()
         file = f"{name}.safetensors" if tensors else None
         if file is not None:
             self._write(file, lambda path: write_tensors(path, tensors))
-        self._compact(f"{name}.json", {"tensors": file, "tree": encoded})
+        self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank)
 
-    def model(self, state_dict: Mapping[str, Any]) -> None:
+    def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None:
         """Writes `model.safetensors`, as any reader of safetensors takes it, and `layout.json`.
 
         A tensor that stands under several names is stored once, under the first. Entries that are no tensors go to
-        `model-extra.json`.
+        `model-extra.json`. Several ranks write `model-00001-of-0000n.safetensors` and so on: each its shards where tensors are
+        sharded; else each some of the tensors, with the index that transformers reads them by, if there are 64 MiB of them.
+
+        Args:
+            state_dict: with the same names on every rank.
+            replicated: names whose tensors are alike on all ranks, so that any of them may write them; rank 0 writes the rest.
 
         Raises:
             UnsupportedStateError: if a tensor cannot be saved; names it.
@@ -149,28 +178,57 @@ class CheckpointWriter:
             if not isinstance(value, Tensor):
                 extra[name] = value
                 continue
-            check_tensor(value, f"state_dict[{name!r}]")
+            check_tensor(value, f"state_dict[{name!r}]", sharded=True)
             first = seen.setdefault(_identity(value), name)
             if first != name:
                 layout[name] = {"alias_of": first}
                 continue
             spec, parts = split(value)
-            spec["parts"] = {}
-            for part, tensor in parts.items():
-                key = part_key(name, part)
-                stored[key] = tensor
-                # One shard, which begins at the origin. More of them are what sharded writing adds.
-                spec["parts"][part] = {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                    "shards": [[MODEL, key, [0] * tensor.dim()]],
-                }
+            spec["parts"] = {part: part_key(name, part) for part in parts}
+            stored |= {part_key(name, part): tensor for part, tensor in parts.items()}
             layout[name] = spec
         aliases = {name: spec["alias_of"] for name, spec in layout.items() if "alias_of" in spec}
-        self._write(MODEL, lambda path: write_tensors(path, stored, {**aliases, "format": "pt"}))
+        movable = {
+            key for name in replicated if "parts" in layout.get(name, {}) for key in layout[name]["parts"].values()
+        }
+        tables = self._tensors("model", stored, movable, {**aliases, "format": "pt"})
+        for spec in layout.values():
+            if "parts" in spec:
+                spec["parts"] = {part: tables[key] for part, key in spec["parts"].items()}
+        self._index(tables)
         self._compact(LAYOUT, {"tensors": layout, "extra": list(extra)})
         if extra:
             self.state(EXTRA, extra, where="state_dict")
+
+    def _index(self, tables: Mapping[str, Table]) -> None:
+        """The file by which transformers finds whole tensors in several files; shards of tensors it could not put together."""
+        files = {key: [shard[0] for shard in table["shards"]] for key, table in tables.items()}
+        whole = all(len(found) == 1 for found in files.values())
+        if whole and any(found != [MODEL] for found in files.values()):
+            total = sum(math.prod(table["shape"]) * dtype_named(table["dtype"]).itemsize for table in tables.values())
+            weight_map = {key: found[0] for key, found in files.items()}
+            self.json(f"{MODEL}.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def _tensors(
+        self, stem: str, tensors: dict[str, Tensor], movable: Collection[str], metadata: Mapping[str, str] | None = None
+    ) -> dict[str, Table]:
+        """Writes tensors that all ranks have, or have shards of, each once; gives back where each lies."""
+        if any(is_sharded(tensor) for tensor in tensors.values()):
+            from leyden.trainer.checkpoint.sharded import plan
+
+            tables, mine = plan(tensors, stem, self._ranks)
+        else:
+            owners = spread(tensors, movable, self._ranks.size)
+            writers = sorted({0, *owners.values()})
+            names = {rank: file_name(stem, number, len(writers)) for number, rank in enumerate(writers)}
+            tables = {key: whole_table(tensor, names[owners[key]], key) for key, tensor in tensors.items()}
+            own = {key: tensor for key, tensor in tensors.items() if owners[key] == self._ranks.rank}
+            mine = {names[self._ranks.rank]: own} if self._ranks.rank in names else {}
+        self._plan[stem] = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
+        for name, own in mine.items():
+            # Bound now: the loop goes on before a later reader of this lambda would look.
+            self._write(name, lambda path, own=own: write_tensors(path, own, metadata))  # type: ignore[misc]
+        return tables
 
     def optimizers(self, states: list[dict[str, Any]]) -> None:
         """Writes `optimizer-<i>.safetensors` for each optimizer and one `optimizer.json`.
@@ -183,14 +241,15 @@ class CheckpointWriter:
         """
         described = []
         for index, state in enumerate(states):
-            collector = TensorCollector()
+            collector = TensorCollector(sharded=True)
             encoded = encode(state, collector, f"optimizers[{index}]")
             tensors = collector.finish()
-            file = f"optimizer-{index}.safetensors" if tensors else None
-            if file is not None:
-                # Bound now: the loop goes on before a later reader of this lambda would look.
-                self._write(file, lambda path, tensors=tensors: write_tensors(path, tensors))  # type: ignore[misc]
-            described.append({"tensors": file, "tree": encoded})
+            tables: dict[str, Table] = {}
+            if tensors:
+                # Parameters that are no part of the module are nobody's to keep alike on all ranks.
+                movable = {key for key in tensors if not key.startswith("state.__extra__")}
+                tables = self._tensors(f"optimizer-{index}", tensors, movable)
+            described.append({"tensors": tables or None, "tree": encoded})
         self._compact(OPTIMIZERS, {"optimizers": described})
 
     def commit(self, *, progress: Mapping[str, Any], world_size: int = 1, strategy: str = "single_device") -> Path:
@@ -205,6 +264,29 @@ class CheckpointWriter:
             The folder, whose name has `-v1` … appended if the path was taken.
         """
         self.json(PROGRESS, dict(progress))
+        found = self._ranks.gather((self._files, self._plan))
+        path = self._ranks.first(lambda: self._commit(found, progress, world_size, strategy))
+        self._open = False
+        return path
+
+    def _commit(
+        self,
+        found: list[tuple[dict[str, FileEntry], dict[str, str]]],
+        progress: Mapping[str, Any],
+        world_size: int,
+        strategy: str,
+    ) -> Path:
+        for rank, (files, planned) in enumerate(found[1:], 1):
+            for stem in planned.keys() | self._plan.keys():
+                if planned.get(stem) != self._plan.get(stem):
+                    raise CheckpointError(
+                        self._target,
+                        f"cannot be written: the tensors of {stem!r} on rank {rank} are others than on rank 0.",
+                    )
+            for name, entry in files.items():
+                self._claim(name)
+                self._check_size(name, entry)
+                self._files[name] = entry
         with self._writing(self._target):
             parent = self._target.parent
             manifest = Manifest(
@@ -224,11 +306,25 @@ class CheckpointWriter:
             staging.fsync_folder(parent)
         return path
 
+    def _check_size(self, name: str, entry: FileEntry) -> None:
+        """What another rank wrote must be seen from here too."""
+        try:
+            size = os.stat(self._folder / name).st_size
+        except FileNotFoundError:
+            size = 0
+        if size != entry.size:
+            raise CheckpointError(
+                self._target / name,
+                f"was written with {entry.size} bytes by another rank and has {size} here: put checkpoints into a folder that "
+                "all machines share.",
+            )
+
     def abort(self) -> None:
         """Removes what was written. After `commit` it does nothing."""
         if self._open:
             self._open = False
-            shutil.rmtree(self._folder, ignore_errors=True)
+            if self.is_first:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _place(self) -> Path:
         """Renames into the first free name. Another writer may take it in between; then the rename fails."""
@@ -258,7 +354,9 @@ class CheckpointWriter:
         shutil.rmtree(aside, ignore_errors=True)
         return self._target
 
-    def _compact(self, name: str, obj: Any) -> None:
+    def _compact(self, name: str, obj: Any, of_rank: bool = False) -> None:
+        if not (of_rank or self.is_first):
+            return
         data = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()
         self._write(name, lambda path: write_file(path, [data]))
 
@@ -282,11 +380,16 @@ class CheckpointWriter:
         try:
             yield
         except OSError as error:
-            self.abort()
+            if self._ranks.size == 1:
+                self.abort()
             raise CheckpointError(path, f"cannot be written: {error.strerror or error}. {_advice(error)}") from error
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    if is_sharded(tensor):
+        # Of a tensor with few rows this rank may have nothing, so its memory has no address.
+        local = local_part(tensor)
+        return (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.shape)
     if tensor.layout is not torch.strided or not tensor.numel():
         return (id(tensor),)
     place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())

@@ -106,6 +106,13 @@ def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
     return undo
 
 
+def seeded_state(seed: int) -> dict[str, Any]:
+    """What `rng_state` would return after `seed_everything(seed)`; the generators stay as they are."""
+    with isolated_rng():
+        seed_everything(seed)
+        return rng_state()
+
+
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = False) -> int:
     """Seeds Python, NumPy and torch on every device.
 

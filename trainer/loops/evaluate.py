@@ -58,6 +58,7 @@ class EvaluationLoop:
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
+            self.logs.idle.clear()
             for index, (cursor, own_limit) in enumerate(self.loaders):
                 self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
                 if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
@@ -74,6 +75,7 @@ class EvaluationLoop:
             return True
         trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
         which, every = (index,) if len(self.loaders) > 1 else (), trainer.log_every_n_steps
+        logs.tick = -1
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         for batch_idx, batch in enumerate(itertools.islice(cursor.start(), limit)):
             if trainer.signals.received is not None:
@@ -95,6 +97,8 @@ class EvaluationLoop:
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
             outputs = batch = logs.batch = None
+        if logs.tick == -1:
+            logs.idle.add((self.stage, which[0] if which else -1))
         return True
 
     def loader_states(self) -> list[dict[str, Any]]:

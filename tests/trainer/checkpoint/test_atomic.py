@@ -242,26 +242,6 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
         assert writer.commit(progress={}) == tmp_path / "relative"
 
 
-def test_files_of_other_ranks_are_merged_from_shards(tmp_path: Path) -> None:
-    """What sharded writing will do: several files for one tensor, written by several writers into one folder."""
-    import json
-
-    from leyden.trainer.checkpoint.safefile import write_file, write_tensors
-
-    whole = torch.arange(20.0).reshape(5, 4)
-    with CheckpointWriter(tmp_path / "c") as writer:
-        shards = []
-        for rank, rows in enumerate([slice(0, 2), slice(2, 5)]):
-            name = f"model-0000{rank + 1}-of-00002.safetensors"
-            writer.add({name: write_tensors(writer.folder / name, {"w": whole[rows]})})
-            shards.append([name, "w", [rows.start, 0]])
-        part = {"dtype": "float32", "shape": [5, 4], "shards": shards}
-        layout = {"tensors": {"w": {"dtype": "float32", "shape": [5, 4], "parts": {"": part}}}, "extra": []}
-        writer.add({"layout.json": write_file(writer.folder / "layout.json", [json.dumps(layout).encode()])})
-        path = writer.commit(progress={}, world_size=2)
-    assert torch.equal(CheckpointReader(path).model()["w"], whole)
-
-
 def test_files_of_several_chunks(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {
@@ -273,7 +253,7 @@ def test_files_of_several_chunks(tmp_path: Path) -> None:
         writer.model(tensors)
         path = writer.commit(progress={})
     entry = read_manifest(path).files["model.safetensors"]
-    assert len(entry.sha256) == 3
+    assert len(entry.sha256) == -(-entry.size // entry.chunk) > 3
     reader = CheckpointReader(path)
     back = reader.model()
     assert all(torch.equal(back[name], tensors[name]) for name in tensors)

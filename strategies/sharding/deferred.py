@@ -1,0 +1,206 @@
+"""Modules that are built without memory, and given their values part by part: the same values as if built whole.
+
+A module built in `Deferred.recording()` stands on the meta device. Every operation that made or changed its tensors is noted,
+and the random generator's state before each draw; the draw itself is made once and thrown away, so that whatever comes
+after finds the generator as a plain build would have left it. `values` then repeats, on the CPU, only those operations
+that a few tensors depend on. At no time is more in memory than these tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from leyden.strategies.errors import ConfigurationError
+
+IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+META, CPU = torch.device("meta"), torch.device("cpu")
+CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)
+"""These take values from Python, which a tensor on the meta device would lose: they are made on the CPU and then noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Where the values of a tensor are to be found: a stretch of one of the noted storages."""
+
+    storage: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Recipe:
+        return cls(_key(tensor), tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def cut(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor, in a storage of the CPU."""
+        return torch.empty(0, dtype=self.dtype, device=CPU).set_(storage, self.offset, self.shape, self.strides)  # type: ignore[no-any-return, call-overload]
+
+
+@dataclass(slots=True)
+class _Operation:
+    function: Any
+    args: Any
+    kwargs: Any
+    outputs: list[Any]
+    reads: set[int]
+    changes: set[int]
+    """The storages that it made or wrote to."""
+    state: Tensor | None
+    """Of the random generator, where it draws."""
+
+
+class Deferred:
+    """Notes how modules are built on the meta device, and makes their values when they are wanted."""
+
+    def __init__(self) -> None:
+        self._operations: list[_Operation] = []
+        self._known: set[int] = set()
+
+    @contextmanager
+    def recording(self, draws: bool = True) -> Iterator[None]:
+        """What is built within it stands on the meta device, and can be given its values later.
+
+        Args:
+            draws: False leaves what is drawn at random as memory comes, for weights that a checkpoint will bring.
+        """
+        with _Record(self, draws), _Constants(), META:
+            yield
+
+    def recipe(self, tensor: Tensor) -> Recipe | None:
+        """Where the values of a tensor come from; None where it was not built here."""
+        return Recipe.of(tensor) if _is_meta(tensor) and _key(tensor) in self._known else None
+
+    @torch.no_grad()
+    def values(self, recipes: Iterable[Recipe]) -> dict[Recipe, Tensor]:
+        """The tensors, on the CPU, as a plain build would have made them."""
+        wanted = list(recipes)
+        needed = {recipe.storage for recipe in wanted}
+        chosen = []
+        for operation in reversed(self._operations):
+            if operation.changes & needed:
+                chosen.append(operation)
+                needed |= operation.reads
+        chosen.reverse()
+        last_use = {key: place for place, operation in enumerate(chosen) for key in operation.changes | operation.reads}
+        last_use |= {recipe.storage: len(chosen) for recipe in wanted}
+        storages: dict[int, torch.UntypedStorage] = {}
+        with torch.random.fork_rng(devices=[]):
+            for place, operation in enumerate(chosen):
+                _repeat(operation, storages)
+                # A draw with rejections goes by many tensors of its own: none of them may stay.
+                for key in operation.changes | operation.reads:
+                    if last_use[key] == place:
+                        del storages[key]
+        return {recipe: recipe.cut(storages[recipe.storage]) for recipe in wanted}
+
+    def note(self, function: Any, args: Any, kwargs: Any, outputs: Any, state: Tensor | None) -> None:
+        """Takes in an operation on meta tensors."""
+        found = tree_flatten(outputs)[0]
+        inputs = {_key(t) for t in tree_flatten((args, kwargs))[0] if _is_meta(t)}
+        made = {_key(t) for t in found if _is_meta(t)} - inputs
+        changes = made | _written(function, args, kwargs)
+        if changes:
+            self._known |= made
+            self._operations.append(_Operation(function, args, kwargs, found, inputs, changes, state))
+
+
+class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, deferred: Deferred, draws: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.deferred, self.draws = deferred, draws
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and _is_meta(args[0]):
+            return self.deferred.values([Recipe.of(args[0])])[Recipe.of(args[0])].item()
+        outputs = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws and not self.draws and outputs is args[0]:
+            return outputs
+        if any(_is_meta(t) for t in tree_flatten((args, kwargs, outputs))[0]):
+            state = _draw(func, args, kwargs) if draws and self.draws else None
+            self.deferred.note(func, args, kwargs, outputs, state)
+        return outputs
+
+
+class _Constants(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == IS_META:
+            # Some of torch.nn.init leave a meta tensor as it is, which would go unnoticed here.
+            return False
+        if func in CONSTANTS and torch.device(kwargs.get("device") or META) == META:
+            return func(*args, **{**kwargs, "device": CPU}).to(META)
+        return func(*args, **kwargs)
+
+
+def _draw(function: Any, args: Any, kwargs: Any) -> Tensor:
+    """Makes a draw for nothing but the generator's sake; gives back its state before."""
+    generator = kwargs.get("generator") or torch.default_generator
+    state: Tensor = generator.get_state()
+    zeros = _on_cpu(
+        (args, kwargs), lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=CPU).zero_()
+    )
+    try:
+        function(*zeros[0], **zeros[1])
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{function} draws random numbers by values that a module on the meta device does not have ({error}). Build this "
+            "module outside of configure_model and init_module."
+        ) from error
+    return state
+
+
+def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
+    """Runs a noted operation for real, on tensors of the CPU."""
+    args, kwargs = _on_cpu((operation.args, operation.kwargs), lambda t: Recipe.of(t).cut(storages[_key(t)]))
+    if operation.state is not None:
+        generator = kwargs.get("generator")
+        if generator is not None:
+            kwargs = {**kwargs, "generator": torch.Generator()}
+        (kwargs["generator"] if generator is not None else torch.default_generator).set_state(operation.state)
+    outputs = tree_flatten(operation.function(*args, **kwargs))[0]
+    for meta, real in zip(operation.outputs, outputs, strict=True):
+        if _is_meta(meta) and _key(meta) in operation.changes - operation.reads:
+            if real.stride() != meta.stride():
+                real = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=CPU).copy_(real)
+            storages[_key(meta)] = real.untyped_storage()
+
+
+def _on_cpu(tree: Any, make: Callable[[Tensor], Tensor]) -> Any:
+    def convert(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return make(item) if _is_meta(item) else item
+        return CPU if isinstance(item, torch.device) and item.type == "meta" else item
+
+    return tree_map(convert, tree)
+
+
+def _written(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> set[int]:
+    """The storages of the arguments that an operation writes to, as its schema says."""
+    written = set()
+    for place, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        written |= {_key(t) for t in tree_flatten(value)[0] if _is_meta(t)}
+    return written
+
+
+def _is_meta(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.device == META
+
+
+def _key(tensor: Tensor) -> int:
+    # A storage stays at its address as long as one of the noted tensors holds on to it.
+    return int(tensor.untyped_storage()._cdata)

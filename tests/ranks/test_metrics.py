@@ -1,0 +1,382 @@
+"""What self.log and torchmetrics come to over the ranks: the values of one process, in as few messages as possible."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.trainer.epoch_values import EpochValues
+from leyden.trainer.logs import Entry
+
+SAMPLES, BATCH = 24, 3
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "num_sanity_val_steps": 0,
+    "max_epochs": 2,
+}
+COLLECTIVES = (
+    *("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "barrier"),
+    *("all_gather_into_tensor", "reduce", "gather", "scatter", "gather_object", "all_to_all"),
+)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Inputs (SAMPLES, 4) and classes (SAMPLES,)."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 4, generator=generator)
+    return x, (x.sum(dim=1) + 0.5 * torch.randn(SAMPLES, generator=generator) > 0).long()
+
+
+class Blocks:
+    """A sampler of this rank's share: of each global batch of `size` per rank the r-th block.
+
+    Stands in for the sharding of loaders, with `use_distributed_sampler=False`.
+    """
+
+    def __init__(self, samples: int, size: int, rank: int, ranks: int) -> None:
+        every = list(range(samples))
+        whole = [every[start : start + size * ranks] for start in range(0, samples, size * ranks)]
+        self.batches = [part for batch in whole if (part := batch[rank * size : (rank + 1) * size])]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Untold:
+    """A loader that does not tell its length, so that it may be empty."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def loader(size: int, samples: int = SAMPLES) -> Any:
+    """This rank's share of the samples; all of them outside of a world."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    x, y = data()
+    blocks = Blocks(samples, size, rank, ranks)
+    found: DataLoader[Any] = DataLoader(TensorDataset(x[:samples], y[:samples]), batch_sampler=blocks)
+    return found if samples == SAMPLES else Untold(found)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Counts calls of torch.distributed within the block, but not those that one of them makes."""
+    counts: Counter[str] = Counter()
+    before = {name: getattr(dist, name) for name in COLLECTIVES}
+    depth = 0
+
+    def counting(name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            counts[name] += depth == 0
+            depth += 1
+            try:
+                return before[name](*args, **kwargs)
+            finally:
+                depth -= 1
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, function in before.items():
+            setattr(dist, name, function)
+
+
+class Logging(TrainModule):
+    """Logs by every reduction, in training and validation; metrics of torchmetrics where asked for."""
+
+    def __init__(self, with_metrics: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Linear(4, 2).double()
+        self.with_metrics = with_metrics
+        self.epochs: list[dict[str, float]] = []
+        if with_metrics:
+            from torchmetrics import MeanMetric, MetricCollection, PearsonCorrCoef
+            from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+
+            self.accuracy = MulticlassAccuracy(2, average="micro")
+            self.both = MetricCollection([MulticlassF1Score(2), MulticlassAUROC(2)], prefix="val_")
+            self.twice = MulticlassAccuracy(2, average="micro") + 1.0
+            self.mean = MeanMetric()
+            self.pearson = PearsonCorrCoef()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        losses = nn.functional.cross_entropy(self.net(x.double()), y, reduction="none")
+        self.log("loss", losses.mean(), on_epoch=True)
+        return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        logits = self.net(x.double())
+        losses = nn.functional.cross_entropy(logits, y, reduction="none")
+        self.log("val_loss", losses.mean())
+        self.log("val_seen", float(len(y)), reduce_fx="sum")
+        self.log("val_worst", losses.max(), reduce_fx="max")
+        self.log("val_best", losses.min(), reduce_fx="min")
+        self.log("val_middle", losses.sum(), reduce_fx=lambda sums: sums.sum())
+        if self.with_metrics:
+            self._measure(logits, y, losses)
+
+    def _measure(self, logits: Tensor, y: Tensor, losses: Tensor) -> None:
+        self.accuracy.update(logits, y)
+        self.both.update(logits, y)
+        self.twice.update(logits, y)
+        self.mean.update(losses)
+        self.pearson.update(logits[:, 0], y.double())
+        self.log("val_accuracy", self.accuracy)
+        self.log_dict(self.both)
+        self.log("val_twice", self.twice)
+        self.log("val_mean", self.mean)
+        self.log("val_pearson", self.pearson)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_number", float(self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_end(self) -> None:
+        self.epochs.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def trainer_of(**arguments: Any) -> Trainer:
+    """A Trainer of the world that this process is a rank of, already joined; of one process outside of one."""
+    ranks = {"strategy": "ddp"} if "RANK" in os.environ else {}
+    trainer = Trainer(**QUIET | ranks | arguments)
+    trainer.strategy.setup_environment()
+    return trainer
+
+
+def fit_and_tell(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, float]]:
+    """What each case (with torchmetrics, validation samples) comes to, in a process group that serves them all."""
+    told = []
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    for with_metrics, samples in cases:
+        module, trainer = Logging(with_metrics), trainer_of()
+        trainer.fit(module, loader(size), loader(size, samples))
+        told.append(module.epochs[-1])
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        # Of 5 samples two ranks have 3 and 2, and of 2 the second has none, yet all see the values of one process.
+        pytest.param(2, [(False, SAMPLES), (False, 5), (True, SAMPLES), (True, 23), (True, 5), (True, 2)], id="2"),
+        pytest.param(4, [(False, SAMPLES), (True, SAMPLES), (True, 13)], id="4", marks=pytest.mark.full),
+    ],
+)
+def test_epoch_values_are_those_of_one_process(ranks: int, cases: list[tuple[bool, int]]) -> None:
+    alone = fit_and_tell(BATCH * ranks, cases)
+    for told in run_world(ranks, fit_and_tell, BATCH, cases):
+        for ours, one in zip(told, alone, strict=True):
+            assert ours.keys() == one.keys()
+            for name in ours.keys() - {"loss_step", "loss"}:
+                # The bare name of a forked value stands for its step's, which is each rank's own.
+                assert ours[name] == pytest.approx(one[name], abs=1e-6, nan_ok=True), name
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[Counter[str]]]:
+    """Counts the messages of each reduction of epoch values, and those that torchmetrics sends by itself."""
+    from torchmetrics import Metric
+
+    found: list[Counter[str]] = []
+    reduce, sync = EpochValues.reduce, Metric._sync_dist
+
+    def counting(self: EpochValues, *args: Any) -> Any:
+        with counted() as inside:
+            result = reduce(self, *args)
+        found.append(inside)
+        return result
+
+    def own(self: Metric, *args: Any, **kwargs: Any) -> Any:
+        found.append(Counter({"torchmetrics": 1}))
+        return sync(self, *args, **kwargs)
+
+    EpochValues.reduce, Metric._sync_dist = counting, own  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        EpochValues.reduce, Metric._sync_dist = reduce, sync  # type: ignore[method-assign]
+
+
+def fit_counted(with_metrics: bool) -> list[dict[str, int]]:
+    trainer = trainer_of()
+    with counted_reductions() as counts:
+        trainer.fit(Logging(with_metrics), loader(BATCH), loader(BATCH))
+    return [dict(count) for count in counts]
+
+
+@pytest.mark.parametrize(("with_metrics", "messages"), [(False, 1), (True, 2)], ids=["plain", "torchmetrics"])
+def test_an_epoch_sends_one_message_and_one_more_for_torchmetrics(with_metrics: bool, messages: int) -> None:
+    """Two epochs, each with a validation, whose metrics there are, and the training epoch itself."""
+    for counts in run_world(2, fit_counted, with_metrics):
+        assert counts == [{"all_gather": messages}, {"all_gather": 1}] * 2
+
+
+class Apart(Logging):
+    """Rank 1 logs a name that rank 0 does not."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.global_rank))
+        if self.global_rank == 1:
+            self.log("val_odd", 7.0, **self.options)
+
+
+def validate_apart(options: dict[str, Any]) -> list[dict[str, float]]:
+    trainer = trainer_of()
+    return trainer.validate(Apart(**options), loader(BATCH), verbose=False)
+
+
+def test_a_rank_that_logs_other_names_is_named_on_every_rank() -> None:
+    for told in run_world(2, validate_apart, {}, may_fail=True):
+        assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in told
+        assert "sync_dist=False" in told
+
+
+@pytest.mark.parametrize("options", [{"sync_dist": False}])
+def test_what_a_rank_keeps_to_itself(options: dict[str, Any]) -> None:
+    first, second = run_world(2, validate_apart, options)
+    assert first == [{"val_loss": 0.5}]
+    assert second == [{"val_loss": 0.5, "val_odd": 7.0}]
+
+
+class Kept(TrainModule):
+    """Logs values of its own on each rank in every way that keeps them there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import MeanMetric
+
+        self.shared, self.local, self.unsynced = MeanMetric(), MeanMetric(), MeanMetric(sync_on_compute=False)
+        self.after: dict[str, Any] = {}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rank = float(self.global_rank)
+        self.log("both", rank, sync_dist=None)
+        self.log("asked", rank, sync_dist=True)
+        self.log("own", rank, sync_dist=False)
+        self.log("first", rank + 5, rank_zero_only=True)
+        for name in ("shared", "local", "unsynced"):
+            metric = getattr(self, name)
+            metric.update(rank)
+            self.log(name, metric, sync_dist=False if name == "local" else None)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("end", float(self.global_rank), reduce_fx="max")
+
+    def on_validation_end(self) -> None:
+        self.after = {name: metric._is_synced for name, metric in self.named_children()}
+
+
+def validate_kept() -> tuple[dict[str, float], dict[str, Any]]:
+    module = Kept()
+    trainer = trainer_of()
+    with counted_reductions() as counts:
+        [values] = trainer.validate(module, loader(BATCH), verbose=False)
+    assert counts == [{"all_gather": 2}]
+    return values, module.after
+
+
+def test_values_that_ranks_share_and_values_that_they_keep() -> None:
+    (first, synced), (second, _) = run_world(2, validate_kept)
+    alike = {"both": 0.5, "asked": 0.5, "shared": 0.5, "end": 1.0}
+    assert first == {**alike, "own": 0.0, "local": 0.0, "unsynced": 0.0, "first": 5.0}
+    assert second == {**alike, "own": 1.0, "local": 1.0, "unsynced": 1.0}
+    assert synced == {"shared": False, "local": False, "unsynced": False}
+
+
+class Grouped(TrainModule):
+    """Reduces in pairs of ranks."""
+
+    def setup(self, stage: str) -> None:
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        self.pair = pairs[dist.get_rank() // 2]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("pair", float(self.global_rank), sync_dist_group=self.pair)
+        self.log("all", float(self.global_rank))
+
+
+def validate_grouped() -> list[dict[str, float]]:
+    trainer = trainer_of()
+    return trainer.validate(Grouped(), loader(BATCH), verbose=False)
+
+
+def test_a_group_of_ones_own() -> None:
+    told = run_world(4, validate_grouped)
+    assert told == [[{"pair": pair, "all": 1.5}] for pair in (0.5, 0.5, 2.5, 2.5)]
+
+
+class TwoLoaders(TrainModule):
+    """Logs one name for each of two loaders, of which the second is empty on rank 1."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("seen", float(len(batch[0])), reduce_fx="sum")
+
+
+def validate_two() -> list[dict[str, float]]:
+    trainer = trainer_of()
+    return trainer.validate(TwoLoaders(), [loader(BATCH), loader(BATCH, 2)], verbose=False)
+
+
+def test_a_rank_without_a_batch_of_one_loader_is_told_its_values() -> None:
+    for told in run_world(2, validate_two):
+        assert told == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 2.0}]
+
+
+def log_many(count: int) -> tuple[list[float], list[int]]:
+    """Reduces more values than the first message has room for, twice; gives back the values and the messages sent."""
+    trainer = trainer_of()
+    values = EpochValues(trainer.strategy)
+    found, messages = [], []
+    for _ in range(2):
+        entry = Entry("validation_step", "x", (False, True, False, True, None, lambda every: every.sum()))
+        for number in range(count):
+            entry.add(float(number), 1)
+        with counted() as counts:
+            [value] = values.reduce([entry], frozenset())[0].values()
+        found.append(float(value or 0))
+        messages.append(sum(counts.values()))
+    trainer.strategy.teardown()
+    return found, messages
+
+
+def test_a_long_message_is_sent_again_once() -> None:
+    for found, messages in run_world(2, log_many, 5000):
+        assert found == [5000 * 4999.0] * 2
+        assert messages == [2, 1]

@@ -1,0 +1,86 @@
+"""Ranks that write or read one checkpoint together: what they tell each other, and how the error of one reaches all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from leyden.strategies.base import Strategy
+from leyden.trainer.checkpoint.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """This process among those that work on one checkpoint: alone, or in step with the others of its run.
+
+    All that ranks tell each other is one kind of exchange, which carries an error as well as a value. So a rank that failed
+    answers whatever exchange the others come to next, nobody waits for somebody who has left, and all raise.
+
+    Args:
+        strategy: of the run; None for a process by itself.
+        path: the checkpoint, for messages.
+
+    Attributes:
+        rank: of this process, from 0.
+        size: how many there are.
+
+    Example:
+        >>> Ranks().gather("mine")
+        ['mine']
+    """
+
+    def __init__(self, strategy: Strategy | None = None, path: str | os.PathLike[str] = "checkpoint") -> None:
+        together = strategy is not None and strategy.is_joined and strategy.world_size > 1
+        self._strategy = strategy if together else None
+        self._path = Path(path)
+        self._over = False
+        self.rank = 0 if self._strategy is None else self._strategy.global_rank
+        self.size = 1 if self._strategy is None else self._strategy.world_size
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks.
+
+        Raises:
+            CheckpointError: if one of them has told an error; names the rank.
+        """
+        return [value] if self._strategy is None else self._exchange(value, None)
+
+    def each(self, work: Callable[[], T]) -> list[T]:
+        """Every rank does its work; what came of it on each. The error of one is raised on all."""
+        return self.gather(self._told(work))
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Rank 0 does the work, and every rank is given what came of it."""
+        found: list[Any] = self.gather(self._told(work) if self.rank == 0 else None)
+        result: T = found[0]
+        return result
+
+    def tell(self, error: BaseException) -> None:
+        """Tells the others of an error, once, where they do not know of it yet. It is the caller's to raise."""
+        if self._strategy is not None and not self._over and isinstance(error, Exception):
+            self._over = True
+            self._strategy.all_gather_object((None, f"{type(error).__name__}: {error}"))
+
+    def _told(self, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except Exception as error:
+            self.tell(error)
+            raise
+
+    def _exchange(self, value: T, error: str | None) -> list[T]:
+        assert self._strategy is not None
+        try:
+            found: list[tuple[Any, str | None]] = self._strategy.all_gather_object((value, error))
+        except BaseException:
+            # A rank has died: there is nobody left to tell.
+            self._over = True
+            raise
+        for rank, (_, failure) in enumerate(found):
+            if failure is not None:
+                self._over = True
+                raise CheckpointError(self._path, f"rank {rank} could not do its part: {failure}")
+        return [value for value, _ in found]

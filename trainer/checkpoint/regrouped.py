@@ -1,0 +1,134 @@
+"""What each rank has of its own, given to as many ranks as there are now.
+
+The place in the data is counted in samples of the whole order, so every rank takes it from rank 0. What was summed up is merged
+by the way in which it is reduced over ranks: the first rank goes on with the whole, the others with nothing, or with a value
+that changes nothing. Random numbers go on exactly where there are as many ranks as there were. Else rank 0 goes on with its
+own, from which the order of samples is drawn, and the others are seeded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leyden.strategies.base import Strategy
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.data.rng import seeded_state
+
+
+def saved_ranks(reader: CheckpointReader) -> int:
+    """How many ranks, of those that see different samples, wrote a checkpoint; 0 where it holds weights alone."""
+    count = 0
+    while reader.has(f"rank-{count}"):
+        count += 1
+    return count
+
+
+def read_rank(reader: CheckpointReader, strategy: Strategy, module: nn.Module) -> dict[str, Any]:
+    """The state of this rank.
+
+    Args:
+        reader: of a checkpoint with the state of ranks.
+        strategy: tells which rank this is, and how many there are.
+        module: its metrics tell how they are reduced.
+    """
+    rank, saved = strategy.data_rank, saved_ranks(reader)
+    if saved == strategy.data_size:
+        own: dict[str, Any] = reader.state(f"rank-{rank}")
+        return own
+    # Only the first has to see what the others had summed up.
+    states = [reader.state(f"rank-{number}") for number in (range(saved) if rank == 0 else range(1))]
+    first = states[0]
+    step = reader.progress()["global_step"]
+    return {
+        **first,
+        "logs": merged_logs([state["logs"] for state in states], empty=rank > 0),
+        "metrics": merged_metrics([state["metrics"] for state in states], module, empty=rank > 0),
+        "rng": first["rng"] if rank == 0 else seeded_state(rank_seed(first.get("seed", 0), step, rank)),
+    }
+
+
+def rank_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of a rank that goes on with no random numbers of its own."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4], "little")
+
+
+def merged_logs(states: list[dict[str, Any]], empty: bool) -> dict[str, Any]:
+    """The sums of logged values of all ranks as those of one; `empty` for a rank beside that one."""
+    entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for state in states:
+        for entry in state["entries"]:
+            entries.setdefault((entry["event"], entry["name"]), []).append(entry)
+    return {**states[0], "entries": [_merged_entry(found, empty) for found in entries.values()]}
+
+
+def _merged_entry(found: list[dict[str, Any]], empty: bool) -> dict[str, Any]:
+    first, reduction = found[0], found[0]["reduce_fx"]
+    totals = [entry["total"] for entry in found if entry["total"] is not None]
+    if reduction in ("max", "min"):
+        # The same value again changes neither.
+        return {**first, "total": _extreme(totals, reduction)}
+    if empty:
+        total = None if not totals else totals[0] * 0
+        return {**first, "total": total, "weight": 0.0, "values": [], "result": None}
+    values = [value for entry in found for value in entry["values"]]
+    weight = sum(entry["weight"] for entry in found)
+    return {**first, "total": sum(totals[1:], totals[0]) if totals else None, "weight": weight, "values": values}
+
+
+def _extreme(totals: list[Any], reduction: str) -> Any:
+    if not totals:
+        return None
+    stacked = torch.stack([torch.as_tensor(total, dtype=torch.float64) for total in totals])
+    extreme = stacked.max() if reduction == "max" else stacked.min()
+    return extreme if any(isinstance(total, Tensor) for total in totals) else float(extreme)
+
+
+def merged_metrics(
+    states: list[dict[str, dict[str, Any]]], module: nn.Module, empty: bool
+) -> dict[str, dict[str, Any]]:
+    """The states of torchmetrics objects of all ranks as those of one, each by its own way of reducing."""
+    parts = dict(module.named_modules())
+    return {
+        name: _merged_metric(parts[name], [state[name] for state in states], name, empty)
+        for name in states[0]
+        if name in parts
+    }
+
+
+def _merged_metric(metric: Any, found: list[dict[str, Any]], name: str, empty: bool) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for key, default in metric._defaults.items():
+        values = [state["state"][key] for state in found]
+        how = getattr(metric._reductions[key], "__name__", None)
+        if how in ("dim_zero_max", "dim_zero_min"):
+            stacked = torch.stack(values)
+            merged[key] = stacked.amax(0) if how == "dim_zero_max" else stacked.amin(0)
+        elif how == "dim_zero_sum" or (how == "dim_zero_cat" and isinstance(default, Tensor)):
+            merged[key] = default.clone() if empty else _joined(how, values)
+        elif isinstance(default, list):
+            merged[key] = [] if empty else [item for value in values for item in _listed(value)]
+        else:
+            warnings.warn(
+                f"the metric {name!r} has a state {key!r} that cannot be merged over ranks: after this resume on another number "
+                "of ranks, its value covers only the rest of the epoch.",
+                stacklevel=2,
+            )
+            return {"state": _blank(metric), "update_count": 0}
+    return {"state": merged, "update_count": 0 if empty else sum(state["update_count"] for state in found)}
+
+
+def _joined(how: str, values: list[Tensor]) -> Tensor:
+    return torch.cat(values) if how == "dim_zero_cat" else torch.stack(values).sum(0, dtype=values[0].dtype)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _blank(metric: Any) -> dict[str, Any]:
+    return {key: default.clone() if isinstance(default, Tensor) else [] for key, default in metric._defaults.items()}

@@ -1,0 +1,191 @@
+"""Tensors that lie in a checkpoint as one or more shards: where each lies, and reading just the part that is wanted.
+
+Of every stored tensor the checkpoint tells its *table*: `{"dtype": …, "shape": […], "shards": [[file, key, offsets, sizes], …]}`.
+Offsets say where the shard begins in the whole tensor; a shard that is the whole has no sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.safefile import CheckedFile, memory_of, read_header
+from leyden.trainer.checkpoint.tensors import dtype_named
+
+Table: TypeAlias = dict[str, Any]
+Sizes: TypeAlias = tuple[int, ...]
+# Replicated tensors of fewer bytes stay one file, written by rank 0.
+SPREAD_FROM = 64 * 1024 * 1024
+# What is read beside the place where it belongs, at a time.
+_BATCH = 64 * 1024 * 1024
+
+
+def whole_table(tensor: Tensor, file: str, key: str) -> Table:
+    """The table of a tensor that is one shard."""
+    shape = list(tensor.shape)
+    return {"dtype": _name(tensor.dtype), "shape": shape, "shards": [[file, key, [0] * len(shape)]]}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def file_name(stem: str, number: int, count: int) -> str:
+    """The name of the `number`-th of `count` files, as transformers has it; one alone has no number."""
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) -> dict[str, int]:
+    """Which rank writes each of some tensors that all have: as many bytes each, and all on rank 0 where they are few.
+
+    Args:
+        tensors: by key.
+        movable: keys of those that are alike on all ranks; the others are rank 0's.
+        ranks: how many there are.
+
+    Example:
+        >>> spread({"a": torch.zeros(9), "b": torch.zeros(5), "c": torch.zeros(4)}, "abc", 2)
+        {'a': 0, 'b': 0, 'c': 0}
+    """
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+    if sum(sizes.values()) < SPREAD_FROM:
+        return dict.fromkeys(tensors, 0)
+    chosen = {key: 0 for key in tensors if key not in movable}
+    load = [0] * ranks
+    load[0] = sum(sizes[key] for key in chosen)
+    for key in sorted((key for key in tensors if key in movable), key=lambda key: (-sizes[key], key)):
+        rank = load.index(min(load))
+        chosen[key] = rank
+        load[rank] += sizes[key]
+    return chosen
+
+
+# reading ----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """A part of a stored tensor, and the tensor that it is read into.
+
+    Attributes:
+        table: of the stored tensor.
+        offsets: where the part begins in it.
+        target: of the part's shape, on any device.
+    """
+
+    table: Table
+    offsets: Sizes
+    target: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """What one shard has of a part: rows of the shard, and their place in the target."""
+
+    key: str
+    want: Want
+    begin: Sizes
+    sizes: Sizes
+    target: Tensor
+
+
+def fill(open_file: Callable[[str], CheckedFile], wants: Iterable[Want]) -> None:
+    """Reads parts of tensors into their targets: only the shards, and of those only the rows, that they need.
+
+    Raises:
+        CheckpointError: if a file is damaged or lacks a tensor.
+        ValueError: if tables and files contradict each other; also KeyError and TypeError.
+    """
+    by_file: dict[str, list[_Piece]] = {}
+    for want in wants:
+        for name, piece in _pieces(want):
+            by_file.setdefault(name, []).append(piece)
+    for name in sorted(by_file):
+        with open_file(name) as file:
+            try:
+                _read_pieces(file, by_file[name])
+            except (ValueError, RuntimeError, TypeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(file.path, f"does not hold what the checkpoint says ({error}).") from error
+
+
+def _pieces(want: Want) -> list[tuple[str, _Piece]]:
+    shape, sizes = tuple(want.table["shape"]), tuple(want.target.shape)
+    if len(shape) != len(want.offsets) or any(
+        start < 0 or start + size > end for start, size, end in zip(want.offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(f"a part of {sizes} at {want.offsets} is wanted of a tensor of shape {shape}")
+    found = []
+    for name, key, offsets, *rest in want.table["shards"]:
+        extent = tuple(rest[0]) if rest else shape
+        begin = tuple(max(a, b) for a, b in zip(offsets, want.offsets, strict=True))
+        end = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, extent, want.offsets, sizes, strict=True))
+        if any(stop <= start for start, stop in zip(begin, end, strict=True)):
+            continue
+        overlap = tuple(stop - start for start, stop in zip(begin, end, strict=True))
+        place = want.target
+        for dim, (start, base, size) in enumerate(zip(begin, want.offsets, overlap, strict=True)):
+            place = place.narrow(dim, start - base, size)
+        inside = tuple(start - base for start, base in zip(begin, offsets, strict=True))
+        found.append((name, _Piece(key, want, inside, overlap, place)))
+    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel():
+        raise ValueError(f"the shards of a tensor of shape {shape} do not fill a part of {sizes} at {want.offsets}")
+    return found
+
+
+def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
+    header = read_header(file)
+    for piece in pieces:
+        if piece.key not in header:
+            raise ValueError(f"there is no tensor {piece.key!r}, which the checkpoint says is there")
+    targets: list[tuple[int, memoryview]] = []
+    aside: list[tuple[Tensor, _Piece]] = []
+    size = 0
+    for piece in sorted(pieces, key=lambda piece: header[piece.key][2]):
+        dtype, shape, offset = header[piece.key]
+        if dtype != dtype_named(piece.want.table["dtype"]) or len(shape) != len(piece.sizes):
+            raise ValueError(f"{piece.key!r} is stored as {dtype} {shape}")
+        row, rows, first = _rows(shape, piece)
+        if rows * row > math.prod(shape) or (first + rows) * row > math.prod(shape):
+            raise ValueError(f"{piece.key!r} of shape {shape} has no rows {first} to {first + rows}")
+        target = piece.target.detach()
+        direct = (
+            target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and _spans(shape, piece)
+        )
+        if not direct:
+            target = torch.empty((rows, *shape[1:]) if shape else (), dtype=dtype)
+            aside.append((target, piece))
+            size += target.numel() * target.element_size()
+        targets.append((offset + first * row * dtype.itemsize, memory_of(target)))
+        if size >= _BATCH:
+            _flush(file, targets, aside)
+            size = 0
+    _flush(file, targets, aside)
+
+
+def _rows(shape: Sizes, piece: _Piece) -> tuple[int, int, int]:
+    """Elements of a row of the stored shard, how many rows are wanted, and the first of them."""
+    if not shape:
+        return 1, 1, 0
+    return math.prod(shape[1:]), piece.sizes[0], piece.begin[0]
+
+
+def _spans(shape: Sizes, piece: _Piece) -> bool:
+    """True if the rows are wanted in their whole width."""
+    return tuple(shape[1:]) == piece.sizes[1:]
+
+
+def _flush(file: CheckedFile, targets: list[tuple[int, memoryview]], aside: list[tuple[Tensor, _Piece]]) -> None:
+    file.fill(targets)
+    for rows, piece in aside:
+        part = rows
+        for dim in range(1, rows.dim()):
+            part = part.narrow(dim, piece.begin[dim], piece.sizes[dim])
+        piece.target.detach().copy_(part)
+    targets.clear()
+    aside.clear()
