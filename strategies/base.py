@@ -38,8 +38,10 @@ class Window:
         is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
         num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
             where the loss is a mean, and the number of batches divides it.
-        first_items: `num_items` of the window's first batch (1 where it has none), by which backward divides (see
-            `Strategy.loss_to_backward`).
+        first_items: `num_items` of the window's first batch, the mean over ranks (1 where it has none), by which backward
+            divides (see `Strategy.loss_to_backward`).
+        weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all ranks.
+        idle: a rank has no sample of the current global batch, and calls `skip_batch`. All ranks know of it.
     """
 
     index: int = 0
@@ -48,6 +50,8 @@ class Window:
     is_open: bool = False
     num_items: Tensor | float | None = None
     first_items: Tensor | float | None = None
+    weight: float = 1.0
+    idle: bool = False
 
     def open(self, length: int) -> None:
         """Begins a new window."""
@@ -311,7 +315,7 @@ class Strategy(ABC):
         for hook in hooks.on_before_backward:
             hook(loss)
         # Most losses go to backward as they are, and two calls that change nothing would be felt.
-        if num_items is not None or window.length > 1:
+        if num_items is not None or window.length > 1 or window.weight != 1.0:
             loss = self.loss_to_backward(loss, num_items, window)
         scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
         if hooks.backward is None:
@@ -326,7 +330,8 @@ class Strategy(ABC):
         """Divides a loss so that the window's gradient is the mean over its batches, or over its items.
 
         Items are only known when the window ends: backward divides by those of the first batch, which keeps the
-        gradients in range, and `Accelerator.close_window` corrects by first / total.
+        gradients in range, and `Accelerator.close_window` corrects by first / total. On several ranks both are means over
+        the ranks, as the gradients are.
 
         Raises:
             ConfigurationError: if only some batches of a window come with num_items.
@@ -336,13 +341,51 @@ class Strategy(ABC):
                 "training_step returned num_items for some batches of an accumulation window and not for others: "
                 "return it always or never."
             )
+        if window.idle and window.index == 0 and self.any(num_items is not None) and num_items is None:
+            raise ConfigurationError(
+                "training_step returned num_items on some ranks of a global batch and not on others: return it always or never."
+            )
         if num_items is None:
+            if window.weight != 1.0:
+                loss = loss * window.weight
             return loss / window.length if window.length > 1 else loss
         if window.index == 0:
-            window.num_items, window.first_items = num_items, _not_zero(num_items)
+            window.num_items, window.first_items = num_items, _not_zero(self.mean_items(num_items))
         else:
             window.num_items = window.num_items + num_items  # type: ignore[operator]
         return loss / window.first_items  # type: ignore[operator]
+
+    def mean_items(self, num_items: Tensor | float) -> Tensor | float:
+        """The mean of a number of items over the data ranks."""
+        if self.data_size == 1:
+            return num_items
+        dtype = torch.float32 if self.root_device.type == "mps" else torch.float64
+        items = torch.as_tensor(num_items, device=self.root_device).detach().to(dtype).reshape(())
+        return self.reduce(items, reduction="mean")
+
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        """Stands in for `forward_backward` on a rank without a sample in a global batch.
+
+        It takes part in whatever the other ranks exchange for that batch, with a gradient of zero. What it runs of the user's
+        code leaves no trace: the caller discards what is logged, and restores buffers, metrics and random numbers. No hook
+        is called. `skip_items` belongs between forward and backward.
+
+        Args:
+            step_fn: what `forward_backward` would be given.
+            filler: a batch that may be run, where the others exchange something in their forward passes; None where there
+                is none.
+            extra: further arguments of the step.
+            window: the window, as for `forward_backward`.
+        """
+        raise ConfigurationError(
+            f"{type(self).__name__} has {self.data_size} data ranks and no skip_batch, and a global batch has fewer samples than "
+            "ranks: write it, or give the loader drop_last=True."
+        )
+
+    def skip_items(self, window: Window) -> None:
+        """The part of a rank without a sample in what `loss_to_backward` exchanges: it has no items."""
+        if window.index == 0 and self.any(False):
+            window.num_items, window.first_items = 0, _not_zero(self.mean_items(0))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """The training step of manual optimisation: forward only, in the precision's context."""

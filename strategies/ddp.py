@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from leyden.strategies.base import BackwardHooks, Window
+from leyden.strategies.base import BackwardHooks, Window, read_loss
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.process_group import ProcessGroupStrategy
@@ -156,6 +156,34 @@ class DDPStrategy(ProcessGroupStrategy):
             parameter.grad.div_(self.world_size)
             dist.all_reduce(parameter.grad)
 
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        assert self.ddp is not None
+        self.ddp.require_backward_grad_sync = window.closes
+        if self._graph_matters and filler is not None:
+            # Which parameters a batch uses is a part of what DDP exchanges.
+            loss, _ = read_loss(super().forward(step_fn, filler, extra))
+            zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        else:
+            zero = self._zero_loss(self.ddp)
+        self.skip_items(window)
+        self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def _graph_matters(self) -> bool:
+        arguments = self.ddp_arguments
+        return bool(arguments.get("find_unused_parameters") or arguments.get("static_graph"))
+
+    def _zero_loss(self, ddp: DistributedDataParallel) -> Tensor:
+        """A loss of 0 in place of a training step, which makes DDP send every bucket."""
+        stepped = ddp.module
+        step = stepped.forward
+        stepped.forward = stepped.zero
+        try:
+            loss: Tensor = ddp()
+        finally:
+            stepped.forward = step
+        return loss
+
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """Manual optimisation: DDP sends the buffers, and is told of each backward by `backward`."""
         if self.ddp is not None:
@@ -195,6 +223,10 @@ class _Stepped(nn.Module):
         if ignored:
             self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in ignored]
 
+    def zero(self) -> Tensor:
+        trainable = (p for p in self.module.parameters() if p.requires_grad)
+        return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
+
 
 class _Manual(_Stepped):
     """The same for manual optimisation: the backward passes lie inside of the step."""
@@ -214,3 +246,16 @@ class _Manual(_Stepped):
 def _ignored(module: nn.Module) -> set[str]:
     """Names that the user has told DDP to leave alone, by torch's own method."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+class _Zero(torch.autograd.Function):
+    """A loss of 0 that gives every parameter a gradient of exactly 0, so that each of DDP's buckets is sent."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(*parameters)
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)

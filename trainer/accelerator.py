@@ -117,7 +117,7 @@ class Accelerator:
         count = window.index + 1
         if window.num_items is not None and window.first_items is not None:
             if count > 1:
-                self.strategy.scale_gradients(_ratio(window.first_items, window.num_items))
+                self.strategy.scale_gradients(_ratio(window.first_items, self.strategy.mean_items(window.num_items)))
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)
 
@@ -146,7 +146,11 @@ class Accelerator:
         return stepped
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss as it is, scaled for the precision."""
+        """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
+        weight = self.window.weight
+        if weight != 1.0:
+            # 0 * nan is nan: a loss that counts for nothing is replaced.
+            loss = loss * weight if weight else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         self.strategy.backward(loss, *args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -10,6 +10,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
+from leyden.trainer.data.sharding import shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule
@@ -74,7 +75,7 @@ class Sources:
         if arguments.overfit_batches:
             loader = without_shuffle(loader)
         check_not_empty(loader, "train")
-        loader = self.trainer.strategy.wrap_loader(loader)
+        loader = self._sharded(self.trainer.strategy.wrap_loader(loader))
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         if count == 0:
@@ -85,6 +86,13 @@ class Sources:
         known = cursor.length is not None
         self.sizes["train"] = count
         return cursor, count if known else None
+
+    def _sharded(self, loader: Any) -> Any:
+        """This rank's share of a loader, where there are several ranks."""
+        strategy = self.trainer.strategy
+        if strategy.data_size == 1 or not self.trainer.arguments.use_distributed_sampler:
+            return loader
+        return shard(loader, strategy)
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
         """The loaders of an evaluation, each with its limit; none where validation is not wanted or has no step."""

@@ -15,8 +15,8 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from leyden.strategies.launch.engine import AGENT
 from leyden.strategies.launch.environment import STARTER
-from leyden.strategies.launch.script import AGENT
 
 KEY = "failed"
 GRACE = 4.0

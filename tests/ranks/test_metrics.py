@@ -27,6 +27,7 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "num_sanity_val_steps": 0,
     "max_epochs": 2,
+    "use_distributed_sampler": False,
 }
 COLLECTIVES = (
     *("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "barrier"),

@@ -13,7 +13,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "leyden", "leyden.trainer.trainer"]
+PRELOAD = [
+    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
+    *("leyden", "leyden.trainer.trainer"),
+]
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once; each rank is then forked from it within milliseconds.
 _context.set_forkserver_preload(PRELOAD)

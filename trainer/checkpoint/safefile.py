@@ -110,10 +110,10 @@ def write_stream(
 def _chunk_of(largest: int, total: int) -> int:
     """Bytes under one checksum. Who reads a part of a tensor reads the chunks at its ends in whole.
 
-    So they are small beside the large tensors, of which ranks read parts; but no more than 65,536 in a file.
+    So they are small beside the large tensors, of which ranks read parts; but no more than 131,072 in a file.
     """
     wanted = max(MIN_CHUNK, largest // 128, total >> 16)
-    return int(min(CHUNK, 1 << (wanted - 1).bit_length()))
+    return int(min(CHUNK, 1 << (wanted.bit_length() - 1)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:

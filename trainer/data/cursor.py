@@ -29,6 +29,7 @@ class LoaderCursor:
     Attributes:
         loader: what is read: the loader that was given, or its copy with seeded samples.
         length: batches in an epoch, None where the loader does not know.
+        shares: it is sharded over ranks: each item is a pair of batch (or `NOTHING`) and this rank's `Share`.
 
     Example:
         >>> cursor = LoaderCursor([1, 2, 3])
@@ -44,6 +45,7 @@ class LoaderCursor:
         self.length = length_of(self.loader)
         self.epoch: int | None = None
         self._source = source_of(self.loader, allow_replay)
+        self.shares = self._source.shares
         self._watched: _Watched | None = None
 
     def start(self, epoch: int | None = None) -> Iterator[Any]:
@@ -89,6 +91,10 @@ class LoaderCursor:
             set_rng_state(state["ahead"])
             watched.draw_ahead(state["source"], live_state(devices=False))
         return watched
+
+    def filler(self) -> Any:
+        """A batch whose result will not count, for a rank that has none."""
+        return self._source.filler()
 
     def rest_state(self, ended: bool = True) -> State:
         """What the loader carries from one epoch to the next: generators and states of its own.

@@ -53,6 +53,16 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, **converted}
 
 
+def set_live_state(state: dict[str, Any]) -> None:
+    """Sets the generators of the host to a `live_state`."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(state["numpy"])
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Sets the generators to what `rng_state` returned; those of devices that are not here are passed over."""
     set_random_state(random, state["python"])

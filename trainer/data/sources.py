@@ -14,6 +14,7 @@ from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sample_rng import SampleRNG
 from leyden.trainer.data.seek import DrawsFromGlobalRNG, Tail, TailSampler
+from leyden.trainer.data.sharding import RankBatches
 
 State = dict[str, Any]
 
@@ -33,6 +34,8 @@ class Composite(ABC):
 class Source(ABC):
     """One loader, begun, located and resumed.
 
+    A sharded one (`shares`) gives with each batch this rank's `Share` of the global batch.
+
     States are nests of tensors and plain Python. What draws random numbers is kept twice: as it was before the iterator
     was made, and as it is now.
 
@@ -40,6 +43,8 @@ class Source(ABC):
         loader: any iterable of batches.
         allow_replay: load and drop the batches before the place where there is no other way.
     """
+
+    shares = False
 
     def __init__(self, loader: Any, allow_replay: bool = False) -> None:
         self.loader = loader
@@ -78,6 +83,10 @@ class Source(ABC):
     def restore_rest(self, state: State) -> None:
         """Takes what `rest` gave; the next call is `start`."""
         self.generators.restore(state["generators"])
+
+    def filler(self) -> Any:
+        """A batch whose result will not count, for a rank that has none; leaves no trace in random numbers."""
+        return None
 
     def set_epoch(self, epoch: int | None) -> None:
         """Tells the epoch to every part of the loader that wants to know, once."""
@@ -357,6 +366,10 @@ def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
     """The source that fits a loader."""
     if isinstance(loader, Composite):
         return loader.source(allow_replay)
+    if isinstance(getattr(loader, "batch_sampler", None), RankBatches):
+        from leyden.trainer.data.sharded import ShardedSource
+
+        return ShardedSource(loader, allow_replay)  # type: ignore[arg-type]
     if _has_state(loader):
         return StatefulSource(loader, allow_replay)
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:

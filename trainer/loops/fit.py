@@ -17,6 +17,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import check_batches
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
+from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -96,21 +97,21 @@ class FitLoop:
             self._begin_epoch()
         cut, complete = progress.cut, True
         for batch, is_last in () if cut else Draws(self).turns() if draws else self.batches():
-            batch_idx = progress.batch
+            batch_idx, present = progress.batch, batch is not NOTHING
             if not window.is_open:
                 window.open(self._window_length() if accumulates else 1)
                 self._window_start = batch_idx
             window.closes = is_last or window.index == window.length - 1
-            if transfer is not None:
+            if transfer is not None and present:
                 batch = transfer(batch, 0)
             logs.batch, logs.tick = batch, progress.batches
-            if listens_start and hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1:
+            if listens_start and self._is_refused(batch, batch_idx):
                 cut = True
                 if window.index == 0:
                     window.is_open = False
                     break
             try:
-                outputs = step.run(batch, batch_idx)
+                outputs = step.run(batch, batch_idx) if present else self._skip(batch_idx)
             except StopIteration:
                 if not draws:
                     raise
@@ -130,7 +131,8 @@ class FitLoop:
                     progress.phase, progress.ended = "settled", is_last
             if listens_end:
                 outputs = detached(outputs)
-                hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
+                if present:
+                    hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
             if logs_every and window.closes and not progress.global_step % logs_every:
                 self._log_step(logs_every)
             if listens_end:
@@ -160,8 +162,43 @@ class FitLoop:
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
+    def _is_refused(self, batch: Any, batch_idx: int) -> bool:
+        """True if `on_train_batch_start` says -1; where a rank has no sample and is not asked, it follows the others."""
+        present = batch is not NOTHING
+        refused = present and self.hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1
+        return self.trainer.strategy.any(refused) if self.accelerator.window.idle else refused
+
+    def _skip(self, batch_idx: int) -> Any:
+        """This rank has no sample of the global batch: it takes part in the others' step, and nobody hears of it."""
+        assert self.cursor is not None
+        cursor, trainer = self.cursor, self.trainer
+        transfer = trainer.transfer
+
+        def filler() -> Any:
+            batch = cursor.filler()
+            return batch if transfer is None or batch is None else transfer(batch, 0)
+
+        self.logs.batch = None
+        self.step.skip(filler, batch_idx)
+        return None
+
     def batches(self) -> Iterator[tuple[Any, bool]]:
         """The batches that are left of this epoch, each with the word whether it is the last."""
+        assert self.cursor is not None
+        return self._shares() if self.cursor.shares else self._batches()
+
+    def _shares(self) -> Iterator[tuple[Any, bool]]:
+        """This rank's batches, or `NOTHING`, with the weight of each in the window."""
+        window, ranks = self.accelerator.window, self.trainer.strategy.data_size
+        for pair, is_last in self._batches():
+            share, held = pair[1], [pair[0]]
+            window.weight, window.idle = share.weight(ranks), share.total < ranks
+            # Without a name here, which would keep the last batch through a validation.
+            pair = None
+            yield held.pop(), is_last
+        window.weight, window.idle = 1.0, False
+
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
         iterator, total = self._iterator, self.num_batches
         assert iterator is not None and self.cursor is not None
         if self.progress.ended:
@@ -250,7 +287,7 @@ class FitLoop:
         progress = self.progress
         progress.batch += 1
         progress.batches += 1
-        if self._counts_samples:
+        if self._counts_samples and batch is not NOTHING:
             try:
                 progress.samples += batch_size_of(batch)
             except ConfigurationError:

@@ -14,6 +14,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.trainer.accelerator import needs_closure
 from leyden.trainer.hooks import overrides
+from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.module import TrainModule, step_arguments
 
 if TYPE_CHECKING:
@@ -37,6 +38,15 @@ class Step(ABC):
     @abstractmethod
     def run(self, batch: Any, batch_idx: int) -> Any:
         """Does one batch; gives back what `training_step` returned."""
+
+    @abstractmethod
+    def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        """Takes part in a batch of which this rank has no sample.
+
+        Args:
+            filler: gives a batch that may be run for it.
+            batch_idx: the number that the batch has on the other ranks.
+        """
 
     @abstractmethod
     def close(self, batch_idx: int) -> None:
@@ -128,6 +138,24 @@ class AutomaticStep(Step):
             self.close(batch_idx)
             self.outputs = None
         return outputs
+
+    def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        if self.closure_optimizer is not None:
+            raise ConfigurationError(
+                f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank without a "
+                "sample cannot do: give the loader drop_last=True."
+            )
+        discards, self.trainer.logs.discards = self.trainer.logs.discards, True
+        try:
+            if self.window.index == 0:
+                self._zero_grad(batch_idx)
+            extra = (batch_idx,) if self.takes_index else ()
+            with without_trace(self.trainer):
+                self.strategy.skip_batch(self.training_step, filler(), extra, self.window)
+            if self.window.closes:
+                self.close(batch_idx)
+        finally:
+            self.trainer.logs.discards = discards
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
@@ -242,6 +270,21 @@ class ManualStep(Step):
         self.hooks.current = ""
         self.close(batch_idx)
         return outputs
+
+    def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        """Runs the step on a batch that does not count: only it knows how often it calls backward and steps."""
+        batch = filler()
+        if batch is None:
+            raise ConfigurationError(
+                "manual optimisation on a rank without a sample needs a batch to run: give all ranks as many batches."
+            )
+        weight, self.window.weight = self.window.weight, 0.0
+        self.accelerator.stepped = False
+        extra = (batch_idx,) if self.takes_index else ()
+        with without_trace(self.trainer):
+            self.strategy.forward(self.training_step, batch, extra)
+        self.window.weight = weight
+        self.close(batch_idx)
 
     def close(self, batch_idx: int) -> None:
         """Schedulers are the module's own business here."""
