@@ -20,6 +20,8 @@ from leyden.strategies.precision import Precision
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from leyden.strategies.launch.environment import RankEnvironment
+
 T = TypeVar("T")
 StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
@@ -230,6 +232,9 @@ class Strategy(ABC):
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
+
+    def join(self, place: RankEnvironment | None) -> None:
+        """Takes a place among ranks that were started after this strategy was made."""
 
     def setup_environment(self) -> None:
         """Makes the device current and joins the process group; raises where the precision cannot run there."""

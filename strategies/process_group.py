@@ -15,8 +15,8 @@ from torch import Tensor
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.environment import rank_environment
-from leyden.strategies.launch.failure import FirstFailure, end_with_parent
+from leyden.strategies.launch.environment import RankEnvironment, rank_environment
+from leyden.strategies.launch.failure import FirstFailure, end_with_parent, leave_stdin_to_rank_0
 from leyden.strategies.precision import Precision
 
 T = TypeVar("T")
@@ -105,6 +105,10 @@ class ProcessGroupStrategy(Strategy):
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
 
+    def join(self, place: RankEnvironment | None) -> None:
+        """Takes a place among ranks that were started after this strategy was made."""
+        self.place = place
+
     @property
     def local_devices(self) -> list[torch.device]:
         return self.devices
@@ -157,6 +161,7 @@ class ProcessGroupStrategy(Strategy):
         and hangs, tried with torch 2.13).
         """
         end_with_parent()
+        leave_stdin_to_rank_0(self.global_rank)
         place = self.place
         arguments: dict[str, Any] = {}
         if place is None:

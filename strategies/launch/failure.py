@@ -194,6 +194,13 @@ def _write_error_file(text: str, error: BaseException, lost: bool) -> None:
         json.dump({"message": message}, file)
 
 
+def leave_stdin_to_rank_0(rank: int) -> None:
+    """Ranks of one agent share its standard input, where a breakpoint of rank 0 reads; the others find it empty."""
+    if rank > 0 and AGENT in os.environ:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+
+
 def end_with_parent() -> None:
     """Lets this rank be killed when its agent is, so that nobody is left behind. Linux only; elsewhere ranks end at their next collective."""
     if not sys.platform.startswith("linux") or not (os.environ.get(STARTER) or os.environ.get("TORCHELASTIC_RUN_ID")):

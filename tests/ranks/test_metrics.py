@@ -263,10 +263,12 @@ def validate_apart(options: dict[str, Any]) -> list[dict[str, float]]:
     return trainer.validate(Apart(**options), loader(BATCH), verbose=False)
 
 
-def test_a_rank_that_logs_other_names_is_named_on_every_rank() -> None:
-    for told in run_world(2, validate_apart, {}, may_fail=True):
-        assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in told
-        assert "sync_dist=False" in told
+def test_a_rank_that_logs_other_names_is_named_once() -> None:
+    # Every rank finds it; the first says so, and the other one leaves with 1 and without a word.
+    found = run_world(2, validate_apart, {}, may_fail=True)
+    [told] = [text for text in found if text != 1]
+    assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in told
+    assert "sync_dist=False" in told
 
 
 @pytest.mark.parametrize("options", [{"sync_dist": False}])
