@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +70,8 @@ class DDPStrategy(ProcessGroupStrategy):
         super().__init__(**kwargs)
         self.comm_hook = find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.ddp: DistributedDataParallel | None = None
+        self.wrapped: list[DistributedDataParallel] = []
+        """The modules that a loop of one's own calls."""
         self.sync_batchnorm = False
         self._holds_back = False
         self._manual = False
@@ -129,6 +131,7 @@ class DDPStrategy(ProcessGroupStrategy):
                 self.ddp.__dict__.pop(name, None)
             self.ddp.module.__dict__.pop("ddp", None)
         self.ddp = None
+        self.forget_wrapped()
         super().teardown()
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -206,9 +209,75 @@ class DDPStrategy(ProcessGroupStrategy):
     def _gradient_sync(self, enabled: bool) -> Iterator[None]:
         before, self._holds_back = self._holds_back, not enabled
         try:
-            yield
+            with _without_sync([] if enabled else self.wrapped):
+                yield
         finally:
             self._holds_back = before
+
+    # a loop of one's own ----------------------------------------------------------------------------------------------
+    def wrap_forward(self, module: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        wrapped = WrappedModule(module, **self.ddp_arguments)
+        if self.comm_hook is not None:
+            wrapped.register_comm_hook(*self.comm_hook)
+        self.wrapped.append(wrapped)
+        return wrapped
+
+    def forget_wrapped(self) -> None:
+        for wrapped in self.wrapped:
+            # The user's script may hold on to the wrapper, and its reducer to the process group.
+            vars(wrapped).pop("reducer", None)
+            vars(wrapped).pop("logger", None)
+        self.wrapped = []
+
+    @contextmanager
+    def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
+        if not isinstance(module, DistributedDataParallel):
+            yield
+            return
+        before = module.require_backward_grad_sync, module.require_forward_param_sync
+        module.require_backward_grad_sync = module.require_forward_param_sync = True
+        # What forward would have done, had it been run with sync.
+        module.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync, module.require_forward_param_sync = before
+
+    def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        from torch.distributed.algorithms.join import Join
+
+        wrapped: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        return Join(wrapped) if wrapped else super().joining(modules)
+
+
+class WrappedModule(DistributedDataParallel):
+    """DDP around a module, whose attributes can be asked for as if there were no wrapper."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(super().__getattr__("module"), name)
+        if callable(value) and torch.is_grad_enabled() and name not in WITHOUT_GRADIENTS:
+            raise AttributeError(
+                f"{name} of a model on several ranks was asked for, and a loss that is computed by it would not be exchanged: call "
+                f"the model itself, or accelerator.unwrap_model(model).{name} where no gradient is wanted."
+            ) from None
+        return value
+
+
+WITHOUT_GRADIENTS = ("save_pretrained", "push_to_hub", "generate", "config")
+"""Methods of transformers' models that train nothing."""
+
+
+@contextmanager
+def _without_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in wrapped:
+            stack.enter_context(module.no_sync())
+        yield
 
 
 class _Stepped(nn.Module):

@@ -47,6 +47,16 @@ def write_file(path: Path, pieces: Iterable[memoryview | bytes], chunk: int = CH
     return hasher.entry()
 
 
+def entry_of(path: Path) -> FileEntry:
+    """The manifest's entry of a file that is there already, which is flushed to the disk."""
+    hasher = ChunkHasher()
+    with path.open("rb+") as file:
+        while data := file.read(_BUFFER):
+            hasher.update(data)
+        os.fsync(file.fileno())
+    return hasher.entry()
+
+
 def _pieces(view: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(view), _BUFFER):
         yield view[start : start + _BUFFER]
@@ -103,6 +113,8 @@ def write_stream(
         for name in names:
             fetched = fetch(name)
             yield memory_of(fetched)
+            # Before the next one is there.
+            del fetched
 
     return write_file(path, pieces(), _chunk_of(max(sizes.values(), default=0), end))
 

@@ -113,6 +113,19 @@ class Order:
         if self._iterator is None:
             self._start()
 
+    def head(self, count: int) -> list[Any]:
+        """The first `count` of this epoch's order once more; random numbers, and the place of this order, are as before."""
+        own, generators, keeper = live_state(devices=False), self._generators.states(), stateful_of(self.sampler)
+        kept = None if keeper is None else keeper.state_dict()
+        again = Order(self.sampler, self._agree)
+        again.begin(self.state)
+        drawn = again.draw(count)
+        self._generators.restore(generators)
+        if keeper is not None:
+            keeper.load_state_dict(kept)
+        set_live_state(own)
+        return drawn
+
     def _start(self) -> None:
         resumes, mine = self.state is not None, self._now()
         # Where nothing is drawn there is nothing to agree upon.
