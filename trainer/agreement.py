@@ -1,121 +1,141 @@
-"""What all ranks must agree on before they run: arguments, module, optimizers, number of batches. A difference is named."""
+"""Ranks that stop together: what one of them wishes, all of them do at the same step."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from leyden.strategies.errors import ConfigurationError
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leyden.callbacks.base import Callback
-    from leyden.strategies.base import Strategy
+    from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.trainer import Trainer
 
-# Only one rank shows and logs, so these may differ.
-FREE = {
-    "logger",
-    "callbacks",
-    "plugins",
-    "profiler",
-    "enable_progress_bar",
-    "enable_model_summary",
-    "default_root_dir",
-    "strategy",
-}
+Answer = Callable[[], list[bool]]
 
 
-def check_module(trainer: Trainer, stage: str) -> None:
-    """Compares stage, arguments, deciding callbacks, and the names, shapes and dtypes of parameters and buffers.
+class Agreement:
+    """What the ranks of a fit have agreed on.
 
-    Raises:
-        ConfigurationError: on every rank, if one differs; names the first difference.
-    """
-    strategy, arguments = trainer.strategy, trainer.arguments
-    if strategy.world_size == 1:
-        return
-    lines = [f"the stage {stage}"]
-    for name in sorted(set(arguments.__slots__) - FREE):
-        value = getattr(arguments, name)
-        plain = isinstance(value, (int, float, str, type(None)))
-        lines.append(f"the Trainer's {name}={value if plain else type(value).__name__}")
-    lines += [f"the callback {type(callback).__name__}" for callback in trainer.callbacks if _decides(callback)]
-    lines.append(f"the module {type(trainer.module).__name__}")
-    tensors = [*trainer.module.named_parameters(), *trainer.module.named_buffers()]
-    lines += [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {'trained' if tensor.requires_grad else 'fixed'}".replace(
-            "torch.", ""
-        )
-        for name, tensor in tensors
-    ]
-    agree(strategy, lines, "Every rank must build the same Trainer and module.")
-
-
-def check_optimizers(trainer: Trainer) -> None:
-    """Compares the optimizers, their options and their parameters."""
-    if trainer.strategy.world_size == 1:
-        return
-    names = {id(parameter): name for name, parameter in trainer.module.named_parameters()}
-    lines = []
-    for number, optimizer in enumerate(trainer.optimizers):
-        lines.append(f"optimizer {number} of type {type(optimizer).__name__}")
-        for group in optimizer.param_groups:
-            options = ", ".join(f"{key}={_option(value)}" for key, value in sorted(group.items()) if key != "params")
-            lines.append(f"a group of optimizer {number} with {options}")
-            lines += [
-                f"the parameter {names.get(id(p), 'of no module')} in optimizer {number}" for p in group["params"]
-            ]
-    lines += [f"the scheduler {type(config.scheduler).__name__}" for config in trainer.lr_scheduler_configs]
-    agree(trainer.strategy, lines, "Every rank must make the same optimizers in configure_optimizers.")
-
-
-def check_batches(strategy: Strategy, count: int | None) -> None:
-    """Compares the number of batches in an epoch."""
-    if strategy.world_size > 1:
-        fix = (
-            "A rank with fewer would leave the others waiting: let Leyden shard the loader (use_distributed_sampler=True), give "
-            "every rank as many batches, or cut them with limit_train_batches."
-        )
-        agree(strategy, [f"{'an unknown number of' if count is None else count} training batches"], fix)
-
-
-def agree(strategy: Strategy, lines: Sequence[str], fix: str) -> None:
-    """Raises on every rank if one rank's lines are not those of rank 0.
+    At the end of a window each rank tells the others what it wishes, and reads what all of them wished at the end of the
+    window before, which has arrived by then: nobody waits, and a wish takes effect one window later, everywhere. At the
+    end of an epoch, and after a validation, the ranks wait for each other, so that both end as in one process.
 
     Args:
-        strategy: of this rank; every rank must call it.
-        lines: what this rank has, in words, in an order.
-        fix: ends the message.
+        loop: of this rank.
+
+    Attributes:
+        stops: somebody set `should_stop`.
+        time_is_up: `max_time` is over, by the first rank's clock.
+        validation_is_due: by an interval in time, on the first rank's clock.
     """
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(strategy.all_gather_object(digest))) == 1:
-        return
-    everyone = strategy.all_gather_object(list(lines))
-    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-    place = next(
-        (place for place, (one, other) in enumerate(zip(everyone[0], theirs, strict=False)) if one != other),
-        min(len(everyone[0]), len(theirs)),
-    )
-    first, other = (found[place] if place < len(found) else "nothing more" for found in (everyone[0], theirs))
-    raise ConfigurationError(f"the ranks differ: rank 0 has {first}, and rank {rank} has {other}. {fix}")
+
+    def __init__(self, loop: FitLoop) -> None:
+        self._loop = loop
+        self._trainer = loop.trainer
+        self._answer: Answer | None = None
+        self._wants_cut = False
+        self.stops = self.time_is_up = self.validation_is_due = False
+
+    def read(self, cut: bool) -> bool:
+        """Takes in what was wished a window ago.
+
+        Args:
+            cut: this rank wishes to end the epoch.
+
+        Returns:
+            Whether all end it, with this window.
+        """
+        self._wants_cut = self._wants_cut or cut
+        return self._take() if self._answer is not None else False
+
+    def send(self) -> None:
+        """Tells the others what this rank wishes, to be read at the end of the next window."""
+        self._answer = self._ask()
+
+    def exchange(self, epoch_ends: bool = False) -> None:
+        """Asks and waits for the answer.
+
+        Args:
+            epoch_ends: a wish to end the epoch is fulfilled.
+        """
+        if epoch_ends:
+            self._wants_cut = False
+        if self._answer is not None:
+            # Older than what is asked now.
+            self._answer()
+        self._answer = self._ask()
+        self._take()
+
+    def _ask(self) -> Answer:
+        trainer, loop = self._trainer, self._loop
+        decides_on_time = trainer.is_global_zero
+        return trainer.strategy.exchange_flags(
+            (
+                *_signals(trainer),
+                trainer.should_stop,
+                decides_on_time and loop.time_is_up(),
+                decides_on_time and loop.validation_time_is_up(),
+                self._wants_cut,
+            )
+        )
+
+    def _take(self) -> bool:
+        assert self._answer is not None
+        *signals, self.stops, self.time_is_up, self.validation_is_due, cut = self._answer()
+        self._answer = None
+        _receive(self._trainer, signals)
+        return cut
 
 
-def _decides(callback: Callback) -> bool:
-    """True for the callbacks that talk to those of other ranks."""
-    # Imported here: they are loaded only where they are used, and one rank needs none of this.
-    from leyden.callbacks.early_stopping import EarlyStopping
-    from leyden.callbacks.gradient_accumulation import GradientAccumulation
-    from leyden.callbacks.model_checkpoint import ModelCheckpoint
-    from leyden.callbacks.timer import Timer
+class Pass:
+    """An evaluation of several ranks, which a signal to one of them breaks off on all.
 
-    return isinstance(callback, (EarlyStopping, GradientAccumulation, ModelCheckpoint, Timer))
+    They may have different numbers of batches: one that has no more goes on to answer until nobody has any.
+
+    Args:
+        trainer: of this rank.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._answer: Answer | None = None
+
+    def breaks_off(self) -> bool:
+        """Before each batch: true if the pass ends here. What is told now is read before the next one."""
+        if self._answer is not None:
+            self._take()
+        if self._trainer.signals.received is not None:
+            return True
+        self._answer = self._ask(goes_on=True)
+        return False
+
+    def ends(self) -> bool:
+        """After the last batch of this rank: waits for the others; true if the pass was broken off."""
+        goes_on = True
+        if self._answer is not None:
+            self._take()
+        while goes_on and self._trainer.signals.received is None:
+            self._answer = self._ask(goes_on=False)
+            goes_on = self._take()
+        return self._trainer.signals.received is not None
+
+    def _ask(self, goes_on: bool) -> Answer:
+        return self._trainer.strategy.exchange_flags((*_signals(self._trainer), goes_on))
+
+    def _take(self) -> bool:
+        assert self._answer is not None
+        *signals, goes_on = self._answer()
+        self._answer = None
+        _receive(self._trainer, signals)
+        return goes_on
 
 
-def _option(value: Any) -> Any:
-    """An optimizer's option as text that is the same on every rank where the option is."""
-    if isinstance(value, (int, float, str, bool, type(None), tuple)):
-        return value
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return type(value).__name__ if not isinstance(value, Mapping) else sorted(value)
+def _signals(trainer: Trainer) -> tuple[bool, bool]:
+    pending = trainer.signals.pending
+    return pending == signal.SIGINT, pending == signal.SIGTERM
+
+
+def _receive(trainer: Trainer, flags: list[bool]) -> None:
+    """A signal that came to any rank has come to all."""
+    if trainer.signals.received is None and any(flags):
+        trainer.signals.received = signal.SIGINT if flags[0] else signal.SIGTERM

@@ -15,7 +15,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import agreement, launching, plan
+from leyden.trainer import differences, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
@@ -352,6 +352,7 @@ class Trainer(TrainerView):
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             stack.callback(self._teardown, stage)
+            self.signals.has_ranks = self.world_size > 1
             stack.enter_context(self.signals)
             stack.enter_context(runtime_settings(self.arguments))
             result = None
@@ -422,7 +423,7 @@ class Trainer(TrainerView):
             module.configure_model()
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
-        agreement.check_module(self, stage)
+        differences.check_module(self, stage)
         saved = checkpoints.restore_weights(self, reader, goal)
         self.strategy.synchronize(module)
         return saved
@@ -434,7 +435,7 @@ class Trainer(TrainerView):
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
             self.accelerator.check_parameters([self.module])
-            agreement.check_optimizers(self)
+            differences.check_optimizers(self)
         else:
             self.accelerator.prepare_optimizers([self.module], self.optimizers)
         self.hooks.fire_all("on_fit_start")
@@ -503,7 +504,7 @@ class Trainer(TrainerView):
             self.datamodule.on_exception(error)
 
     def _finalize(self, status: str) -> None:
-        for logger in self.loggers:
+        for logger in self.loggers if self.is_global_zero else ():
             logger.finalize(status)
         if self.profiler is not None and self.state.stage is not None:
             text = self.profiler.finish(self.state.stage)
@@ -572,7 +573,7 @@ class Trainer(TrainerView):
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Gives values to the loggers, read back from the device all at once."""
-        if values and self.loggers:
+        if values and self.loggers and self.is_global_zero:
             numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
             for logger in self.loggers:
                 logger.log_metrics(numbers, step=self.progress.global_step if step is None else step)

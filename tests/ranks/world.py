@@ -13,9 +13,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+# What a first optimizer step, a shard or a metric would import in each rank takes seconds.
 PRELOAD = [
     *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
-    *("leyden", "leyden.trainer.trainer"),
+    *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),
 ]
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once; each rank is then forked from it within milliseconds.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.agreement import Pass
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.hooks import overrides
 from leyden.trainer.logs import LOADER_SUFFIX, Value, read_back
@@ -58,7 +59,6 @@ class EvaluationLoop:
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
-            self.logs.idle.clear()
             for index, (cursor, own_limit) in enumerate(self.loaders):
                 self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
                 if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
@@ -76,9 +76,10 @@ class EvaluationLoop:
         trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
         which, every = (index,) if len(self.loaders) > 1 else (), trainer.log_every_n_steps
         logs.tick = -1
+        ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         for batch_idx, batch in enumerate(itertools.islice(cursor.start(), limit)):
-            if trainer.signals.received is not None:
+            if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
             if transfer is not None:
                 batch = transfer(batch, index)
@@ -97,6 +98,8 @@ class EvaluationLoop:
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
             outputs = batch = logs.batch = None
+        if ranks is not None and ranks.ends():
+            return False
         if logs.tick == -1:
             logs.idle.add((self.stage, which[0] if which else -1))
         return True
@@ -163,6 +166,7 @@ class EvaluationLoop:
         inference = trainer.arguments.inference_mode and trainer.strategy.supports_inference_mode
         with torch.inference_mode() if inference else torch.no_grad():
             yield
+        trainer.strategy.end_evaluation()
 
 
 def _smaller(limit: int, other: int | None) -> int:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.agreement import check_batches
+from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.differences import check_batches
 from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -56,6 +57,7 @@ class FitLoop:
         self._clock = time.perf_counter()
         self._counts_samples = True
         self._draws = False
+        self._agreement = Agreement(self) if trainer.world_size > 1 else None
 
     # the story --------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -80,6 +82,8 @@ class FitLoop:
         self.trainer.announce()
         self.hooks.fire_all("on_train_start")
         self._clock = time.perf_counter()
+        if self._agreement is not None:
+            self._agreement.exchange()
         self._go_on()
         while not self._is_done():
             self._epoch()
@@ -89,6 +93,7 @@ class FitLoop:
     def _epoch(self) -> None:
         progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
         accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
+        agreement = self._agreement
         transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
         waits, accumulates = self._waits, self.trainer.accumulation is not None
@@ -105,9 +110,9 @@ class FitLoop:
             if transfer is not None and present:
                 batch = transfer(batch, 0)
             logs.batch, logs.tick = batch, progress.batches
-            if listens_start and self._is_refused(batch, batch_idx):
+            if listens_start and present and hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1:
                 cut = True
-                if window.index == 0:
+                if window.index == 0 and agreement is None:
                     window.is_open = False
                     break
             try:
@@ -124,6 +129,8 @@ class FitLoop:
             else:
                 self.count(batch)
             if window.closes:
+                if agreement is not None:
+                    cut = agreement.read(cut)
                 is_last = is_last or cut
                 if waits:
                     self._after_step(is_last)
@@ -142,6 +149,8 @@ class FitLoop:
             if window.closes:
                 if progress.phase == "stepped":
                     self._settle()
+                if agreement is not None:
+                    (agreement.exchange if is_last else agreement.send)()
                 if cut or self._stops():
                     complete, cut = is_last, False
                     break
@@ -162,12 +171,6 @@ class FitLoop:
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
-    def _is_refused(self, batch: Any, batch_idx: int) -> bool:
-        """True if `on_train_batch_start` says -1; where a rank has no sample and is not asked, it follows the others."""
-        present = batch is not NOTHING
-        refused = present and self.hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1
-        return self.trainer.strategy.any(refused) if self.accelerator.window.idle else refused
-
     def _skip(self, batch_idx: int) -> Any:
         """This rank has no sample of the global batch: it takes part in the others' step, and nobody hears of it."""
         assert self.cursor is not None
@@ -179,6 +182,8 @@ class FitLoop:
             return batch if transfer is None or batch is None else transfer(batch, 0)
 
         self.logs.batch = None
+        if batch_idx == 0:
+            self.logs.idle.add(("train", -1))
         self.step.skip(filler, batch_idx)
         return None
 
@@ -245,6 +250,8 @@ class FitLoop:
         self.note_time()
         progress.phase = "epoch_end" if complete else "paused"
         self.hooks.close("on_train_epoch_end")
+        if self._agreement is not None:
+            self._agreement.exchange(epoch_ends=True)
         if complete:
             self._iterator = None
             if not self._is_done():
@@ -339,6 +346,8 @@ class FitLoop:
                 # After an error the device may be of no use, and the error is what counts.
                 with suppress(Exception):
                     undo()
+        if self._agreement is not None:
+            self._agreement.exchange()
         return done
 
     def _undo_validation(self) -> Callable[[], None]:
@@ -383,9 +392,9 @@ class FitLoop:
         progress, every_epochs = self.progress, self.trainer.check_val_every_n_epoch
         if self.validation is None or (every_epochs is not None and (progress.epoch + 1) % every_epochs):
             return False
-        seconds = self.trainer.val_check_seconds
-        if seconds is not None:
-            return self.elapsed() - progress.seconds_at_validation >= seconds
+        if self.trainer.val_check_seconds is not None:
+            agreement = self._agreement
+            return self.validation_time_is_up() if agreement is None else agreement.validation_is_due
         if self._validate_every is None:
             return is_last
         done = progress.batch if every_epochs is not None else progress.batches
@@ -465,9 +474,16 @@ class FitLoop:
             return True
         if trainer.max_steps != -1 and self.progress.global_step >= trainer.max_steps:
             return True
-        if trainer.max_seconds is not None and self.elapsed() >= trainer.max_seconds:
+        agreement = self._agreement
+        if agreement is None:
+            return (trainer.max_seconds is not None and self.time_is_up()) or (
+                trainer.should_stop and self._past_minimum()
+            )
+        if agreement.stops and self._past_minimum():
+            # On the ranks that did not ask for it, too.
+            trainer.should_stop = True
             return True
-        return trainer.should_stop and self._past_minimum()
+        return agreement.time_is_up
 
     def _past_minimum(self) -> bool:
         arguments = self.trainer.arguments
@@ -481,6 +497,16 @@ class FitLoop:
     def elapsed(self) -> float:
         """Seconds of training, over all resumes."""
         return self.progress.seconds + time.perf_counter() - self._clock
+
+    def time_is_up(self) -> bool:
+        """True if training has taken `max_time`."""
+        limit = self.trainer.max_seconds
+        return limit is not None and self.elapsed() >= limit
+
+    def validation_time_is_up(self) -> bool:
+        """True if a validation is due by an interval in time."""
+        interval = self.trainer.val_check_seconds
+        return interval is not None and self.elapsed() - self.progress.seconds_at_validation >= interval
 
     def note_time(self) -> None:
         """Brings `progress.seconds` up to now."""
