@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
+from leyden.trainer.parts import unwrapped
 from leyden.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def launch(trainer: Trainer, *run: Any, **loaders: Any) -> Any:
     from leyden.strategies.launch.functions import run_function
 
     _, model, *_ = run
-    module = trainer._unwrap(model)
+    module, _ = unwrapped(model)
     found = run_function(method, trainer.num_devices, _on_rank, trainer, run, loaders)
     _take_back(trainer, module, found)
     return found["result"]

@@ -128,6 +128,22 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
     return [callback for callback in callbacks if type(callback) not in replaced] + extra
 
 
+def unwrapped(model: Any) -> tuple[TrainModule, Any]:
+    """The module itself, and the compiled one around it: its steps are compiled in that one's way.
+
+    Raises:
+        ConfigurationError: if it is no TrainModule.
+    """
+    inner = getattr(model, "_orig_mod", None)
+    compiled, model = (None, model) if inner is None else (model, inner)
+    if not isinstance(model, TrainModule):
+        is_class = isinstance(model, type)
+        given = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
+        hint = f"give an instance, {model.__name__}()" if is_class else "subclass leyden.TrainModule"
+        raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {given}: {hint}.")
+    return model, compiled
+
+
 def check_steps(module: TrainModule, stage: str) -> None:
     """Finds what is not written before anything runs."""
     name = type(module).__name__

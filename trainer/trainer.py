@@ -22,7 +22,6 @@ from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
-from leyden.trainer.launched import as_launched
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
@@ -38,6 +37,7 @@ from leyden.trainer.parts import (
     precision_of,
     runtime_settings,
     seconds_of,
+    unwrapped,
 )
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.progress import Progress
@@ -384,7 +384,7 @@ class Trainer(TrainerView):
         loaders: dict[str, Any],
     ) -> None:
         """Takes the module of this run, and makes what belongs to one run anew."""
-        module = self._unwrap(model)
+        module, self._compiled = unwrapped(model)
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
                 "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."
@@ -551,17 +551,6 @@ class Trainer(TrainerView):
                 datamodule = self.datamodule
         return model, loaders, datamodule
 
-    def _unwrap(self, model: nn.Module) -> TrainModule:
-        """The module itself; of a compiled one, the steps are compiled in its way."""
-        self._compiled, model = None, as_launched(model)
-        inner = getattr(model, "_orig_mod", None)
-        if inner is not None:
-            self._compiled, model = model, inner
-        if not isinstance(model, TrainModule):
-            hint = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
-            raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {_described(model)}: {hint}.")
-        return model
-
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module in the form in which the loop calls it: bare, compiled, profiled or checked."""
         function: Callable[..., Any] = getattr(self.module, name)
@@ -595,7 +584,3 @@ class Trainer(TrainerView):
                 )
         if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
             self.max_epochs = 1000
-
-
-def _described(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
