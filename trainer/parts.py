@@ -20,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
 from leyden.trainer.hooks import overrides
+from leyden.trainer.launched import as_launched
 from leyden.trainer.module import TrainModule
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -134,6 +135,7 @@ def unwrapped(model: Any) -> tuple[TrainModule, Any]:
     Raises:
         ConfigurationError: if it is no TrainModule.
     """
+    model = as_launched(model)
     inner = getattr(model, "_orig_mod", None)
     compiled, model = (None, model) if inner is None else (model, inner)
     if not isinstance(model, TrainModule):
