@@ -172,6 +172,8 @@ class Strategy(ABC):
     """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
     num_nodes: int = 1
     """Machines that take part."""
+    before_forward: Callable[[Window], None] | None = None
+    """What a strategy does before the forward of a training batch, without a frame on the way to the user's step."""
     start_method: str = "script"
     """How ranks are started that nobody has started yet: "script", "spawn", "fork" or "notebook"."""
 
@@ -322,6 +324,8 @@ class Strategy(ABC):
         Returns:
             What the step function returned: the user's own value, its loss never scaled.
         """
+        if self.before_forward is not None:
+            self.before_forward(window)
         context = self.precision.forward_context
         if context is None:
             outputs = step_fn(batch, *extra)

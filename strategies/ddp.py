@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from leyden.strategies.base import BackwardHooks, Window, read_loss
+from leyden.strategies.base import Window, read_loss
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.process_group import ProcessGroupStrategy
@@ -116,10 +116,11 @@ class DDPStrategy(ProcessGroupStrategy):
                 raise ConfigurationError(
                     "static_graph=True cannot be used with manual optimisation, where each step may have another graph."
                 )
-        stepped = _Manual(module, step_fn) if self._manual else _Stepped(module, step_fn)
+        stepped = _Stepped(module, step_fn)
+        if self._manual:
+            stepped.register_forward_pre_hook(self._expect_no_backward)
         self.ddp = ddp = DistributedDataParallel(stepped, **arguments)
-        if isinstance(stepped, _Manual):
-            stepped.__dict__["ddp"] = ddp
+        self.before_forward = self._choose_sync
         if self.comm_hook is not None:
             ddp.register_comm_hook(*self.comm_hook)
         return ddp
@@ -129,21 +130,17 @@ class DDPStrategy(ProcessGroupStrategy):
             # Whoever may still hold the DDP object, its reducer must not outlive the process group (gloo aborts then).
             for name in ("reducer", "logger"):
                 self.ddp.__dict__.pop(name, None)
-            self.ddp.module.__dict__.pop("ddp", None)
-        self.ddp = None
+        self.ddp = self.before_forward = None
         self.forget_wrapped()
         super().teardown()
 
     # the step ---------------------------------------------------------------------------------------------------------
-    def forward_backward(
-        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
-    ) -> Any:
+    def _choose_sync(self, window: Window) -> None:
         ddp = self.ddp
-        if ddp is not None:
-            # A static graph is learned in a first backward that is synced; torch aborts otherwise.
-            learns = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
-            ddp.require_backward_grad_sync = (window.closes and not self._holds_back) or learns
-        return super().forward_backward(step_fn, batch, extra, window, hooks)
+        assert ddp is not None
+        # A static graph is learned in a first backward that is synced; torch aborts otherwise.
+        learns = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+        ddp.require_backward_grad_sync = (window.closes and not self._holds_back) or learns
 
     def sync_gradients(self) -> None:
         parameters = [
@@ -191,7 +188,16 @@ class DDPStrategy(ProcessGroupStrategy):
         """Manual optimisation: DDP sends the buffers, and is told of each backward by `backward`."""
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = self.ddp.require_forward_param_sync = True
-        return super().forward(step_fn, batch, extra)
+        context = self.precision.forward_context
+        if context is None:
+            return step_fn(batch, *extra)
+        with context():
+            return step_fn(batch, *extra)
+
+    def _expect_no_backward(self, module: nn.Module, args: Any) -> None:
+        """Between DDP's own start and the step: the backward passes lie inside of the step, and none follows it."""
+        assert self.ddp is not None
+        self.ddp.require_backward_grad_sync = False
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         return super().forward(step_fn, batch, extra)
@@ -295,21 +301,6 @@ class _Stepped(nn.Module):
     def zero(self) -> Tensor:
         trainable = (p for p in self.module.parameters() if p.requires_grad)
         return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class _Manual(_Stepped):
-    """The same for manual optimisation: the backward passes lie inside of the step."""
-
-    def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
-        super().__init__(module, step)
-        self.forward = self._forward
-        self._step = step
-
-    def _forward(self, *args: Any) -> Any:
-        outputs = self._step(*args)
-        # No backward follows, so DDP must not wait for one.
-        self.__dict__["ddp"].require_backward_grad_sync = False
-        return outputs
 
 
 def _ignored(module: nn.Module) -> set[str]:

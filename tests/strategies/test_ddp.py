@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -240,6 +242,38 @@ def test_manual_optimisation_syncs_each_backward() -> None:
     (wrong, first), (also_wrong, second) = run_world(2, compare_manual)
     assert not wrong and not also_wrong
     assert first == second
+
+
+class Looks(Manual):
+    """Remembers the frames of Leyden's that stand above its step."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__("plain")
+        self.automatic_optimization = not manual
+        self.frames: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        stack = traceback.extract_stack()
+        names = [frame.name for frame in stack if f"{os.sep}leyden{os.sep}" in frame.filename]
+        self.frames = names[names.index("fit") :]
+        if self.automatic_optimization:
+            return cross_entropy(self.net, batch) + cross_entropy(self.other, batch)
+        return super().training_step(batch, batch_idx)
+
+
+def look() -> list[list[str]]:
+    found = []
+    for manual in (False, True):
+        module = Looks(manual)
+        trainer(strategy="ddp", max_epochs=1).fit(module, batches(0))
+        found.append(module.frames)
+    return found
+
+
+def test_at_most_six_frames() -> None:
+    for automatic, manual in run_world(2, look):
+        assert automatic == ["fit", "_run", "run", "_epoch", "run", "forward_backward"]
+        assert manual == ["fit", "_run", "run", "_epoch", "run", "forward"]
 
 
 # what is sent ---------------------------------------------------------------------------------------------------------
