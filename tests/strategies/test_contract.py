@@ -110,9 +110,14 @@ STRATEGIES: dict[str, Make] = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
+# In the full run only: the process group of one rank lasts as long as the process.
+@pytest.fixture(params=[*STRATEGIES, pytest.param("ddp", marks=pytest.mark.full)])
 def make(request: pytest.FixtureRequest) -> Make:
     """Makes a strategy; an engine is told how to clip."""
+    if request.param == "ddp":
+        from leyden.strategies.ddp import DDPStrategy
+
+        return lambda **clip: DDPStrategy()
     return STRATEGIES[request.param]
 
 

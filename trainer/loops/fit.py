@@ -19,6 +19,7 @@ from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.differences import check_batches
 from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -264,6 +265,7 @@ class FitLoop:
         window = self.accelerator.window
         window.index -= 1
         window.closes = True
+        self.trainer.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
         self.accelerator.end_batch()
         self._after_step(True)
@@ -336,6 +338,7 @@ class FitLoop:
         """Validates; False if a signal broke it off, so that it is still to be done."""
         assert self.validation is not None
         self.note_time()
+        self.trainer.strategy.synchronize_buffers()
         self.progress.seconds_at_validation = self.progress.seconds
         undo = self._undo_validation()
         done = False
@@ -421,6 +424,7 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
+            check_batches(self.trainer.strategy, self.num_batches)
 
     def _load_validation_data(self, again: bool = False) -> None:
         if self.validation is not None and not again:
