@@ -118,7 +118,7 @@ class Sources:
                 check_not_empty(loader, kind)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
-            cursor = LoaderCursor(self.trainer.strategy.wrap_loader(loader))
+            cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader)))
             count = 0 if limit == 0 else batches_of(limit, cursor.length, name)
             result.append((cursor, most if count is None or (most is not None and most < count) else count))
         self.sizes[kind] = [count for _, count in result]

@@ -277,6 +277,7 @@ class Trainer(TrainerView):
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        gather: str = "all",
     ) -> list[Any] | None:
         """Runs `predict_step` on every batch.
 
@@ -286,11 +287,14 @@ class Trainer(TrainerView):
             datamodule: gives the loaders.
             return_predictions: False if a callback writes them.
             ckpt_path: weights to load first.
+            gather: who gets the outputs of all ranks: "all" of them, or the "main" one alone. Ours.
 
         Returns:
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
-        keeps = return_predictions is not False
+        if gather not in ("all", "main"):
+            raise ConfigurationError(f"predict(gather={gather!r}): use 'all' or 'main'.")
+        keeps = "none" if return_predictions is False else gather
         module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, "predict")
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
         result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
@@ -338,7 +342,7 @@ class Trainer(TrainerView):
         model: nn.Module,
         datamodule: DataModule | None,
         goal: checkpoints.Goal,
-        keeps: bool = True,
+        keeps: str = "all",
         **loaders: Any,
     ) -> Any:
         """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""

@@ -162,10 +162,8 @@ class FitLoop:
         self.hooks.fire_all("on_train_epoch_start")
 
     def _is_refused(self, batch: Any, batch_idx: int) -> bool:
-        """True if `on_train_batch_start` says -1; where a rank has no sample and is not asked, it follows the others."""
-        present = batch is not NOTHING
-        refused = present and self.hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1
-        return self.trainer.strategy.any(refused) if self.accelerator.window.idle else refused
+        """True if `on_train_batch_start` says -1; a rank without a sample is not asked."""
+        return batch is not NOTHING and self.hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1
 
     def _skip(self, batch_idx: int) -> Any:
         """This rank has no sample of the global batch: it takes part in the others' step, and nobody hears of it."""
