@@ -160,14 +160,15 @@ class EarlyStopping(Callback):
         if trainer.sanity_checking or trainer.fast_dev_run or trainer.state.stage != "fit":
             return
         value = trainer.callback_metrics.get(self.monitor)
-        if value is None:
+        number = None if value is None else trainer.read_metrics({self.monitor: value})[self.monitor]
+        # Every rank must come to the same verdict: where each has a value of its own, the first one's decides.
+        current = trainer.strategy.broadcast(number)
+        if current is None:
             message = missing_metric("EarlyStopping", self.monitor, trainer)
             if self.strict:
                 raise ConfigurationError(f"{message} Or set strict=False to go on without it.")
             warnings.warn(message, stacklevel=2)
             return
-        # Every rank must come to the same verdict.
-        current = trainer.strategy.broadcast(trainer.read_metrics({self.monitor: value})[self.monitor])
         reason, message = self._judge(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True

@@ -178,6 +178,18 @@ class FolderLogger(Logger):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         super().setup(trainer, module, stage)
         self._peers = [peer for peer in trainer.loggers if isinstance(peer, FolderLogger) and peer is not self]
+        self._share_folder(trainer)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        # A run that goes on may have found its former folder.
+        self._share_folder(trainer)
+
+    def _share_folder(self, trainer: Trainer) -> None:
+        """Tells the other ranks which folder the first one writes to."""
+        if trainer.world_size > 1:
+            version, run = trainer.strategy.broadcast((self.version, self._run))
+            if not self.is_writer:
+                self._version, self._run = version, run
 
     def state_dict(self) -> dict[str, Any]:
         if self._version is None:

@@ -100,7 +100,7 @@ class LearningRateMonitor(Callback):
                     values[f"{label}-momentum"] = _momentum(group)
                 if self.log_weight_decay:
                     values[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
-        if values:
+        if values and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -128,6 +128,8 @@ class ModelCheckpoint(Callback):
         self._every_n_train_steps, self._every_n_epochs, self._interval = _triggers(
             every_n_train_steps, every_n_epochs, train_time_interval
         )
+        self._asked: Callable[[], list[bool]] | None = None
+        """Whether a save is due by time, as the first rank told at the end of the last window."""
         self.load_state_dict({})
 
     @property
@@ -262,6 +264,9 @@ class ModelCheckpoint(Callback):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._asked is not None:
+            self._asked()
+            self._asked = None
         if self.save_last:
             # Metrics may be older than the weights here, so it is not ranked.
             self._save(trainer, may_rank=False)
@@ -282,8 +287,12 @@ class ModelCheckpoint(Callback):
         if self._interval is None or self._saved_at is None:
             return False
         due = time.monotonic() - self._saved_at >= self._interval
-        # Clocks differ by rank: the first one's decides.
-        return due if trainer.world_size == 1 else trainer.strategy.broadcast(due)
+        if trainer.world_size == 1:
+            return due
+        # Clocks differ by rank: the first one's decides. Nobody waits for it, since its word is read one window later.
+        is_agreed = self._asked is not None and self._asked()[0]
+        self._asked = trainer.strategy.exchange_flags([due and trainer.is_global_zero and not is_agreed])
+        return is_agreed
 
     def _waits_for_validation(self, trainer: Trainer) -> bool:
         return self.monitor is not None and trainer.progress.validation_due
@@ -301,9 +310,11 @@ class ModelCheckpoint(Callback):
             return
         values = self._values(trainer)
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
-        if not (ranks or self.save_last):
+        path = self._path(values, ranks) if ranks or self.save_last else None
+        # Only the first rank surely sees the folder, so its word counts.
+        ranks, path = trainer.strategy.broadcast((ranks, path))
+        if path is None:
             return
-        path = self._path(trainer, values, ranks)
         with self._rolling_back(), self._making_room(trainer, path):
             self._book(path, trainer.global_step, ranks)
             written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
@@ -312,6 +323,8 @@ class ModelCheckpoint(Callback):
         if trainer.is_global_zero:
             self._link_last(written, values)
             self._delete_doomed()
+        else:
+            self._doomed.clear()
         if self.verbose:
             trainer.print(self._report(written, trainer.global_step, ranks))
 
@@ -329,7 +342,7 @@ class ModelCheckpoint(Callback):
         """The monitored value; nan counts as the worst there is. None if there is nothing to rank by."""
         if self.monitor is None:
             return None
-        if self.monitor not in trainer.callback_metrics:
+        if self.monitor not in values:
             message = missing_metric("ModelCheckpoint", self.monitor, trainer)
             if validates(trainer) and trainer.progress.validations == 0:
                 # The first validation may still bring it.
@@ -446,9 +459,9 @@ class ModelCheckpoint(Callback):
         name = name if ver is None else f"{name}-v{ver}"
         return name if self.dirpath is None else os.path.join(self.dirpath, name)
 
-    def _path(self, trainer: Trainer, values: Mapping[str, float], ranks: bool) -> str:
+    def _path(self, values: Mapping[str, float], ranks: bool) -> str:
         name = format_name(self.filename, values, self.auto_insert_metric_name)
-        return trainer.strategy.broadcast(self._free_path(name, self._may_take(name, ranks)))
+        return self._free_path(name, self._may_take(name, ranks))
 
     def _may_take(self, name: str, ranks: bool) -> set[str]:
         """Paths of that name which the new checkpoint may take over: those that go when it comes."""

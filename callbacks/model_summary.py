@@ -98,8 +98,8 @@ class ModelSummary(Callback):
         return self._max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if trainer.is_global_zero:
-            trainer.print(summarize(module, self._max_depth))
+        # On every rank, since a sharded module runs only on all of them together.
+        trainer.print(summarize(module, self._max_depth))
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:

@@ -75,10 +75,13 @@ def save_after(trainer: Trainer, path: str, exception: BaseException, weights_on
     """
     if trainer.state.stage != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
         return None
-    if isinstance(exception, CheckpointError) or trainer.world_size > 1:
-        # Saving is done by all ranks together, and the others may be anywhere.
+    if isinstance(exception, CheckpointError):
+        return None
+    if trainer.world_size > 1 and exception is not trainer.signals.interruption:
+        # Saving is done by all ranks together, and the others may be anywhere. A signal ends them in order.
         return None
     try:
+        path = trainer.strategy.broadcast(path)
         return trainer.save_checkpoint(path, weights_only=weights_only, exact=trainer.window_is_over)
     except Exception as error:
         warnings.warn(f"no checkpoint could be saved after {type(exception).__name__}: {error}", stacklevel=3)

@@ -129,7 +129,13 @@ class TensorBoardLogger(FolderLogger):
             self.experiment.add_graph(module, inputs)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self.log_graph(module)
+        super().on_fit_start(trainer, module)
+        if trainer.strategy.replicates:
+            self.log_graph(module)
+        elif self._log_graph and self.is_writer:
+            warnings.warn(
+                "log_graph=True: a sharded module is not on one rank as a whole, so no graph was logged.", stacklevel=2
+            )
 
     def save(self) -> None:
         """Writes out the events that are queued."""

@@ -235,8 +235,12 @@ class Strategy(ABC):
         """Makes the device current and joins the process group; raises where the precision cannot run there."""
         self.precision.check(self.root_device)
 
+    def report_failure(self, error: BaseException, where: str = "") -> bool:
+        """Tells the other ranks of an error; False if it only follows from another rank's, which tells the user."""
+        return True
+
     def teardown(self) -> None:
-        """Lets go of modules and optimizers and leaves the process group. May be called twice."""
+        """Lets go of modules and optimizers. May be called twice; the process group stays for the next run."""
         self.modules, self.optimizers = [], []
 
     # modules and optimizers -------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.launch.failure import FirstFailure, end_with_parent
 from leyden.strategies.precision import Precision
 
 T = TypeVar("T")
@@ -68,7 +70,6 @@ class ProcessGroupStrategy(Strategy):
         self.place = rank_environment()
         self.host_group: Any = None
         """A gloo group for what is decided on the host, so that it never waits for the device."""
-        self._owns_group = False
 
     # its place --------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
@@ -137,22 +138,23 @@ class ProcessGroupStrategy(Strategy):
         return self.host_group is not None
 
     def setup_environment(self) -> None:
-        super().setup_environment()
         device = self.root_device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
             self._join(self.process_group_backend or ("nccl" if device.type == "cuda" else "gloo"))
-            self._owns_group = True
         if self.host_group is None:
-            self.host_group = (
-                dist.group.WORLD
-                if dist.get_backend() == "gloo"
-                else dist.new_group(backend="gloo", timeout=self.timeout)
-            )
+            self.host_group = _host_group(self.timeout)
+        super().setup_environment()
 
     def _join(self, backend: str) -> None:
-        """Makes the process group: by torch's own variables, at SLURM's first host, or of this process alone."""
+        """Makes the process group: by torch's own variables, at SLURM's first host, or of this process alone.
+
+        It lasts as long as the process: the next run needs it too, and a script that goes on talking to the other ranks. To leave
+        and to join again would need a store of its own each time (under torchrun the second one reads the first one's addresses
+        and hangs, tried with torch 2.13).
+        """
+        end_with_parent()
         place = self.place
         arguments: dict[str, Any] = {}
         if place is None:
@@ -166,15 +168,18 @@ class ProcessGroupStrategy(Strategy):
             arguments = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
         bound = self.root_device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, **arguments)
+        # atexit would not do: multiprocessing ends its children without it.
+        multiprocessing.util.Finalize(None, _leave, exitpriority=100)
+        if self.world_size > 1:
+            _watch(self.global_rank)
+
+    def report_failure(self, error: BaseException, where: str = "") -> bool:
+        return _first_failure is None or _first_failure.report(error, where)
 
     def teardown(self) -> None:
         super().teardown()
-        self.host_group = None
-        if self._owns_group and dist.is_initialized():
-            # gloo's threads must end before the interpreter does, and objects such as DDP's reducer hold on to them.
-            gc.collect()
-            dist.destroy_process_group()
-        self._owns_group = False
+        # Objects such as DDP's reducer hold on to the group; they must be gone before it is.
+        gc.collect()
 
     # collectives ------------------------------------------------------------------------------------------------------
     def barrier(self) -> None:
@@ -219,3 +224,34 @@ class ProcessGroupStrategy(Strategy):
             return [bool(flag) for flag in sent.tolist()]
 
         return answer
+
+
+# The process group is the process's own, and so is what belongs to it.
+_first_failure: FirstFailure | None = None
+_host: Any = None
+
+
+def _watch(rank: int) -> None:
+    global _first_failure
+    _first_failure = FirstFailure(dist.distributed_c10d._get_default_store(), rank)
+
+
+def _host_group(timeout: timedelta) -> Any:
+    """The default group where it is gloo's, else one beside it, made once."""
+    global _host
+    if _host is None:
+        _host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    return _host
+
+
+def _leave() -> None:
+    """The one place where a process leaves its group: gloo aborts a process that ends within it, in one run of three (tried)."""
+    global _first_failure, _host
+    failed = _first_failure is not None and (_first_failure.told or _first_failure.follows)
+    if _first_failure is not None:
+        _first_failure.close()
+    _first_failure = _host = None
+    if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
+        # After a failure NCCL would wait for ranks that are gone.
+        gc.collect()
+        dist.destroy_process_group()

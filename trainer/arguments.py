@@ -9,6 +9,7 @@ from typing import Any
 
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.launched import launched_arguments
 
 
 class Unset:
@@ -83,13 +84,14 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
         given: all arguments, those that were left out as UNSET.
 
     Returns:
-        The arguments, and the names of those that were given.
+        The arguments, those that `leyden launch` fills among them; and the names of those that were given.
 
     Raises:
         ConfigurationError: for the first value that cannot be; names the fix.
     """
     values = {name: value for name, value in given.items() if value is not UNSET}
     named = frozenset(values)
+    values = {**launched_arguments(values), **values}
     for name in ("logger", "gradient_clip_algorithm", "default_root_dir"):
         if values.get(name, ...) is None:
             del values[name]

@@ -62,6 +62,13 @@ def shapes_of(batch: Any) -> str:
     return type(batch).__name__
 
 
+def where(trainer: Trainer) -> str:
+    """Where a run stands, in a few words."""
+    stage = trainer.state.pass_of or trainer.state.stage
+    progress = trainer.progress
+    return f"step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch}) in {stage}"
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True for the out-of-memory errors of a GPU and of the CPU's allocator."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):

@@ -13,18 +13,22 @@ class Signals:
     """Catches SIGINT and SIGTERM while a run lasts. The second SIGINT raises KeyboardInterrupt at once.
 
     Off the main thread Python lets nobody set a handler: there nothing is caught, and a run ends as its thread does.
+    Where there are several ranks, a signal to one of them is pending until all have agreed on it (trainer/agreement.py).
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
         """The first signal that came, or None."""
+        self.pending: int | None = None
+        """The first one that came to this rank of several."""
+        self.has_ranks = False
         self.interruption: BaseException | None = None
         """What is raised for it when the run has ended in order."""
         self._previous: dict[int, Any] = {}
         self._pid = os.getpid()
 
     def __enter__(self) -> Signals:
-        self.received = self.interruption = None
+        self.received = self.interruption = self.pending = None
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.getsignal(number)
@@ -37,6 +41,10 @@ class Signals:
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
+        late, self.pending = self.pending, None
+        if late is not None and self.received is None and kind is None:
+            # Too late for the ranks to agree on it: it does now what it would have done without us.
+            os.kill(os.getpid(), late)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
@@ -44,9 +52,11 @@ class Signals:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        if self.received == signal.SIGINT and number == signal.SIGINT:
+        if number == signal.SIGINT and signal.SIGINT in (self.received, self.pending):
             raise KeyboardInterrupt
-        if self.received is None:
+        if self.has_ranks:
+            self.pending = number if self.pending is None else self.pending
+        elif self.received is None:
             self.received = number
 
     def exception(self) -> BaseException | None:

@@ -348,10 +348,13 @@ class Trainer(TrainerView):
         """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""
         if self.strategy.awaits_ranks:
             return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
+        # Before signals are caught: a rank that waits here for one that failed must end by the first.
+        self.strategy.setup_environment()
         goal = checkpoints.settled(self, goal)
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             stack.callback(self._teardown, stage)
+            self.signals.has_ranks = self.world_size > 1
             stack.enter_context(self.signals)
             stack.enter_context(runtime_settings(self.arguments))
             result = None
@@ -479,6 +482,7 @@ class Trainer(TrainerView):
     def _fail(self, error: BaseException) -> None:
         """Tells everyone of an error, then raises it, in words that say what to do where more is known."""
         if error is not self.signals.interruption:
+            first = self.strategy.report_failure(error, plan.where(self))
             for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
                 try:
                     listener(error)
@@ -486,6 +490,9 @@ class Trainer(TrainerView):
                     warnings.warn(
                         f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2
                     )
+            if not first:
+                # Another rank's error ended this run, and it is told there.
+                raise SystemExit(1) from None
         if plan.is_out_of_memory(error):
             raise plan.out_of_memory(self, error) from error
         hint = plan.device_mismatch_hint(error)
@@ -498,7 +505,7 @@ class Trainer(TrainerView):
             self.datamodule.on_exception(error)
 
     def _finalize(self, status: str) -> None:
-        for logger in self.loggers:
+        for logger in self.loggers if self.is_global_zero else ():
             logger.finalize(status)
         if self.profiler is not None and self.state.stage is not None:
             text = self.profiler.finish(self.state.stage)
@@ -567,7 +574,7 @@ class Trainer(TrainerView):
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Gives values to the loggers, read back from the device all at once."""
-        if values and self.loggers:
+        if values and self.loggers and self.is_global_zero:
             numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
             for logger in self.loggers:
                 logger.log_metrics(numbers, step=self.progress.global_step if step is None else step)

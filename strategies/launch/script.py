@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
-import logging
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.engine import Machines, engine_config, run_engine
 from leyden.strategies.launch.environment import STARTER
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
-
-AGENT = "LEYDEN_AGENT"
-"""Process id of the agent, by which a rank knows whether it still has one."""
 
 
 def obstacle() -> str | None:
@@ -43,16 +31,6 @@ def obstacle() -> str | None:
 def is_interactive() -> bool:
     """True in a REPL, IPython and a notebook."""
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
-
-
-@dataclass(frozen=True, slots=True)
-class Machines:
-    """Which of several machines this is, and where they meet."""
-
-    num_nodes: int = 1
-    node_rank: int = 0
-    address: str = ""
-    port: int = 0
 
 
 def machines_of(num_nodes: int) -> Machines:
@@ -98,96 +76,10 @@ def run_ranks(count: int, machines: Machines | None = None, folder: str | None =
             "forked; nothing is imported anew) or 'ddp_spawn' (for classes in files that can be imported), or put it into a "
             "script."
         )
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="leyden-ranks-") as logs, _as_agent(count, folder):
-        config = _config(count, machines or Machines(), logs)
-        try:
-            elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
-        except ChildFailedError as error:
-            return _status(error)
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    return 0
-
-
-def _config(count: int, machines: Machines, logs: str) -> LaunchConfig:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.launcher.api import LaunchConfig
-
-    several = machines.num_nodes > 1
-    rendezvous: dict[str, Any] = {"rank": machines.node_rank, "timeout": 900} if several else {}
-    return LaunchConfig(
-        min_nodes=machines.num_nodes,
-        max_nodes=machines.num_nodes,
-        nproc_per_node=count,
-        run_id=f"leyden-{machines.port}" if several else uuid.uuid4().hex,
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=f"{machines.address}:{machines.port}" if several else "localhost:0",
-        rdzv_configs=rendezvous,
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr=None if several else "localhost",
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
-    )
-
-
-@contextlib.contextmanager
-def _as_agent(count: int, folder: str | None) -> Iterator[None]:
-    """What the ranks find in their environment, and an engine that leaves the talking to them."""
-    environ = {
+    variables = {
         STARTER: "script",
-        AGENT: str(os.getpid()),
-        # Ranks that share the engine's own store read stale addresses when they are started a second time.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count)),
     }
-    before = {name: os.environ.get(name) for name in environ}
-    logger = logging.getLogger("torch.distributed.elastic")
-    level, place = logger.level, os.getcwd()
-    os.environ.update(environ)
-    logger.setLevel(logging.CRITICAL)
-    if folder is not None:
-        os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(place)
-        logger.setLevel(level)
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _status(error: Any) -> int:
-    """The exit status that the first failure gives; says what no rank could say of itself."""
-    failures: Sequence[Any] = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
-    # SIGTERM is how the engine ends the others.
-    ended = [failure for failure in failures if failure.exitcode != -signal.SIGTERM]
-    killed = [failure for failure in ended if failure.exitcode < 0]
-    # One that wrote down its error came before those that only lost their connection to it.
-    told = [failure for failure in failures if os.path.isfile(failure.error_file)]
-    first = (told or killed or ended or failures)[0]
-    if first.exitcode >= 0:
-        return int(first.exitcode)
-    number = -int(first.exitcode)
-    name = signal.Signals(number).name if number in signal.valid_signals() else "?"
-    hint = " Out of memory, perhaps." if number == signal.SIGKILL else ""
-    print(
-        f"leyden: rank {_global_rank(error, first)} was killed by signal {number} ({name}); all ranks are ended.{hint}",
-        file=sys.stderr,
-        flush=True,
-    )
-    return 128 + number
-
-
-def _global_rank(error: Any, failure: Any) -> int:
-    return next(int(rank) for rank, found in error.failures.items() if found is failure)
+    with tempfile.TemporaryDirectory(prefix="leyden-ranks-") as logs:
+        config = engine_config(count, machines or Machines(), logs)
+        return run_engine(config, sys.executable, sys.orig_argv[1:], variables, folder)

@@ -26,7 +26,7 @@ def rows(logger: CSVLogger) -> list[dict[str, str]]:
 
 def in_trainer(root: Path, stage: str = "fit", **arguments: Any) -> CSVLogger:
     logger = CSVLogger(**arguments)
-    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=[logger], is_global_zero=True)
+    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=[logger], is_global_zero=True, world_size=1)
     logger.setup(trainer, None, stage)  # type: ignore[arg-type]
     return logger
 

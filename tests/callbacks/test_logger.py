@@ -29,7 +29,7 @@ from leyden.trainer.trainer import Trainer
 
 def handed(root: Path, *loggers: Logger, zero: bool = True) -> Any:
     """What loggers read of a trainer in `setup`."""
-    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=list(loggers), is_global_zero=zero)
+    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=list(loggers), is_global_zero=zero, world_size=1)
     for logger in loggers:
         logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
     return trainer

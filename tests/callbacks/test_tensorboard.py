@@ -32,7 +32,13 @@ def scalars(logger: TensorBoardLogger, name: str) -> list[tuple[int, float]]:
 
 def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
     logger = TensorBoardLogger(**arguments)
-    trainer: Any = SimpleNamespace(default_root_dir=str(root), loggers=[logger], is_global_zero=True)
+    trainer: Any = SimpleNamespace(
+        default_root_dir=str(root),
+        loggers=[logger],
+        is_global_zero=True,
+        world_size=1,
+        strategy=SimpleNamespace(replicates=True),
+    )
     logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
     return logger
 

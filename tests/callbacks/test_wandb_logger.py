@@ -72,7 +72,7 @@ def test_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     logger = WandbLogger("mine", project="digits", offline=True, prefix="p")
-    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=True)
+    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=True, world_size=1)
     logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
     assert (logger.version, logger.state_dict(), list(tmp_path.iterdir())) == (None, {}, [])
     drawn = (random.getstate(), torch.get_rng_state().tolist())
@@ -165,7 +165,7 @@ def test_media_and_watch(tmp_path: Path) -> None:
 
 def test_ranks_that_do_not_write_begin_no_run(tmp_path: Path) -> None:
     logger = WandbLogger(offline=True)
-    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=False)
+    trainer: Any = SimpleNamespace(default_root_dir=str(tmp_path), loggers=[logger], is_global_zero=False, world_size=1)
     logger.setup(trainer, None, "fit")  # type: ignore[arg-type]
     logger.log_hyperparams({"a": 1})
     logger.log_metrics({"x": 1.0}, 1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.agreement import Pass
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.hooks import overrides
@@ -79,12 +80,13 @@ class EvaluationLoop:
         trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
         which, every = (index,) if len(self.loaders) > 1 else (), trainer.log_every_n_steps
         logs.tick = -1
+        ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         batches: Iterator[Any] = itertools.islice(cursor.start(), limit)
         if cursor.shares:
             batches = map(itemgetter(0), batches)
         for batch_idx, batch in enumerate(batches):
-            if trainer.signals.received is not None:
+            if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
             if batch is NOTHING:
                 if not trainer.strategy.replicates:
@@ -107,6 +109,8 @@ class EvaluationLoop:
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
             outputs = batch = logs.batch = None
+        if ranks is not None and ranks.ends():
+            return False
         if logs.tick == -1:
             logs.idle.add((self.stage, which[0] if which else -1))
         return True

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
@@ -55,6 +56,7 @@ class FitLoop:
         self._clock = time.perf_counter()
         self._counts_samples = True
         self._draws = False
+        self._agreement = Agreement(self) if trainer.world_size > 1 else None
 
     # the story --------------------------------------------------------------------------------------------------------
     def run(self) -> None:
@@ -79,6 +81,8 @@ class FitLoop:
         self.trainer.announce()
         self.hooks.fire_all("on_train_start")
         self._clock = time.perf_counter()
+        if self._agreement is not None:
+            self._agreement.exchange()
         self._go_on()
         while not self._is_done():
             self._epoch()
@@ -88,6 +92,7 @@ class FitLoop:
     def _epoch(self) -> None:
         progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
         accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
+        agreement = self._agreement
         transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
         waits, accumulates = self._waits, self.trainer.accumulation is not None
@@ -106,7 +111,7 @@ class FitLoop:
             logs.batch, logs.tick = batch, progress.batches
             if listens_start and self._is_refused(batch, batch_idx):
                 cut = True
-                if window.index == 0:
+                if window.index == 0 and agreement is None:
                     window.is_open = False
                     break
             try:
@@ -123,6 +128,8 @@ class FitLoop:
             else:
                 self.count(batch)
             if window.closes:
+                if agreement is not None:
+                    cut = agreement.read(cut)
                 is_last = is_last or cut
                 if waits:
                     self._after_step(is_last)
@@ -141,6 +148,8 @@ class FitLoop:
             if window.closes:
                 if progress.phase == "stepped":
                     self._settle()
+                if agreement is not None:
+                    (agreement.exchange if is_last else agreement.send)()
                 if cut or self._stops():
                     complete, cut = is_last, False
                     break
@@ -242,6 +251,8 @@ class FitLoop:
         self.note_time()
         progress.phase = "epoch_end" if complete else "paused"
         self.hooks.close("on_train_epoch_end")
+        if self._agreement is not None:
+            self._agreement.exchange(epoch_ends=True)
         if complete:
             self._iterator = None
             if not self._is_done():
@@ -334,6 +345,8 @@ class FitLoop:
                 # After an error the device may be of no use, and the error is what counts.
                 with suppress(Exception):
                     undo()
+        if self._agreement is not None:
+            self._agreement.exchange()
         return done
 
     def _undo_validation(self) -> Callable[[], None]:
@@ -378,9 +391,9 @@ class FitLoop:
         progress, every_epochs = self.progress, self.trainer.check_val_every_n_epoch
         if self.validation is None or (every_epochs is not None and (progress.epoch + 1) % every_epochs):
             return False
-        seconds = self.trainer.val_check_seconds
-        if seconds is not None:
-            return self.elapsed() - progress.seconds_at_validation >= seconds
+        if self.trainer.val_check_seconds is not None:
+            agreement = self._agreement
+            return self.validation_time_is_up() if agreement is None else agreement.validation_is_due
         if self._validate_every is None:
             return is_last
         done = progress.batch if every_epochs is not None else progress.batches
@@ -459,9 +472,16 @@ class FitLoop:
             return True
         if trainer.max_steps != -1 and self.progress.global_step >= trainer.max_steps:
             return True
-        if trainer.max_seconds is not None and self.elapsed() >= trainer.max_seconds:
+        agreement = self._agreement
+        if agreement is None:
+            return (trainer.max_seconds is not None and self.time_is_up()) or (
+                trainer.should_stop and self._past_minimum()
+            )
+        if agreement.stops and self._past_minimum():
+            # On the ranks that did not ask for it, too.
+            trainer.should_stop = True
             return True
-        return trainer.should_stop and self._past_minimum()
+        return agreement.time_is_up
 
     def _past_minimum(self) -> bool:
         arguments = self.trainer.arguments
@@ -475,6 +495,16 @@ class FitLoop:
     def elapsed(self) -> float:
         """Seconds of training, over all resumes."""
         return self.progress.seconds + time.perf_counter() - self._clock
+
+    def time_is_up(self) -> bool:
+        """True if training has taken `max_time`."""
+        limit = self.trainer.max_seconds
+        return limit is not None and self.elapsed() >= limit
+
+    def validation_time_is_up(self) -> bool:
+        """True if a validation is due by an interval in time."""
+        interval = self.trainer.val_check_seconds
+        return interval is not None and self.elapsed() - self.progress.seconds_at_validation >= interval
 
     def note_time(self) -> None:
         """Brings `progress.seconds` up to now."""

@@ -1,0 +1,10 @@
+"""`python -m leyden …` is `leyden …`."""
+
+from __future__ import annotations
+
+import sys
+
+from leyden.trainer.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""When one rank fails, every rank stops within seconds, and the user is told once: by the rank that failed first."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from leyden.strategies.launch.engine import AGENT
+from leyden.strategies.launch.environment import STARTER
+
+KEY = "failed"
+GRACE = 4.0
+"""Seconds in which a rank may leave by itself after another one failed."""
+LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "connectFullMesh")
+"""What gloo and the store say when another rank is gone."""
+
+
+class FirstFailure:
+    """Lets one rank of all tell its error, and ends the others. Lives as long as the process.
+
+    The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already; a
+    thread of each rank looks once in a while, since a rank may wait for the failed one where nothing would ever wake it.
+
+    Args:
+        store: of the process group; a connection of its own is made.
+        rank: of this process.
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, store: Any, rank: int, interval: float = 0.5) -> None:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        self.rank = rank
+        self.told = False
+        """This rank's error is the first, and was told."""
+        self.follows = False
+        """Another rank failed first."""
+        prefix = f"leyden/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._store = PrefixStore(prefix, store.clone())
+        self._watched = PrefixStore(prefix, store.clone())
+        self._interval = interval
+        self._done = threading.Event()
+        self._hook = sys.excepthook
+        sys.excepthook = self._at_exit
+        self._thread = threading.Thread(target=self._watch, name="leyden-failure", daemon=True)
+        self._thread.start()
+
+    def report(self, error: BaseException, where: str = "") -> bool:
+        """Tells the other ranks of an error.
+
+        Args:
+            error: what was raised.
+            where: step and batch.
+
+        Returns:
+            True if it is the first, so that the user must see it; False if it follows from another rank's.
+        """
+        if self.told or self.follows:
+            return self.told
+        lost = is_lost(error)
+        if lost and self._another_failed(seconds=2.0):
+            self.follows = True
+            return False
+        text = f"rank {self.rank}{', ' + where if where else ''}: {_last_line(error)}"
+        first = self._claim(text)
+        self.told = first and not (lost and AGENT in os.environ)
+        self.follows = not self.told
+        if first:
+            _write_error_file(text, error, lost)
+        if self.told and hasattr(error, "add_note"):
+            error.add_note(
+                f"leyden: this was rank {self.rank}{', ' + where if where else ''}; the other ranks are ended."
+            )
+        elif self.told:
+            print(
+                f"leyden: rank {self.rank}{', ' + where if where else ''} failed; the other ranks are ended.",
+                file=sys.stderr,
+            )
+        return self.told
+
+    def close(self) -> None:
+        """Ends the thread, before the store goes."""
+        self._done.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        if sys.excepthook == self._at_exit:
+            sys.excepthook = self._hook
+
+    def _claim(self, text: str) -> bool:
+        try:
+            return bool(self._store.compare_set(KEY, "", text) == text.encode())
+        except RuntimeError:
+            # The store went with rank 0; whoever started the ranks says how that one ended.
+            return False
+
+    def _another_failed(self, seconds: float) -> bool:
+        """Waits for the word of a rank that failed: a lost connection is noticed before the rank that is gone has told why."""
+        end = time.monotonic() + seconds
+        while True:
+            try:
+                if self._store.check([KEY]):
+                    return True
+            except RuntimeError:
+                return True
+            if time.monotonic() > end:
+                return False
+            self._done.wait(0.05)
+
+    def _watch(self) -> None:
+        while not self._done.wait(self._interval):
+            try:
+                failed = self._watched.check([KEY])
+            except RuntimeError:
+                # Without a store nothing can be told, and collectives fail by themselves.
+                return
+            if failed and not self.told:
+                if not self._done.wait(GRACE) and not self.told:
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                    os._exit(1)
+                return
+
+    def _at_exit(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An error outside of any run ends the script: told as one of a run is."""
+        if self.report(error):
+            self._hook(kind, error, trace)
+
+
+def is_lost(error: BaseException) -> bool:
+    """True for the errors that the end of another rank makes in this one's collectives."""
+    from torch.distributed import DistNetworkError
+
+    text = str(error)
+    return isinstance(error, DistNetworkError) or (
+        isinstance(error, RuntimeError) and any(words in text for words in LOST) and "imed out" not in text
+    )
+
+
+def _last_line(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[0].strip()
+
+
+def _write_error_file(text: str, error: BaseException, lost: bool) -> None:
+    """What torch's agent reads to tell which rank was the first."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    trace = "".join(traceback.format_exception(error))
+    stamp = str(int(time.time()))
+    message = {"message": text, "lost": lost, "extraInfo": {"py_callstack": trace, "timestamp": stamp}}
+    with open(path, "w") as file:
+        json.dump({"message": message}, file)
+
+
+def end_with_parent() -> None:
+    """Lets this rank be killed when its agent is, so that nobody is left behind. Linux only; elsewhere ranks end at their next collective."""
+    if not sys.platform.startswith("linux") or not (os.environ.get(STARTER) or os.environ.get("TORCHELASTIC_RUN_ID")):
+        return
+    set_death_signal = 1
+    with_libc: Callable[..., int] = ctypes.CDLL(None).prctl
+    with_libc(set_death_signal, signal.SIGKILL)
+    agent = os.environ.get(AGENT)
+    if agent is not None and agent != str(os.getppid()):
+        # It died before this was asked for.
+        os._exit(1)

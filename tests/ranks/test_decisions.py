@@ -1,0 +1,319 @@
+"""Ranks decide alike: what one of them wishes, or is told by a signal, ends all of them at the same step."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks.world import run_world
+from torch import Tensor, nn
+
+from leyden import Callback, Trainer, TrainModule
+from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoardLogger, Timer
+
+RANK = int(os.environ.get("RANK", "0"))
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "strategy": "ddp",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "num_sanity_val_steps": 0,
+    "use_distributed_sampler": False,
+    "max_epochs": 2,
+}
+
+
+def batches(count: int) -> list[Tensor]:
+    return [torch.full((2, 3), float(number)) for number in range(count)]
+
+
+class Model(TrainModule):
+    """A sum of inputs; its validation logs the numbers that it is given, one for each epoch."""
+
+    def __init__(self, scores: tuple[float, ...] = (1.0,)) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+        nn.init.ones_(self.net.weight)
+        self.scores = scores
+        self.validated: list[int] = []
+        self.trained = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trained += 1
+        loss = self.net(batch).mean() / 100
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        score = self.scores[min(self.current_epoch, len(self.scores) - 1)]
+        # The ranks' own values differ, and their mean is the score.
+        self.log("score", score + (0.5 if self.global_rank else -0.5))
+
+    def on_validation_end(self) -> None:
+        self.validated.append(self.global_step)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class At(Callback):
+    """Does something on one rank when a hook comes by for the n-th time."""
+
+    def __init__(self, hook: str, rank: int, number: int, action: Any) -> None:
+        self.left, self.action = number, action
+        if rank in (RANK, -1):
+            setattr(self, hook, self._come_by)
+
+    def _come_by(self, trainer: Trainer, module: TrainModule, *_: Any) -> Any:
+        self.left -= 1
+        return self.action(trainer) if self.left == 0 else None
+
+
+def stop(trainer: Trainer) -> None:
+    trainer.should_stop = True
+
+
+def terminate(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def interrupt(trainer: Trainer) -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def skip(trainer: Trainer) -> int:
+    return -1
+
+
+def fitted(at: tuple[Any, ...], train: int = 6, val: int = 0, **arguments: Any) -> dict[str, Any]:
+    """Fits with a callback `At`, and tells how far this rank came and how it ended."""
+    trainer, module = Trainer(**QUIET | arguments, callbacks=[At(*at)]), Model()
+    ended = ""
+    try:
+        trainer.fit(module, batches(train), batches(val) if val else None)
+    except (SystemExit, KeyboardInterrupt) as error:
+        ended = repr(error)
+    return {
+        "step": trainer.global_step,
+        "epoch": trainer.current_epoch,
+        "batch": trainer.progress.batch,
+        "validated": module.validated,
+        "stops": trainer.should_stop,
+        "ended": ended,
+    }
+
+
+def told_by_all(function: Any, *cases: tuple[Any, ...]) -> Any:
+    """What a function gives back on every rank for each case, where all must give the same."""
+    first, second = run_world(2, each, function.__name__, cases)
+    assert first == second
+    return first
+
+
+def each(name: str, cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    """All cases in one world, and so in one process group: to start ranks takes longer than most of them."""
+    dist.init_process_group("gloo")
+    found = [globals()[name](*case) for case in cases]
+    dist.destroy_process_group()
+    return found
+
+
+def test_a_wish_of_one_rank_stops_all_one_window_later() -> None:
+    for told in told_by_all(fitted, *[(("on_train_batch_end", rank, 3, stop),) for rank in (0, 1)]):
+        assert (told["step"], told["stops"]) == (4, True)
+
+
+def test_a_wish_in_the_last_window_or_epoch_hook_takes_effect_at_once() -> None:
+    for told in told_by_all(fitted, (("on_train_batch_end", 1, 6, stop),), (("on_train_epoch_end", 1, 1, stop),)):
+        assert (told["step"], told["epoch"]) == (6, 0)
+
+
+def test_a_wish_in_a_validation_stops_all_before_the_next_step() -> None:
+    [told] = told_by_all(fitted_with_validation, (("on_validation_end", 1, 1, stop),))
+    assert (told["step"], told["validated"]) == (3, [3])
+
+
+def fitted_with_validation(at: tuple[Any, ...]) -> dict[str, Any]:
+    return fitted(at, val=4, val_check_interval=3)
+
+
+def test_a_signal_ends_all_ranks_at_the_same_step() -> None:
+    """To one rank, and to all of them."""
+    ends = {terminate: "SystemExit(143)", interrupt: "KeyboardInterrupt()"}
+    cases = [(rank, action) for rank in (1, -1) for action in ends]
+    told = told_by_all(fitted, *[(("on_train_batch_end", rank, 3, action),) for rank, action in cases])
+    assert [(each["step"], each["ended"]) for each in told] == [(4, ends[action]) for _, action in cases]
+
+
+def test_a_signal_during_a_validation_breaks_it_off_everywhere() -> None:
+    [told] = told_by_all(fitted_with_validation, (("on_validation_batch_start", 1, 2, terminate),))
+    assert (told["step"], told["validated"], told["ended"]) == (3, [], "SystemExit(143)")
+
+
+def validated_unevenly(signalled: int) -> tuple[str, int]:
+    """Validates on 9 batches of rank 0 and 2 of rank 1; gives back how it ended and the batches seen."""
+    seen = []
+    count = Count(seen)
+    trainer = Trainer(**QUIET, callbacks=[count, At("on_validation_batch_start", signalled, 2, terminate)])
+    try:
+        trainer.validate(Model(), batches(2 if RANK else 9), verbose=False)
+    except SystemExit as error:
+        return repr(error), len(seen)
+    return "", len(seen)
+
+
+class Count(Callback):
+    def __init__(self, seen: list[int]) -> None:
+        self.seen = seen
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.seen.append(batch_idx)
+
+
+def test_ranks_with_different_numbers_of_batches_hear_of_a_signal() -> None:
+    """Rank 7, of which there is none, tells that all is seen where no signal comes."""
+    first, second = run_world(2, each, "validated_unevenly", ((7,), (0,), (1,)))
+    assert (first[0], second[0]) == (("", 9), ("", 2))
+    for (end, of_first), (other, of_second) in zip(first[1:], second[1:], strict=True):
+        assert end == other == "SystemExit(143)"
+        assert of_first < 9 and of_second <= 2
+
+
+def test_minus_one_of_one_rank_ends_the_epoch_on_all() -> None:
+    """Each epoch has 6 batches; the first ends with the window after the one in which -1 was given."""
+    for told in told_by_all(fitted, *[(("on_train_batch_start", rank, 2, skip),) for rank in (0, 1)]):
+        assert (told["step"], told["epoch"]) == (3 + 6, 1)
+
+
+def fitted_late(rank: int) -> dict[str, Any]:
+    """From the third step on the clock of one rank says that the time is over."""
+
+    def late(trainer: Trainer) -> None:
+        assert trainer._fit is not None
+        trainer._fit.elapsed = lambda: 1e9  # type: ignore[method-assign]
+
+    return fitted(("on_train_batch_end", rank, 3, late), max_time={"hours": 9})
+
+
+def test_the_first_ranks_clock_ends_a_run() -> None:
+    assert [told["step"] for told in told_by_all(fitted_late, (0,), (1,))] == [4, 12]
+
+
+def fitted_with_timer(rank: int) -> int:
+    timer = Timer({"hours": 9}, verbose=False)
+
+    def late(trainer: Trainer) -> None:
+        timer._deadline = 0.0
+
+    trainer = Trainer(**QUIET, callbacks=[At("on_train_batch_start", rank, 3, late), timer])
+    trainer.fit(Model(), batches(6))
+    return trainer.global_step
+
+
+def test_the_first_ranks_timer_ends_a_run() -> None:
+    assert told_by_all(fitted_with_timer, (0,), (1,)) == [4, 12]
+
+
+def validated_by_time(rank: int) -> list[int]:
+    """Validations of a fit whose clock jumps on one rank by an hour at the second step, where one is due each hour."""
+    module = Model()
+
+    def jump(trainer: Trainer) -> None:
+        assert trainer._fit is not None
+        trainer._fit._clock -= 3600
+
+    trainer = Trainer(
+        **QUIET | {"max_epochs": 1, "val_check_interval": "00:01:00:00"},
+        callbacks=[At("on_train_batch_end", rank, 2, jump)],
+    )
+    trainer.fit(module, batches(6), batches(1))
+    return module.validated
+
+
+def test_the_first_ranks_clock_validates() -> None:
+    assert told_by_all(validated_by_time, (0,), (1,)) == [[3], []]
+
+
+def saved_by_time(rank: int, folder: str) -> list[int]:
+    """The steps at which a checkpoint is asked for, where one is due each hour and one rank's clock jumps at step 2."""
+    asked: list[int] = []
+    checkpoint = ModelCheckpoint(folder, train_time_interval="00:01:00:00", save_top_k=-1)
+
+    def jump(trainer: Trainer) -> None:
+        assert checkpoint._saved_at is not None
+        checkpoint._saved_at -= 3600
+
+    trainer = Trainer(
+        **QUIET | {"max_epochs": 1, "enable_checkpointing": True},
+        callbacks=[At("on_train_batch_end", rank, 2, jump), checkpoint],
+    )
+
+    def save(path: str, weights_only: bool = False) -> str:
+        asked.append(trainer.global_step)
+        return path
+
+    trainer.save_checkpoint = save  # type: ignore[method-assign, assignment]
+    trainer.fit(Model(), batches(6))
+    return asked
+
+
+def test_the_first_ranks_clock_saves(tmp_path: Path) -> None:
+    assert told_by_all(saved_by_time, (0, str(tmp_path)), (1, str(tmp_path))) == [[3], []]
+
+
+def signalled_too_late() -> str:
+    """A signal after the last word between the ranks does what it would have done without a Trainer."""
+    caught: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
+    told = fitted(("on_fit_end", 1, 1, terminate))
+    return f"{told['ended']}{caught}"
+
+
+def test_a_signal_that_comes_too_late_is_not_lost() -> None:
+    assert run_world(2, signalled_too_late) == ["[]", "[15]"]
+
+
+SCORES = (3.0, 2.0, 2.5, 2.5, 1.0)
+
+
+def stopped_early(folder: str) -> dict[str, Any]:
+    """A fit that early stopping ends in its fourth epoch."""
+    stopping = EarlyStopping("score", patience=2)
+    arguments = {"max_epochs": 9, "default_root_dir": folder, "log_every_n_steps": 2, "num_sanity_val_steps": 1}
+    trainer = Trainer(**QUIET | arguments | {"logger": [CSVLogger(), TensorBoardLogger()]}, callbacks=[stopping])
+    trainer.fit(Model(SCORES), batches(4), batches(2))
+    return {
+        "step": trainer.global_step,
+        "reason": stopping.stopping_reason_message,
+        "best": float(stopping.best_score),
+        "log_dir": trainer.log_dir,
+        "score": float(trainer.callback_metrics["score"]),
+    }
+
+
+def test_early_stopping_ends_all_ranks_and_loggers_write_once(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    first, second = run_world(2, stopped_early, str(tmp_path))
+    assert first == second
+    assert (first["step"], first["best"], first["score"]) == (16, 2.0, 2.5)
+    folder = Path(first["log_dir"])
+    assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
+    with (folder / "metrics.csv").open() as file:
+        scores = [(int(row["step"]), float(row["score"])) for row in csv.DictReader(file) if row["score"]]
+    assert scores == [(4, 3.0), (8, 2.0), (12, 2.5), (16, 2.5)]
+    [events] = folder.glob("events*")
+    read = EventAccumulator(str(events))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("score")] == scores
+    # Epoch means are the ranks' together, step values the first rank's own.
+    assert [event.step for event in read.Scalars("loss_step")] == [*range(2, 17, 2)]
+    assert [event.step for event in read.Scalars("loss_epoch")] == [4, 8, 12, 16]

@@ -1,0 +1,42 @@
+"""What the tests of the command line share: `leyden` in a process of its own, and a cache folder of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+Leyden = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """An environment in which nobody has started ranks and no file lies about."""
+    gone = ("LEYDEN_", "SLURM_", "RANK", "LOCAL_", "WORLD_", "MASTER_", "HF_HOME", "PYTEST_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
+    paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
+    return {
+        **clean,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+@pytest.fixture
+def leyden(tmp_path: Path, environ: dict[str, str]) -> Leyden:
+    """Runs `leyden …` in a folder of its own and waits for it; gives back the process with what it printed."""
+
+    def run(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "leyden", *(str(argument) for argument in arguments)]
+        return subprocess.run(
+            command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True, timeout=timeout
+        )
+
+    return run

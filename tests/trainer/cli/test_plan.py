@@ -1,0 +1,153 @@
+"""From flags and a file to the plan: which ranks, where, and what they are told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from leyden import ConfigurationError
+from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.plan import Engine, Plan, resolve
+from leyden.trainer.cli.settings import parse
+from leyden.trainer.launched import read_launched
+
+CPU, GPUS = Machine(cpus=8), Machine(gpus=4, cpus=8, bf16=True)
+TASK = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_JOB_ID": "4711",
+}
+
+
+def plan(found: dict[str, Any], machine: Machine = CPU, engine: Engine | None = None, **environ: str) -> Plan:
+    return resolve(parse(found), engine or Engine(), machine, "flags", environ)
+
+
+def test_one_machine_by_itself() -> None:
+    assert (plan({}).per_machine, plan({}).accelerator, plan({}).threads) == (1, "cpu", 8)
+    assert (plan({}, GPUS).per_machine, plan({}, GPUS).accelerator) == (4, "cuda")
+    assert plan({"num_processes": 2}).threads == 4
+    assert plan({"num_processes": 2}, OMP_NUM_THREADS="3").threads == 3
+    assert plan({"num_processes": 2}, GPUS).per_machine == 2
+    assert plan({"use_cpu": True}, GPUS).per_machine == 1
+    chosen = plan({"gpu_ids": "1,3"}, GPUS)
+    assert chosen.per_machine == 2
+    assert chosen.variables()["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+def test_several_machines() -> None:
+    where = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "num_processes": 4}
+    found = plan(where)
+    assert (found.per_machine, found.machine_rank, found.address, found.port, found.backend) == (
+        2,
+        1,
+        "10.0.0.1",
+        29500,
+        "static",
+    )
+    # A static meeting is one for all time, and ranks that start anew must meet again.
+    assert plan({**where, "max_restarts": 1}).backend == "c10d"
+    anywhere = plan({"num_machines": 2}, engine=Engine(endpoint="host:123"))
+    assert (anywhere.machine_rank, anywhere.address, anywhere.port, anywhere.backend) == (None, "host", 123, "c10d")
+
+
+def test_one_task_of_slurm_on_each_machine_is_an_agent() -> None:
+    found = plan({"compute_environment": "SLURM"}, GPUS, **TASK)
+    assert found.rank is None
+    assert (found.machines, found.machine_rank, found.per_machine) == (2, 1, 4)
+    assert (found.address, found.port, found.backend) == ("gpu007", 19711, "static")
+
+
+def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
+    task = {**TASK, "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    found = plan({"main_process_port": 5000}, **task)
+    assert found.rank is not None
+    variables = found.variables()
+    assert {
+        name: variables[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
+    } == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+    }
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"], variables["LEYDEN_STARTER"]) == (
+        "gpu007",
+        "5000",
+        "slurm",
+    )
+    with pytest.raises(ConfigurationError, match="srun started 4 tasks"):
+        plan({"num_processes": 2}, **task)
+    with pytest.raises(ConfigurationError, match="one task there"):
+        plan({"max_restarts": 1}, **task)
+
+
+@pytest.mark.parametrize(
+    ("found", "machine", "words"),
+    [
+        ({"num_processes": 0}, CPU, "give a number from 1"),
+        ({"num_processes": 3, "num_machines": 2, "machine_rank": 0, "main_process_ip": "a"}, CPU, "a multiple of 2"),
+        ({"num_processes": 5}, GPUS, "which has 4 GPUs"),
+        ({"gpu_ids": "0,1,2,3,4"}, GPUS, "names 5 GPUs"),
+        ({"distributed_type": "MULTI_GPU"}, CPU, "add --cpu"),
+        ({"distributed_type": "MULTI_NPU"}, CPU, "MULTI_GPU or MULTI_CPU"),
+        ({"num_machines": 2}, CPU, "no machine_rank and no main_process_ip"),
+        ({"num_machines": 2, "machine_rank": 2, "main_process_ip": "a"}, CPU, "none of 2 machines"),
+        ({"rdzv_backend": "gossip"}, CPU, "use static or c10d"),
+        ({"num_machines": 2, "rdzv_backend": "static", "max_restarts": 1}, CPU, "use rdzv_backend: c10d"),
+        ({"compute_environment": "SLURM"}, CPU, "srun --ntasks-per-node=1 leyden launch"),
+        ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "make 3 ranks"),
+        ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is no number"),
+    ],
+)
+def test_what_cannot_be_is_named(found: dict[str, Any], machine: Machine, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        plan(found, machine)
+
+
+def test_an_end_point_must_be_one() -> None:
+    with pytest.raises(ConfigurationError, match="give host:port"):
+        plan({"num_machines": 2}, engine=Engine(endpoint="host"))
+    with pytest.raises(ConfigurationError, match="leave rdzv_backend out"):
+        plan({"num_machines": 2, "rdzv_backend": "static"}, engine=Engine(endpoint="host:1"))
+
+
+def test_what_scripts_are_told_comes_through_the_variables() -> None:
+    found = {
+        "distributed_type": "DEEPSPEED",
+        "mixed_precision": "bf16",
+        "use_cpu": True,
+        "debug": True,
+        "deepspeed_config": {
+            "zero_stage": 3,
+            "gradient_accumulation_steps": 4,
+            "gradient_clipping": 0.5,
+            "offload_param_device": "cpu",
+        },
+        "dynamo_config": {"dynamo_backend": "inductor", "dynamo_use_fullgraph": True},
+    }
+    made = plan(found)
+    launched = read_launched(made.variables())
+    assert launched == made.launched
+    assert launched is not None
+    assert (launched.strategy, launched.options) == ("deepspeed_stage_3", {"offload_param_device": "cpu"})
+    assert (launched.precision, launched.accumulate_grad_batches, launched.gradient_clip_val) == ("bf16-mixed", 4, 0.5)
+    assert launched.compile == {"backend": "inductor", "fullgraph": True}
+    assert made.variables()["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
+    assert read_launched({}) is None
+
+
+def test_the_lines_name_what_has_no_effect() -> None:
+    made = plan({"same_network": True, "num_processes": 2})
+    assert "no effect   same_network (--dry-run tells why)" in made.lines("python a.py")
+    assert "no effect   same_network: the main address is used as it is given." in made.lines(
+        "python a.py", reasons=True
+    )
+    assert len(made.lines("python a.py").splitlines()) <= 6

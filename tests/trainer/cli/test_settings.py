@@ -1,0 +1,187 @@
+"""The configuration file: Accelerate's as they are, older keys, and what is wrong with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from leyden import ConfigurationError
+from leyden.trainer.cli.keys import FAMILIES, TOP, Key, all_keys
+from leyden.trainer.cli.settings import accelerate_file, default_file, parse, read_file, write_file
+
+ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fsdp_config:
+  fsdp_activation_checkpointing: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch_policy: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_forward_prefetch: false
+  fsdp_offload_params: false
+  fsdp_sharding_strategy: 1
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_sync_module_states: true
+  fsdp_transformer_layer_cls_to_wrap: BertLayer
+  fsdp_use_orig_params: true
+  fsdp_version: 2
+machine_rank: 0
+main_training_function: main
+mixed_precision: no
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+DEEPSPEED = """\
+compute_environment: LOCAL_MACHINE
+command_file: null
+commands: null
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: auto
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: 'False'
+  zero3_save_16bit_model: false
+  zero_stage: 3
+distributed_type: DEEPSPEED
+dynamo_backend: NO
+fsdp_config: {}
+fp16: true
+tpu_name: null
+use_cpu: false
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_an_accelerate_file_is_read_as_it_is(tmp_path: Path) -> None:
+    settings = read_file(written(tmp_path, ACCELERATE))
+    assert (settings.kind, settings.precision, settings.get("num_processes"), settings.get("use_cpu")) == (
+        "FSDP",
+        "no",
+        2,
+        True,
+    )
+    assert settings.section("fsdp_config")["fsdp_sharding_strategy"] == "FULL_SHARD"
+    assert settings.section("fsdp_config")["fsdp_backward_prefetch"] == "BACKWARD_PRE"
+    unused = dict(settings.without_effect())
+    # Those that are off ask for nothing, and are not named.
+    assert set(unused) == {
+        *("same_network", "main_training_function", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type"),
+        *("fsdp_backward_prefetch", "fsdp_use_orig_params", "fsdp_version"),
+    }
+    assert all(unused.values())
+
+
+def test_a_deepspeed_file_of_before(tmp_path: Path) -> None:
+    settings = read_file(written(tmp_path, DEEPSPEED))
+    assert settings.kind == "DEEPSPEED"
+    assert settings.precision == "fp16"
+    assert settings.section("deepspeed_config")["zero3_init_flag"] is False
+    assert settings.section("dynamo_config") == {"dynamo_backend": "no"}
+    assert settings.notes == ["fp16: true is taken as mixed_precision: fp16"]
+
+
+@pytest.mark.parametrize(
+    ("switch", "kind"),
+    [("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("use_megatron_lm", "MEGATRON_LM"), ("use_ddp", "NO")],
+)
+def test_older_switches(switch: str, kind: str) -> None:
+    assert parse({switch: True}).kind == kind
+    assert parse({switch: "false"}).kind == "NO"
+    assert len(parse({switch: True}).notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_procesess: 2", "'num_procesess' is not known. Did you mean 'num_processes'"),
+        ("mixed_precision: bf61", "mixed_precision: 'bf61' is not known. Did you mean 'bf16'"),
+        ("num_machines: two", "num_machines: 'two' is not a whole number"),
+        ("num_machines: 0", "give a whole number from 1"),
+        ("debug: maybe", "debug: 'maybe' is not true or false"),
+        ("zero_stage: 2", "'zero_stage' belongs into the section deepspeed_config"),
+        (
+            "fsdp_config:\n  fsdp_ofload_params: true",
+            "fsdp_config: the key 'fsdp_ofload_params' is not known. Did you mean 'fsdp_offload_params'",
+        ),
+        ("fsdp_config: yes", "is no section of keys"),
+        ("use_fsdp: true\ndistributed_type: DEEPSPEED", "contradict each other"),
+        ("compute_environment: AMAZON_SAGEMAKER", "inside the job"),
+        ("a: [", "is no YAML"),
+        ("- a", "holds no keys"),
+        ("!!python/object/apply:os.system ['true']", "is no YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigurationError) as caught:
+        read_file(path)
+    assert words in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named_with_the_way_to_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="leyden config --config_file"):
+        read_file(tmp_path / "none.yaml")
+
+
+def test_every_key_does_something_or_says_why_not() -> None:
+    assert [key.name for key in all_keys() if not key.help and not key.without] == []
+    names = [name for keys in (TOP, *FAMILIES.values()) for key in keys for name in (key.name, *key.older)]
+    assert len(names) == len(set(names))
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    settings = read_file(written(tmp_path, ACCELERATE))
+    again = read_file(write_file(settings, tmp_path / "new" / "file.yaml"))
+    assert (again.values, again.sections) == (settings.values, settings.sections)
+    # Readers of YAML 1.1 take a bare no for false.
+    assert "'no'" in (tmp_path / "new" / "file.yaml").read_text()
+    assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "file.yaml"]
+    assert yaml.safe_load((tmp_path / "new" / "file.yaml").read_text())["mixed_precision"] == "no"
+
+
+def test_flags_stand_over_the_file() -> None:
+    below = parse(
+        {"num_processes": 4, "debug": True, "fsdp_config": {"fsdp_offload_params": True, "fsdp_min_num_params": 3}}
+    )
+    above = parse({"num_processes": 2, "debug": None, "fsdp_config": {"fsdp_offload_params": False}})
+    settings = above.over(below)
+    assert settings.values == {"num_processes": 2, "debug": True}
+    assert settings.section("fsdp_config") == {"fsdp_offload_params": False, "fsdp_min_num_params": 3}
+
+
+def test_where_the_default_files_are(tmp_path: Path) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert default_file(environ) == tmp_path / "leyden" / "default_config.yaml"
+    assert default_file({}) == Path.home() / ".cache" / "leyden" / "default_config.yaml"
+    assert accelerate_file(environ) is None
+    theirs = tmp_path / "huggingface" / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    assert accelerate_file(environ) == theirs
+    assert accelerate_file({"HF_HOME": str(tmp_path / "huggingface")}) == theirs
+
+
+def test_a_number_in_words_and_a_flag_that_is_false() -> None:
+    assert Key("x", bool).read("False") is False
+    assert Key("x", float).read("1e-3") == 0.001
+    with pytest.raises(ConfigurationError):
+        Key("x", int).read(True)

@@ -1,0 +1,1 @@
+"""The command line: `leyden config`, `launch`, `env`, `test`, `estimate`, `merge`, `convert` and `checkpoint`."""

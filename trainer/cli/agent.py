@@ -1,0 +1,135 @@
+"""Starts the ranks of a plan on this machine, and tells how the first that failed has ended, in one block."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.cli.rank import TRACE
+
+if TYPE_CHECKING:
+    from leyden.strategies.launch.engine import Ended
+    from leyden.trainer.cli.plan import Plan
+
+MEETING_SECONDS = 900
+
+
+def start(plan: Plan, command: list[str]) -> int:
+    """Runs a command on this machine's ranks, and waits for them.
+
+    Args:
+        plan: which they are.
+        command: a program and its arguments.
+
+    Returns:
+        The exit status; where this process is a rank itself, it becomes the command and never comes back.
+    """
+    if plan.rank is not None:
+        sys.stdout.flush()
+        os.execvpe(command[0], command, {**os.environ, **plan.variables()})
+    if shutil.which(command[0]) is None:
+        raise ConfigurationError(f"there is no program {command[0]}: give its path.")
+    from leyden.strategies.launch.engine import Machines, engine_config, run_engine
+
+    kept = plan.engine.log_dir
+    if kept is not None:
+        os.makedirs(kept, exist_ok=True)
+    logs = Path(kept or tempfile.mkdtemp(prefix="leyden-launch-"))
+    machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
+    config = engine_config(plan.per_machine, machines, str(logs), **_engine(plan, logs))
+    told: list[Ended] = []
+    status = run_engine(config, command[0], command[1:], plan.variables(), tell=told.append)
+    if told:
+        print(block(told[0], _folder(logs, told[0]), shows=plan.engine.log_dir is None), file=sys.stderr, flush=True)
+    elif kept is None and not list(logs.glob("*/attempt_1")):
+        # After a restart it still tells why.
+        shutil.rmtree(logs, ignore_errors=True)
+    return status
+
+
+def _engine(plan: Plan, logs: Path) -> dict[str, Any]:
+    """The fields of torch's LaunchConfig that the plan settles."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+    engine = plan.engine
+    tee = engine.tee if engine.tee is not None else "3" if engine.log_dir else "0"
+    try:
+        streams = Std.from_str(tee)
+    except ValueError:
+        raise ConfigurationError(f"--tee {tee}: give 0, 1, 2 or 3, or by local rank, as 0:3,1:0.") from None
+    found: dict[str, Any] = {
+        "max_restarts": plan.max_restarts,
+        "monitor_interval": engine.monitor_interval,
+        "role": engine.role,
+        "logs_specs": DefaultLogsSpecs(log_dir=str(logs), tee=streams),
+        "log_line_prefix_template": "[rank ${rank}] ",
+    }
+    if plan.machines > 1 or engine.endpoint:
+        meeting: dict[str, Any] = {"timeout": MEETING_SECONDS}
+        if plan.backend == "static":
+            meeting["rank"] = plan.machine_rank
+        elif plan.backend == "c10d" and plan.machine_rank is not None:
+            meeting["is_host"] = plan.machine_rank == 0
+        found |= {
+            "rdzv_backend": plan.backend,
+            "rdzv_endpoint": f"{plan.address}:{plan.port}",
+            "rdzv_configs": {**meeting, **engine.rdzv_conf},
+            "run_id": engine.rdzv_id or f"leyden-{plan.port}",
+        }
+    elif plan.port:
+        found |= {"rdzv_endpoint": f"localhost:{plan.port}", "rdzv_configs": dict(engine.rdzv_conf)}
+    if plan.binds_cpus:
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        found["numa_options"] = NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
+    return found
+
+
+def _folder(logs: Path, ended: Ended) -> Path:
+    """What the engine keeps of a rank: a folder for each attempt, and in it one for each rank of this machine."""
+    attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, path.name))
+    return (attempts[-1] if attempts else logs) / str(ended.failure.local_rank)
+
+
+def block(ended: Ended, folder: Path, *, shows: bool = True) -> str:
+    """The first failure: its traceback where there is one, and below it rank, host, exception, line and log file.
+
+    Args:
+        ended: which rank ended first, and how.
+        folder: what the engine keeps of it.
+        shows: nothing else has shown the traceback.
+    """
+    failure = ended.failure
+    found = failure.error_file_data.get("message") if os.path.isfile(failure.error_file) else None
+    said: dict[str, Any] = found if isinstance(found, dict) else {}
+    trace = folder / TRACE
+    text = trace.read_text(encoding="utf-8", errors="replace") if trace.is_file() else ""
+    text = text.partition("\nExtension modules:")[0]
+    exception = said.get("exception") or said.get("message") or ended.words()
+    rows = [
+        ("rank", f"{ended.rank} (local {failure.local_rank}, process {failure.pid})"),
+        ("host", str(said.get("host") or socket.gethostname())),
+        ("exception", str(exception).split("; all ranks are ended", 1)[0]),
+        ("line", str(said.get("line") or _crash_line(text) or "not known: it is nowhere written down")),
+        ("log file", str(next((path for path in _files(folder) if path.is_file()), folder))),
+    ]
+    listed = "\n".join(f"  {name:<10} {value}" for name, value in rows)
+    head = f"leyden launch: rank {ended.rank} failed first, and all ranks are ended."
+    return "\n".join(part for part in (text.rstrip(), head, listed) if part)
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return (folder / "stderr.log", folder / TRACE, folder / "stdout.log")
+
+
+def _crash_line(text: str) -> str:
+    """The innermost line of a traceback that faulthandler wrote when a signal struck."""
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith('File "')]
+    own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line] or lines
+    return own[0].replace('File "', "", 1).replace('", ', ", ", 1) if own else ""

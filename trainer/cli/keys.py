@@ -1,0 +1,298 @@
+"""The keys of a configuration file, as Accelerate's users know them: what each may be, and what it does here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError, nearest
+
+YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
+NVME = ("none", "cpu", "nvme")
+DYNAMO = (
+    *(
+        "no",
+        "eager",
+        "aot_eager",
+        "inductor",
+        "aot_ts_nvfuser",
+        "nvprims_nvfuser",
+        "cudagraphs",
+        "ofi",
+        "fx2trt",
+        "onnxrt",
+    ),
+    *("tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the file, which is a flag of `leyden launch` too.
+
+    Attributes:
+        name: as the file has it.
+        kind: `bool`, `int`, `float`, `str`, `list`, `dict`, or the choices there are.
+        help: what it does.
+        without: why it does nothing here; empty if it does.
+        flag: the name of its flag, where that is another one; "" where it has none.
+        older: names that older files use.
+        least: the least number.
+    """
+
+    name: str
+    kind: type | tuple[str, ...]
+    help: str = ""
+    without: str = ""
+    flag: str | None = None
+    older: tuple[str, ...] = ()
+    least: float | None = None
+
+    def read(self, value: Any) -> Any:
+        """The value in its own type; None stays None, which leaves it open.
+
+        Raises:
+            ConfigurationError: if it is none; says what is.
+
+        Example:
+            >>> Key("num_processes", int, least=1).read("2"), Key("debug", bool).read("False")
+            (2, False)
+            >>> Key("mixed_precision", ("no", "bf16")).read(False)  # YAML reads a bare no as false
+            'no'
+        """
+        if value is None:
+            return None
+        if isinstance(self.kind, tuple):
+            return self._choice(value, self.kind)
+        if self.kind is bool:
+            return self._truth(value)
+        if self.kind in (int, float):
+            return self._number(value)
+        if self.kind is str:
+            if isinstance(value, (dict, list)):
+                raise self._wrong(value, "one text")
+            return str(value)
+        if not isinstance(value, self.kind):
+            raise self._wrong(value, "a list" if self.kind is list else "a section of keys")
+        return value
+
+    def _choice(self, value: Any, choices: tuple[str, ...]) -> str:
+        text = "no" if value is False else str(value)
+        for choice in choices:
+            if choice.lower() == text.lower():
+                return choice
+        raise ConfigurationError(f"{self.name}: {value!r} is not known. {nearest(text, choices)}")
+
+    def _truth(self, value: Any) -> bool:
+        text = str(value).lower()
+        if text not in YES + NO:
+            raise self._wrong(value, "true or false")
+        return text in YES
+
+    def _number(self, value: Any) -> float | int:
+        whole = self.kind is int
+        try:
+            if isinstance(value, bool):
+                raise ValueError
+            number = int(str(value)) if whole else float(value)
+        except (ValueError, TypeError):
+            raise self._wrong(value, "a whole number" if whole else "a number") from None
+        if self.least is not None and number < self.least:
+            raise self._wrong(value, f"a {'whole ' if whole else ''}number from {self.least}")
+        return number
+
+    def _wrong(self, value: Any, wanted: str) -> ConfigurationError:
+        return ConfigurationError(f"{self.name}: {value!r} is not {wanted}: give {wanted}.")
+
+
+TYPES = (
+    *("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU"),
+    *("MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON"),
+)
+_POD = "pods are started by their own tools; start `leyden launch` on each host."
+_MPI = "ranks are started by torch's elastic engine and not by mpirun."
+_FSDP2 = "FSDP2, which is used here, "
+_HOSTS = "every machine starts its own `leyden launch`."
+
+TOP: tuple[Key, ...] = (
+    Key("compute_environment", ("LOCAL_MACHINE", "SLURM"), "SLURM: machines, ranks and addresses are srun's", flag=""),
+    Key("distributed_type", (*TYPES, "TPU"), "what kind of machine, and how a model is spread over it", flag=""),
+    Key("mixed_precision", ("no", "fp16", "bf16", "fp8"), "the precision of the forward pass"),
+    Key("use_cpu", bool, "ranks on CPUs, also where there are GPUs", flag="cpu"),
+    Key("debug", bool, "compare what ranks put into collectives, and name a mismatch"),
+    Key("num_processes", int, "ranks, over all machines; as many as GPUs if left out", least=-1),
+    Key("num_machines", int, "machines", least=1),
+    Key("machine_rank", int, "which of them this is, from 0", least=0),
+    Key("main_process_ip", str, "address of machine 0"),
+    Key("main_process_port", int, "port of machine 0", least=0),
+    Key("rdzv_backend", str, "how machines meet: static or c10d"),
+    Key("gpu_ids", str, "GPUs of this machine: all, or their numbers as 0,1"),
+    Key("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
+    Key("max_restarts", int, "start the ranks anew so often when one fails; Leyden's own key", least=0),
+    Key("num_cpu_threads_per_process", int, "OMP_NUM_THREADS of each rank; Leyden's own key", least=1),
+    Key("same_network", bool, without="the main address is used as it is given."),
+    Key("main_training_function", str, without="the script is run as it stands."),
+    Key("downcast_bf16", str, without="it is of TPUs: use mixed_precision: bf16."),
+    Key("tpu_name", str, without=_POD),
+    Key("tpu_zone", str, without=_POD),
+    Key("tpu_use_cluster", bool, without=_POD),
+    Key("tpu_use_sudo", bool, without=_POD),
+    Key("tpu_vm", list, without=_POD, flag=""),
+    Key("tpu_env", list, without="set variables in the shell that starts the ranks.", flag=""),
+    Key("command_file", str, without=_POD, flag=""),
+    Key("commands", list, without=_POD, flag=""),
+    Key("mpirun_config", dict, without=_MPI, flag=""),
+    Key("ipex_config", dict, without="what Intel's extension did is in torch itself.", flag=""),
+)
+
+FSDP: tuple[Key, ...] = (
+    Key(
+        "fsdp_sharding_strategy",
+        ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
+        "what is sharded, and over which ranks",
+        older=("sharding_strategy",),
+    ),
+    Key("fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "how modules are grouped"),
+    Key(
+        "fsdp_transformer_layer_cls_to_wrap",
+        str,
+        "classes of the modules to group, with commas",
+        older=("transformer_layer_cls_to_wrap",),
+    ),
+    Key("fsdp_min_num_params", int, "parameters of a group, by size", older=("min_num_params",), least=0),
+    Key("fsdp_offload_params", bool, "parameters wait on the CPU", older=("offload_params",)),
+    Key("fsdp_activation_checkpointing", bool, "compute activations again in backward"),
+    Key("fsdp_reshard_after_forward", str, "free gathered parameters after forward (true, false, FULL_SHARD …)"),
+    Key("fsdp_sync_module_states", bool, "every rank begins with rank 0's weights"),
+    Key("fsdp_cpu_ram_efficient_loading", bool, without="build in configure_model: it is on the meta device there."),
+    Key(
+        "fsdp_state_dict_type",
+        ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
+        without="a checkpoint is sharded, fits any number of ranks, and `leyden merge` makes one file of it.",
+    ),
+    Key(
+        "fsdp_backward_prefetch",
+        ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+        without=f"{_FSDP2}prefetches by itself.",
+        older=("fsdp_backward_prefetch_policy", "backward_prefetch_policy", "backward_prefetch"),
+    ),
+    Key("fsdp_forward_prefetch", bool, without=f"{_FSDP2}prefetches by itself."),
+    Key("fsdp_use_orig_params", bool, without=f"{_FSDP2}always keeps the original parameters."),
+    Key("fsdp_version", int, without="it is always FSDP2.", least=1),
+)
+DEEPSPEED: tuple[Key, ...] = (
+    Key("zero_stage", int, "what is sharded: 1 optimizer, 2 and gradients, 3 and parameters", least=0),
+    Key("gradient_accumulation_steps", str, "batches of one optimizer step"),
+    Key("gradient_clipping", str, "largest norm of the gradients"),
+    Key("offload_optimizer_device", NVME, "where optimizer state waits"),
+    Key("offload_param_device", NVME, "where parameters wait"),
+    Key("offload_optimizer_nvme_path", str, "folder on the disk for it"),
+    Key("offload_param_nvme_path", str, "folder on the disk for it"),
+    Key("zero3_init_flag", bool, "build the model sharded"),
+    Key("zero3_save_16bit_model", bool, "save 16-bit weights too"),
+    Key("deepspeed_config_file", str, "DeepSpeed's own JSON file"),
+    Key("deepspeed_moe_layer_cls_names", str, "classes of mixture-of-experts layers, with commas"),
+    Key("deepspeed_hostfile", str, without=_HOSTS),
+    Key("deepspeed_exclusion_filter", str, without=_HOSTS),
+    Key("deepspeed_inclusion_filter", str, without=_HOSTS),
+    Key("deepspeed_multinode_launcher", str, without=_HOSTS),
+)
+_SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
+PARALLELISM: tuple[Key, ...] = (
+    *(Key(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
+    Key("parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how context parallel ranks exchange"),
+    Key("parallelism_config_cp_backend", str, "which context parallelism"),
+    Key("parallelism_config_sp_backend", str, "which sequence parallelism"),
+    Key("parallelism_config_sp_seq_length", int, "tokens of a sequence", least=1),
+    Key("parallelism_config_sp_seq_length_is_variable", bool, "sequences differ in length"),
+    Key("parallelism_config_sp_attn_implementation", str, "attention of sequence parallelism"),
+)
+MEGATRON: tuple[Key, ...] = (
+    *(
+        Key(f"megatron_lm_{name}_degree", int, f"ranks of the {name} axis", least=1)
+        for name in ("tp", "pp", "cp", "ep")
+    ),
+    Key("megatron_lm_num_micro_batches", int, "micro-batches of a pipeline", least=1),
+    Key("megatron_lm_sequence_parallelism", bool, "shard activations over the tensor ranks"),
+    Key("megatron_lm_recompute_activations", bool, "compute activations again in backward"),
+    Key("megatron_lm_use_distributed_optimizer", bool, "shard optimizer state"),
+    Key("megatron_lm_gradient_clipping", float, "largest norm of the gradients", least=0),
+)
+FP8: tuple[Key, ...] = (
+    Key("fp8_backend", ("TE", "MSAMP", "AO"), "who computes", older=("backend",)),
+    Key("fp8_use_autocast_during_eval", bool, "fp8 in evaluation too", older=("use_autocast_during_eval",)),
+    Key("fp8_margin", int, "margin of the scaling factor", older=("margin",)),
+    Key("fp8_interval", int, "steps between scaling factors", older=("interval",)),
+    Key("fp8_format", ("HYBRID", "E4M3", "E5M2"), "format of forward and backward"),
+    Key("fp8_amax_history_len", int, "steps of history", older=("amax_history_len", "amax_history_length")),
+    Key("fp8_amax_compute_algo", ("max", "most_recent"), "what is taken of it", older=("amax_compute_algo",)),
+    Key(
+        "fp8_override_linear_precision",
+        bool,
+        "",
+        "give the recipe in the script.",
+        older=("override_linear_precision",),
+    ),
+    Key("fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer kept.", older=("optimization_level", "opt_level")),
+    Key("fp8_enable_fsdp_float8_all_gather", bool, "gather in fp8", older=("enable_fsdp_float8_all_gather",)),
+    Key("fp8_pad_inner_dim", bool, "pad to what the hardware needs", older=("pad_inner_dim",)),
+)
+COMPILE: tuple[Key, ...] = (
+    Key("dynamo_backend", DYNAMO, "compile the model by torch.compile with this backend"),
+    Key("dynamo_mode", ("default", "reduce-overhead", "max-autotune"), "torch.compile's mode"),
+    Key("dynamo_use_dynamic", bool, "compile for any shape"),
+    Key("dynamo_use_fullgraph", bool, "refuse what breaks the graph"),
+    Key("dynamo_use_regional_compilation", bool, "compile the repeated block once"),
+)
+FAMILIES: dict[str, tuple[Key, ...]] = {
+    "fsdp_config": FSDP,
+    "deepspeed_config": DEEPSPEED,
+    "parallelism_config": PARALLELISM,
+    "megatron_lm_config": MEGATRON,
+    "fp8_config": FP8,
+    "dynamo_config": COMPILE,
+}
+OLDER_TYPES = {
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "use_megatron_lm": "MEGATRON_LM",
+    "use_ddp": "",
+    "use_parallelism_config": "",
+}
+"""Switches that chose how a model is spread before distributed_type did; empty: plain ranks, by what the machine has."""
+NAMES_OF_1 = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
+"""FSDP's strategies were numbers."""
+
+
+def all_keys() -> Iterator[Key]:
+    """Every key of the file, those of its sections too."""
+    yield from TOP
+    for keys in FAMILIES.values():
+        yield from keys
+
+
+def read_section(keys: tuple[Key, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """The values of one level of the file, under their names of today.
+
+    Args:
+        keys: those it may have.
+        found: what it has.
+        section: its name, for errors.
+
+    Raises:
+        ConfigurationError: for an unknown key or a value that cannot be; names both, and the nearest.
+    """
+    names = {name: key for key in keys for name in (key.name, *key.older)}
+    values: dict[str, Any] = {}
+    for name, value in found.items():
+        key = names.get(str(name))
+        if key is None:
+            place = f"{section}: " if section else ""
+            raise ConfigurationError(
+                f"{place}the key {name!r} is not known. {nearest(str(name), [k.name for k in keys])}"
+            )
+        if key.name == "fsdp_sharding_strategy":
+            value = NAMES_OF_1.get(str(value), value)
+        values[key.name] = key.read(value)
+    return values

@@ -1,0 +1,259 @@
+"""`leyden launch`: the flags, which stand over the file, which stands over the defaults; then the ranks."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from typing import Any
+
+import click
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.cli import agent, preflight
+from leyden.trainer.cli.keys import FAMILIES, TOP, Key, read_section
+from leyden.trainer.cli.machine import this_machine
+from leyden.trainer.cli.plan import Engine, Plan, resolve
+from leyden.trainer.cli.settings import Settings, accelerate_file, default_file, read_file
+
+KINDS = {
+    "multi_gpu": "MULTI_GPU",
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DEEPSPEED",
+    "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+}
+"""Flags that choose what distributed_type chooses in the file."""
+
+
+class KeyType(click.ParamType):  # type: ignore[type-arg]
+    """A flag's value, read as the file's is: "False" is false."""
+
+    def __init__(self, key: Key) -> None:
+        self.key = key
+        self.name = "text"
+        if isinstance(key.kind, type):
+            self.name = {bool: "true|false", int: "number", float: "number"}.get(key.kind, "text")
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return f"[{'|'.join(self.key.kind)}]" if isinstance(self.key.kind, tuple) else self.name
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return read_section((self.key,), {self.key.name: value})[self.key.name]
+        except ConfigurationError as error:
+            self.fail(str(error).partition(": ")[2], param, ctx)
+
+
+class Launch(click.Command):
+    """A command whose help tells the families of flags apart."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(_GROUPS.get(param.name or "", "Options"), []).append(record)
+        for name, rows in groups.items():
+            with formatter.section(name):
+                formatter.write_dl(rows)
+
+
+_GROUPS: dict[str, str] = {}
+
+
+def _flags() -> list[click.Option]:
+    """A flag for each key of the file that may have one."""
+    made = []
+    titles = {
+        "fsdp_config": "FSDP",
+        "deepspeed_config": "DeepSpeed",
+        "parallelism_config": "Tensor, pipeline and context parallel",
+        "megatron_lm_config": "Megatron-LM",
+        "fp8_config": "fp8",
+        "dynamo_config": "torch.compile",
+    }
+    for family, keys in (("", TOP), *FAMILIES.items()):
+        for key in keys:
+            if key.flag == "":
+                continue
+            title = "Without an effect here" if key.without else titles.get(family, "The same keys as in the file")
+            made.append(_flag(key, title))
+    return made
+
+
+def _flag(key: Key, title: str) -> click.Option:
+    name = key.flag or key.name
+    _GROUPS[key.name] = title
+    if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
+        return click.Option([f"--{name}/--no_{name}", key.name], default=None, help=key.help or key.without)
+    older = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_"))]
+    return click.Option([f"--{name}", *older, key.name], type=KeyType(key), help=key.help or key.without)
+
+
+def _switch(name: str, help: str) -> click.Option:
+    return click.Option([f"--{name}"], is_flag=True, default=False, help=help)
+
+
+OPTIONS: list[click.Parameter] = [
+    click.Option(
+        ["--config_file", "file"], help="Read this file, Leyden's or Accelerate's; the default one if left out."
+    ),
+    _switch("dry_run", "Show the plan, and start nothing."),
+    click.Option(["-q", "--quiet"], is_flag=True, help="Do not show the plan."),
+    click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is a module, as of python -m."),
+    _switch("no_python", "SCRIPT is a program of its own and not run by Python."),
+    _switch("multi_gpu", "Ranks on the GPUs of this machine."),
+    _switch("use_fsdp", "Shard the model: FSDP."),
+    _switch("use_deepspeed", "Shard by DeepSpeed."),
+    _switch("use_megatron_lm", "Use Megatron-LM."),
+    _switch("use_parallelism_config", "Does nothing: the sizes of the axes tell."),
+    _switch("tpu", "Run on TPUs, by XLA."),
+    click.Option(["--rdzv_endpoint"], metavar="HOST:PORT", help="Where machines meet, in place of a main machine."),
+    click.Option(["--rdzv_id"], help="Name of the meeting, where several jobs share an end point."),
+    click.Option(["--rdzv_conf"], default="", metavar="KEY=VALUE,…", help="Further settings of the meeting."),
+    click.Option(
+        ["--monitor_interval"],
+        type=click.FloatRange(0.01),
+        default=0.1,
+        show_default=True,
+        help="Seconds between two looks at the ranks.",
+    ),
+    click.Option(["--log_dir"], type=click.Path(file_okay=False), help="Keep what each rank prints in files here too."),
+    click.Option(
+        ["--tee"],
+        metavar="[0|1|2|3]",
+        help="What is kept there: 1 stdout, 2 stderr, 3 both, 0 only errors; or 0:3,1:0 by local rank.",
+    ),
+    click.Option(["--role"], default="default", help="Name of the ranks in what is kept."),
+    click.Option(
+        ["--preflight_timeout"],
+        type=click.FloatRange(0),
+        default=300.0,
+        show_default=True,
+        help="Seconds to wait for other machines before the start; 0 does without.",
+    ),
+    *_flags(),
+    click.Argument(["script"]),
+    click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED),
+]
+
+
+def run(
+    *,
+    script: str,
+    arguments: tuple[str, ...],
+    file: str | None,
+    dry_run: bool,
+    quiet: bool,
+    module: bool,
+    no_python: bool,
+    preflight_timeout: float,
+    **flags: Any,
+) -> int:
+    """Reads, plans, shows the plan, and runs it."""
+    if module and no_python:
+        raise ConfigurationError("--module and --no_python: a module is run by Python; give one of them.")
+    engine = Engine(
+        endpoint=flags.pop("rdzv_endpoint"),
+        rdzv_id=flags.pop("rdzv_id"),
+        rdzv_conf=_pairs(flags.pop("rdzv_conf")),
+        monitor_interval=flags.pop("monitor_interval"),
+        log_dir=flags.pop("log_dir"),
+        tee=flags.pop("tee"),
+        role=flags.pop("role"),
+    )
+    given = _given(flags)
+    below = _file(file)
+    settings = given.over(below)
+    plan = resolve(settings, engine, this_machine(), str(below.source or "flags"))
+    command = command_of(script, arguments, module, no_python)
+    # Of the tasks of srun, one speaks for all.
+    if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
+        shown = [script, *arguments] if no_python else ["python", *(["-m"] if module else []), script, *arguments]
+        click.echo(plan.lines(shlex.join(shown), reasons=dry_run))
+        _point_out(below, file)
+        sys.stdout.flush()
+    if dry_run:
+        return 0
+    if not no_python and not module and not os.path.exists(script):
+        raise ConfigurationError(
+            f"there is no script {script}: give its path, -m for a module, or --no_python for a program."
+        )
+    _preflight(plan, preflight_timeout)
+    return agent.start(plan, command)
+
+
+def command_of(script: str, arguments: tuple[str, ...], module: bool, no_python: bool) -> list[str]:
+    """What each rank runs. A script runs inside of a small program of ours that keeps a record of its errors."""
+    if no_python:
+        return [script, *arguments]
+    return [sys.executable, "-u", "-m", "leyden.trainer.cli.rank", *(["-m"] if module else []), script, *arguments]
+
+
+def _given(flags: dict[str, Any]) -> Settings:
+    """The flags, as a file would say them."""
+    kinds = [name for name in KINDS if flags.pop(name)]
+    flags.pop("use_parallelism_config")
+    if len(kinds) > 1:
+        raise ConfigurationError(f"{' and '.join(f'--{name}' for name in kinds)} exclude each other: give one of them.")
+    sections = {
+        family: {key.name: flags[key.name] for key in keys if flags.get(key.name) is not None}
+        for family, keys in FAMILIES.items()
+    }
+    values = {key.name: flags.get(key.name) for key in TOP}
+    if kinds:
+        values["distributed_type"] = KINDS[kinds[0]]
+    return Settings(values, {name: section for name, section in sections.items() if section})
+
+
+def _file(file: str | None) -> Settings:
+    """The file that was named, or the default one where there is one."""
+    if file is not None:
+        return read_file(file)
+    path = default_file()
+    return read_file(path) if path.is_file() else Settings()
+
+
+def _point_out(below: Settings, file: str | None) -> None:
+    theirs = accelerate_file()
+    if below.source is None and theirs is not None:
+        click.echo(f"{'':<11} Accelerate's own file is not read unasked: --config_file {theirs}")
+
+
+def _pairs(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(equals and name.strip() for name, equals, _ in pairs):
+        raise ConfigurationError(f"--rdzv_conf {text}: give KEY=VALUE, several with commas.")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _preflight(plan: Plan, timeout: float) -> None:
+    if plan.machines == 1 or plan.rank is not None or not timeout or plan.backend not in ("static", "c10d"):
+        return
+    facts = preflight.facts_of(plan.machine_rank, plan.machines, plan.backend)
+    preflight.check(facts, plan.machines, plan.address, plan.port, timeout, _say)
+
+
+def _say(text: str) -> None:
+    click.echo(f"leyden launch: {text}", err=True)
+
+
+def _underscored(name: str) -> str:
+    """--num-processes is --num_processes."""
+    return name.replace("-", "_")
+
+
+command = Launch(
+    "launch",
+    callback=run,
+    params=OPTIONS,
+    help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nA flag stands over the file, which "
+    "stands over the default. Words in a flag are joined by _ or by -.",
+    context_settings={
+        "token_normalize_func": _underscored,
+        "allow_interspersed_args": False,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+)

@@ -1,0 +1,83 @@
+"""`leyden`: finds the command that was asked for. Each is imported only when it is run."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and keep the answers in a file."),
+    "launch": ("leyden.trainer.cli.launch", "Run a script on all ranks of this machine, or of several."),
+}
+ALIASES: dict[str, str] = {}
+
+
+class Commands(click.Group):
+    """The commands of the table above; help on all of them imports none."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        name = ALIASES.get(cmd_name, cmd_name)
+        if name not in COMMANDS:
+            return None
+        command = importlib.import_module(COMMANDS[name][0]).command
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args and args[0] not in (*COMMANDS, *ALIASES) and not args[0].startswith("-"):
+            import difflib
+
+            close = difflib.get_close_matches(args[0], COMMANDS, n=1, cutoff=0.5)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            ctx.fail(f"there is no command {args[0]!r}. {hint}Known: {', '.join(COMMANDS)}.")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
+        with formatter.section("Other names"):
+            formatter.write_dl([(alias, f"is {name}") for alias, name in ALIASES.items()])
+
+
+@click.group(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    help="Leyden on the command line. `leyden COMMAND --help` tells each command's own options.",
+)
+@click.version_option(getattr(sys.modules["leyden"], "__version__", "?"), message="leyden %(version)s")
+def leyden() -> None:
+    """The group that holds all commands."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line.
+
+    Args:
+        arguments: without the program's name; this process's if left out.
+
+    Returns:
+        The exit status. A mistake of the user is told in one line, with status 2.
+    """
+    try:
+        result = leyden.main(list(arguments) if arguments is not None else None, "leyden", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        print("\nleyden: stopped.", file=sys.stderr)
+        return 130
+    except RuntimeError as error:
+        from leyden.strategies.errors import LeydenError
+
+        if not isinstance(error, LeydenError):
+            raise
+        print(f"leyden: {error}", file=sys.stderr)
+        return 2
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,406 @@
+"""From flags and a file to the plan of a launch: which ranks, where, and what they are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
+from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.settings import Settings
+from leyden.trainer.launched import Launched
+
+PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
+SHARDINGS = {
+    "SHARD_GRAD_OP": "fsdp_shard_grad_op",
+    "HYBRID_SHARD": "hsdp",
+    "HYBRID_SHARD_ZERO2": "hsdp",
+    "NO_SHARD": "ddp",
+}
+PORT = 29500
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """How the ranks are started, beyond what a configuration file says.
+
+    Attributes:
+        endpoint: host:port where machines meet; in place of the main machine's.
+        rdzv_id: name of the meeting.
+        rdzv_conf: further settings of it.
+        monitor_interval: seconds between two looks at the ranks.
+        log_dir: where output of the ranks is kept.
+        tee: streams that are kept in files and shown: "0" none, "1" stdout, "2" stderr, "3" both; or by local rank.
+        role: name of the ranks in logs.
+    """
+
+    endpoint: str | None = None
+    rdzv_id: str | None = None
+    rdzv_conf: Mapping[str, str] = field(default_factory=dict)
+    monitor_interval: float = 0.1
+    log_dir: str | None = None
+    tee: str | None = None
+    role: str = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One launch, as this machine takes part in it.
+
+    Attributes:
+        settings: what was read and given.
+        engine: how the ranks are started.
+        accelerator: cpu, cuda or xla.
+        per_machine: ranks of this machine.
+        machines: how many.
+        machine_rank: which this is; None where the meeting decides.
+        address: of machine 0.
+        port: of machine 0; 0 for any that is free.
+        backend: how machines meet: static or c10d.
+        threads: of each rank.
+        launched: what scripts are told.
+        rank: the rank that this process becomes; None where it starts its ranks.
+    """
+
+    settings: Settings
+    engine: Engine
+    accelerator: str
+    per_machine: int
+    machines: int
+    machine_rank: int | None
+    address: str
+    port: int
+    backend: str
+    threads: int
+    launched: Launched
+    rank: RankEnvironment | None = None
+
+    @property
+    def max_restarts(self) -> int:
+        return int(self.settings.get("max_restarts", 0))
+
+    def variables(self) -> dict[str, str]:
+        """What the ranks find in their environment, beside torch's own."""
+        found = {STARTER: "launch", "OMP_NUM_THREADS": str(self.threads), **self.launched.variables()}
+        gpus = self.settings.get("gpu_ids", "all")
+        if self.accelerator == "cuda" and gpus != "all":
+            found["CUDA_VISIBLE_DEVICES"] = gpus
+        if self.launched.debug:
+            # gloo aborts the process on operands that differ; with this they are compared first, and raise.
+            found["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+        if self.rank is not None:
+            found |= _rank_variables(self.rank)
+        return found
+
+    def lines(self, command: str, *, reasons: bool = False) -> str:
+        """The plan in a few lines.
+
+        Args:
+            command: what the ranks run.
+            reasons: also why some keys have no effect, and the variables.
+        """
+        settings, launched = self.settings, self.launched
+        ranks = self.per_machine * self.machines
+        where = f"{self.machines} machines × {self.per_machine}" if self.machines > 1 else "this machine"
+        found = [("file", str(settings.source) if settings.source else "none: flags and defaults")]
+        found += [("taken", note) for note in settings.notes]
+        found += [
+            ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
+        ]
+        if self.rank is not None:
+            found += [("started by", f"srun, one task for each rank; this is rank {self.rank.rank}")]
+        elif self.machines > 1:
+            which = "by the meeting" if self.machine_rank is None else f"machine {self.machine_rank}"
+            found += [("meeting", f"{self.backend} at {self.address}:{self.port}, this is numbered {which}")]
+        strategy = launched.strategy or ("ddp" if ranks > 1 else "one rank")
+        found += [
+            ("strategy", f"{strategy}{_listed(launched.options)}, precision {launched.precision or 'of the script'}")
+        ]
+        others = self._others()
+        if others:
+            found += [("also", ", ".join(others))]
+        unused = settings.without_effect()
+        if unused and not reasons:
+            found += [("no effect", f"{', '.join(name for name, _ in unused)} (--dry-run tells why)")]
+        found += [("no effect", f"{name}: {why}") for name, why in unused if reasons]
+        found += [("variable", f"{name}={value}") for name, value in sorted(self.variables().items()) if reasons]
+        return "\n".join(f"{name:<11} {value}" for name, value in [*found, ("command", command)])
+
+    def _others(self) -> list[str]:
+        launched = self.launched
+        found = [f"up to {self.max_restarts} restart{'s' * (self.max_restarts > 1)}"] if self.max_restarts else []
+        found += [f"accumulation {launched.accumulate_grad_batches}"] if launched.accumulate_grad_batches else []
+        found += [f"clipping {launched.gradient_clip_val}"] if launched.gradient_clip_val else []
+        found += [f"torch.compile{_listed(launched.compile)}"] if launched.compile else []
+        found += [f"GPUs {self.settings.get('gpu_ids')}"] if "CUDA_VISIBLE_DEVICES" in self.variables() else []
+        found += ["CPUs bound to GPUs"] if self.binds_cpus else []
+        return found + (["debug checks"] if launched.debug else [])
+
+    @property
+    def binds_cpus(self) -> bool:
+        """True if each rank is bound to the CPUs beside its GPU."""
+        return bool(self.settings.get("enable_cpu_affinity", False)) and self.accelerator == "cuda"
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return f" ({', '.join(f'{name} {value}' for name, value in values.items())})" if values else ""
+
+
+def resolve(
+    settings: Settings, engine: Engine, machine: Machine, source: str, environ: Mapping[str, str] | None = None
+) -> Plan:
+    """Works out the plan.
+
+    Args:
+        settings: flags over the file.
+        engine: how ranks are started.
+        machine: what this machine has.
+        source: where settings come from, for the scripts to tell.
+        environ: the environment; this process's if left out.
+
+    Raises:
+        ConfigurationError: if it cannot be; names the fix.
+    """
+    environ = os.environ if environ is None else environ
+    accelerator = _accelerator(settings, machine)
+    task = _slurm_task(settings, environ)
+    if task is not None and task.local_world_size > 1:
+        return _as_rank(settings, engine, task, machine, accelerator, source, environ)
+    machines = int(settings.get("num_machines", 1)) if task is None else task.num_nodes
+    per_machine = _per_machine(settings, machine, accelerator, machines)
+    machine_rank, address, port, backend = _meeting(settings, engine, machines, task)
+    return Plan(
+        settings,
+        engine,
+        accelerator,
+        per_machine,
+        machines,
+        machine_rank,
+        address,
+        port,
+        backend,
+        _threads(settings, machine, per_machine, environ),
+        launched_of(settings, source, accelerator, per_machine * machines),
+    )
+
+
+def _as_rank(
+    settings: Settings,
+    engine: Engine,
+    task: RankEnvironment,
+    machine: Machine,
+    accelerator: str,
+    source: str,
+    environ: Mapping[str, str],
+) -> Plan:
+    """The plan of a task of srun that is one rank itself."""
+    wanted = settings.get("num_processes", -1)
+    if wanted not in (-1, task.world_size):
+        raise ConfigurationError(
+            f"srun started {task.world_size} tasks, one for each rank, and num_processes is {wanted}: leave it out, or start "
+            "one task on each machine (srun --ntasks-per-node=1)."
+        )
+    if settings.get("max_restarts", 0):
+        raise ConfigurationError(
+            "max_restarts needs an agent on each machine: start one task there (srun --ntasks-per-node=1)."
+        )
+    address, port = task.address or ("", 0)
+    return Plan(
+        settings,
+        engine,
+        accelerator,
+        task.local_world_size,
+        task.num_nodes,
+        task.node_rank,
+        address,
+        port,
+        "static",
+        _threads(settings, machine, task.local_world_size, environ),
+        launched_of(settings, source, accelerator, task.world_size),
+        task,
+    )
+
+
+def _rank_variables(rank: RankEnvironment) -> dict[str, str]:
+    address, port = rank.address or ("", 0)
+    return {
+        STARTER: rank.starter,
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.local_rank),
+        "WORLD_SIZE": str(rank.world_size),
+        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
+        "GROUP_RANK": str(rank.node_rank),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _accelerator(settings: Settings, machine: Machine) -> str:
+    if settings.kind == "XLA":
+        return "xla"
+    if settings.get("use_cpu", False) or settings.kind == "MULTI_CPU":
+        return "cpu"
+    if settings.kind.startswith("MULTI_") and settings.kind != "MULTI_GPU":
+        raise ConfigurationError(
+            f"distributed_type: {settings.kind}: this version runs on CPUs and CUDA GPUs; use MULTI_GPU or MULTI_CPU."
+        )
+    if settings.kind == "MULTI_GPU" and not machine.gpus:
+        raise ConfigurationError(
+            "distributed_type: MULTI_GPU, and this machine has no GPU that torch sees: add --cpu, or look at `leyden env`."
+        )
+    return "cuda" if machine.gpus else "cpu"
+
+
+def _slurm_task(settings: Settings, environ: Mapping[str, str]) -> RankEnvironment | None:
+    """This task of srun, where there are several."""
+    bare = {name: value for name, value in environ.items() if name.startswith("SLURM_")}
+    given = {"MASTER_ADDR": settings.get("main_process_ip"), "MASTER_PORT": settings.get("main_process_port")}
+    task = rank_environment({**bare, **{name: str(value) for name, value in given.items() if value is not None}})
+    if task is None and settings.get("compute_environment") == "SLURM" and "SLURM_STEP_ID" not in environ:
+        raise ConfigurationError(
+            "compute_environment: SLURM, and srun has not started this: use `srun --ntasks-per-node=1 leyden launch …`, or a "
+            "file for this machine."
+        )
+    return task
+
+
+def _per_machine(settings: Settings, machine: Machine, accelerator: str, machines: int) -> int:
+    """Ranks of this machine."""
+    chosen = settings.get("gpu_ids", "all")
+    gpus = machine.gpus if chosen == "all" else len(chosen.split(","))
+    if accelerator == "cuda" and gpus > machine.gpus:
+        raise ConfigurationError(f"gpu_ids: {chosen} names {gpus} GPUs, and this machine has {machine.gpus}.")
+    total = settings.get("num_processes", -1)
+    if total == 0:
+        raise ConfigurationError("num_processes: 0 starts nothing: give a number from 1, or leave it out.")
+    if total == -1:
+        return gpus if accelerator == "cuda" else 1
+    if total % machines:
+        raise ConfigurationError(
+            f"num_processes: {total} ranks on {machines} machines: it is the number of all ranks, so give a multiple of {machines}."
+        )
+    per_machine = int(total) // machines
+    if accelerator == "cuda" and per_machine > gpus:
+        raise ConfigurationError(
+            f"num_processes: {per_machine} ranks on this machine, which has {gpus} GPU{'s' * (gpus != 1)} to use: give "
+            f"{gpus * machines}, or add --cpu."
+        )
+    return per_machine
+
+
+def _meeting(
+    settings: Settings, engine: Engine, machines: int, task: RankEnvironment | None
+) -> tuple[int | None, str, int, str]:
+    """Number of this machine, address, port and backend."""
+    backend = settings.get("rdzv_backend")
+    if backend not in (None, "static", "c10d", "etcd", "etcd-v2"):
+        raise ConfigurationError(f"rdzv_backend: {backend!r} is not known: use static or c10d.")
+    if machines == 1 and engine.endpoint is None:
+        return 0, "localhost", int(settings.get("main_process_port", 0)), "c10d"
+    # A static meeting hands stale addresses to ranks that start a second time.
+    backend = backend or ("c10d" if engine.endpoint or settings.get("max_restarts", 0) else "static")
+    if backend == "static" and settings.get("max_restarts", 0):
+        raise ConfigurationError("max_restarts needs machines that can meet again: use rdzv_backend: c10d.")
+    rank = settings.get("machine_rank") if task is None else task.node_rank
+    if engine.endpoint is not None:
+        if backend == "static":
+            raise ConfigurationError("--rdzv_endpoint is of c10d: leave rdzv_backend out, or give --main_process_ip.")
+        address, _, port = engine.endpoint.rpartition(":")
+        if not address or not port.isdigit():
+            raise ConfigurationError(f"--rdzv_endpoint {engine.endpoint}: give host:port, as 10.0.0.1:29500.")
+        return rank, address, int(port), backend
+    if task is not None and task.address is not None:
+        return rank, *task.address, backend
+    address = settings.get("main_process_ip")
+    missing = [name for name, value in (("machine_rank", rank), ("main_process_ip", address)) if value is None]
+    if missing:
+        raise ConfigurationError(
+            f"{machines} machines, and no {' and no '.join(missing)}: give --machine_rank (0 to {machines - 1}) and "
+            "--main_process_ip (of machine 0) on each machine, or --rdzv_endpoint host:port."
+        )
+    if rank >= machines:
+        raise ConfigurationError(f"machine_rank: {rank} is none of {machines} machines: give 0 to {machines - 1}.")
+    return rank, str(address), int(settings.get("main_process_port", PORT)), backend
+
+
+def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Mapping[str, str]) -> int:
+    """CPU threads of a rank: those asked for, else the machine's CPUs shared out."""
+    asked = settings.get("num_cpu_threads_per_process") or environ.get("OMP_NUM_THREADS")
+    return int(asked) if asked else max(1, machine.cpus // per_machine)
+
+
+def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> Launched:
+    """What the script is told."""
+    strategy, options = _strategy(settings, ranks)
+    deepspeed = settings.section("deepspeed_config") if settings.kind == "DEEPSPEED" else {}
+    steps, norm = deepspeed.get("gradient_accumulation_steps"), deepspeed.get("gradient_clipping")
+    if settings.kind == "MEGATRON_LM":
+        norm = settings.section("megatron_lm_config").get("megatron_lm_gradient_clipping")
+    compiled = {
+        name.removeprefix("dynamo_").removeprefix("use_"): value
+        for name, value in settings.section("dynamo_config").items()
+    }
+    if compiled.get("backend", "no") == "no":
+        compiled = {}
+    precision = PRECISIONS.get(settings.precision)
+    return Launched(
+        source,
+        accelerator="cpu" if accelerator == "cpu" else None,
+        strategy=strategy,
+        options=options,
+        precision=precision,
+        accumulate_grad_batches=_number("gradient_accumulation_steps", steps, int),
+        gradient_clip_val=_number("gradient_clipping", norm, float),
+        compile=compiled,
+        fp8=settings.section("fp8_config") if precision == "fp8" else {},
+        debug=bool(settings.get("debug", False)),
+    )
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    """A number that DeepSpeed's users may leave open as "auto"."""
+    if value is None or str(value).lower() in ("auto", "none"):
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigurationError(f"{name}: {value!r} is no number: give one, or auto.") from None
+
+
+def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any]]:
+    """The strategy's name and options; None leaves it to what one and several ranks use anyway."""
+    if settings.kind == "FSDP":
+        options = settings.section("fsdp_config")
+        unused = {name for name, _ in settings.without_effect()}
+        options = {name: value for name, value in options.items() if name not in unused}
+        name = SHARDINGS.get(str(options.pop("fsdp_sharding_strategy", "")), "fsdp")
+        return name, options if name != "ddp" else {}
+    if settings.kind == "DEEPSPEED":
+        options = settings.section("deepspeed_config")
+        kept = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage")
+        return _deepspeed_name(options), {name: value for name, value in options.items() if name not in kept}
+    if settings.kind == "MEGATRON_LM":
+        return "megatron", settings.section("megatron_lm_config")
+    if settings.kind == "XLA":
+        return "xla", {}
+    axes = settings.section("parallelism_config")
+    sizes = {name: value for name, value in axes.items() if name.endswith("_size")}
+    product = 1
+    for size in sizes.values():
+        product *= size
+    if product == 1:
+        return None, {}
+    if ranks % product:
+        raise ConfigurationError(
+            f"parallelism_config: the sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} make {product} ranks, and "
+            f"there are {ranks}: make their product fit."
+        )
+    return "mesh", axes
+
+
+def _deepspeed_name(options: Mapping[str, Any]) -> str:
+    stage = options.get("zero_stage")
+    return "deepspeed" if stage is None else f"deepspeed_stage_{stage}"

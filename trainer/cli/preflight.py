@@ -1,0 +1,225 @@
+"""Before ranks start on several machines: does each reach the main one, and do all run the same versions?
+
+The main machine listens where the ranks will meet. Each other one sends one line of JSON and is sent one back, which holds the
+mistake that was found, the same for all, or nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError
+
+COMPARED = {
+    "leyden": "leyden",
+    "torch": "torch",
+    "python": "Python",
+    "machines": "--num_machines",
+    "backend": "the backend",
+}
+"""What must be the same on all machines, and its name in an error."""
+MAX_LINE = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a machine says of itself.
+
+    Attributes:
+        rank: its number; None where the meeting decides.
+        host: its name.
+        values: what is compared, by the keys of `COMPARED`.
+    """
+
+    rank: int | None
+    host: str
+    values: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return self.host if self.rank is None else f"machine {self.rank} ({self.host})"
+
+
+def facts_of(rank: int | None, machines: int, backend: str) -> Facts:
+    """The facts of this machine."""
+    import sys
+
+    import torch
+
+    values = {
+        "leyden": str(getattr(sys.modules.get("leyden"), "__version__", "?")),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machines": str(machines),
+        "backend": backend,
+    }
+    return Facts(rank, socket.gethostname(), values)
+
+
+@dataclass
+class _Guest:
+    connection: socket.socket
+    facts: Facts
+    found: str = field(default="")
+
+
+def check(facts: Facts, machines: int, address: str, port: int, timeout: float, say: Callable[[str], None]) -> None:
+    """Meets the other machines and compares.
+
+    Args:
+        facts: of this machine.
+        machines: how many there are.
+        address: of the main machine, which is number 0; where nobody is numbered, the one whose address it is.
+        port: of the main machine.
+        timeout: seconds to wait for the others.
+        say: told what is waited for.
+
+    Raises:
+        ConfigurationError: if a machine does not come, cannot be reached or differs; names it.
+    """
+    server = _listen(facts, machines, address, port)
+    if server is None:
+        _visit(facts, address, port, timeout)
+        return
+    guests: list[_Guest] = []
+    with closing(server):
+        try:
+            _receive(server, guests, machines, timeout, say)
+            wrong = _mistake(facts, [guest.facts for guest in guests], machines, address, port, timeout)
+            _answer(guests, wrong)
+        finally:
+            for guest in guests:
+                guest.connection.close()
+    if wrong:
+        raise ConfigurationError(wrong)
+
+
+def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.socket | None:
+    """The socket of the main machine; None on the others."""
+    if facts.rank not in (0, None):
+        return None
+    server = socket.socket(socket.AF_INET)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        # A numbered main machine may stand behind another address than its own; an unnumbered one is known by it.
+        server.bind(("" if facts.rank == 0 else address, port))
+        server.listen(machines)
+    except OSError as error:
+        server.close()
+        if facts.rank is None:
+            return None
+        raise ConfigurationError(
+            f"machine 0 ({facts.host}) cannot listen on port {port} ({error.strerror}): give another --main_process_port on all "
+            "machines."
+        ) from error
+    return server
+
+
+def _receive(
+    server: socket.socket, guests: list[_Guest], machines: int, timeout: float, say: Callable[[str], None]
+) -> None:
+    """Waits for a line of each machine; whoever sends something else is sent away."""
+    end = time.monotonic() + timeout
+    told = False
+    while len(guests) < machines - 1:
+        left = end - time.monotonic()
+        if left <= 0:
+            return
+        # The first wait is short, so that whoever looks at the screen learns what is waited for.
+        server.settimeout(left if told else min(left, 2.0))
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            if not told:
+                say(
+                    f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to {timeout:.0f} s"
+                )
+                told = True
+            continue
+        connection.settimeout(min(10.0, max(left, 1.0)))
+        try:
+            found = json.loads(_line(connection))
+            guests.append(_Guest(connection, Facts(found["rank"], str(found["host"]), dict(found["values"]))))
+        except (OSError, ValueError, KeyError, TypeError):
+            connection.close()
+
+
+def _mistake(main: Facts, others: list[Facts], machines: int, address: str, port: int, timeout: float) -> str:
+    """What is wrong with the machines that came; "" if nothing."""
+    if len(others) < machines - 1:
+        came = {facts.rank for facts in others}
+        missing = [str(rank) for rank in range(1, machines) if rank not in came] if main.rank is not None else []
+        who = (
+            f"machine{'s' * (len(missing) > 1)} {', '.join(missing)}"
+            if missing
+            else f"{machines - 1 - len(others)} of {machines} machines"
+        )
+        return (
+            f"{who} did not come to {address}:{port} within {timeout:.0f} s: start `leyden launch` there too, with "
+            f"--main_process_ip {address} --main_process_port {port}, and let that port through the firewall."
+        )
+    ranks = [facts.rank for facts in (main, *others) if facts.rank is not None]
+    for facts in others:
+        if facts.rank is not None and (facts.rank >= machines or ranks.count(facts.rank) > 1):
+            return f"{facts.name} has a number that another one has, or none of 0 to {machines - 1}: give each machine its own --machine_rank."
+        for key, name in COMPARED.items():
+            here, there = main.values.get(key), facts.values.get(key)
+            if here != there:
+                return f"{facts.name} differs: {name} is {there} there, and {here} on {main.name}. Make them the same."
+    return ""
+
+
+def _answer(guests: list[_Guest], wrong: str) -> None:
+    for guest in guests:
+        with suppress(OSError):
+            guest.connection.sendall(json.dumps({"wrong": wrong}).encode() + b"\n")
+            # The guest closes first: a port whose server closed first cannot be listened on again for a while.
+            guest.connection.settimeout(5.0)
+            guest.connection.recv(1)
+
+
+def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
+    """Goes to the main machine, again until it listens."""
+    end = time.monotonic() + timeout
+    line = json.dumps({"rank": facts.rank, "host": facts.host, "values": dict(facts.values)}).encode() + b"\n"
+    while True:
+        try:
+            with socket.create_connection(
+                (address, port), timeout=max(0.1, min(10.0, end - time.monotonic()))
+            ) as there:
+                there.sendall(line)
+                there.settimeout(max(1.0, end - time.monotonic() + 10))
+                reply: dict[str, Any] = json.loads(_line(there))
+                break
+        except socket.gaierror as error:
+            raise ConfigurationError(
+                f"{facts.name} does not know the host {address!r} ({error.strerror}): give the main machine's number."
+            ) from error
+        except (OSError, ValueError) as error:
+            if time.monotonic() > end:
+                reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+                raise ConfigurationError(
+                    f"{facts.name} does not reach the main machine at {address}:{port} within {timeout:.0f} s ({reason}): start "
+                    "`leyden launch` there, check --main_process_ip, and let the port through its firewall."
+                ) from error
+            time.sleep(0.2)
+    if reply.get("wrong"):
+        raise ConfigurationError(str(reply["wrong"]))
+
+
+def _line(connection: socket.socket) -> bytes:
+    """One line; an error where it ends before, or never."""
+    data = b""
+    while not data.endswith(b"\n"):
+        part = connection.recv(4096)
+        data += part
+        if not part or len(data) > MAX_LINE:
+            raise ValueError("no line came")
+    return data

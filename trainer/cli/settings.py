@@ -1,0 +1,232 @@
+"""The configuration file: where it lies, reading and writing it. What its keys mean stands in `keys.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, Key, read_section
+
+FILE = "default_config.yaml"
+
+
+def default_file(environ: Mapping[str, str] | None = None) -> Path:
+    """The file that `leyden config` writes and `leyden launch` reads when it is told of no other.
+
+    Example:
+        >>> str(default_file({"XDG_CACHE_HOME": "/var/cache"}))
+        '/var/cache/leyden/default_config.yaml'
+    """
+    environ = os.environ if environ is None else environ
+    return _cache(environ) / "leyden" / FILE
+
+
+def accelerate_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Accelerate's own default file, where there is one. It is pointed out, and never read unasked."""
+    environ = os.environ if environ is None else environ
+    home = Path(environ["HF_HOME"]) if environ.get("HF_HOME") else _cache(environ) / "huggingface"
+    found = (home / "accelerate" / name for name in (FILE, "default_config.yml", "default_config.json"))
+    return next((path for path in found if path.is_file()), None)
+
+
+def _cache(environ: Mapping[str, str]) -> Path:
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+@dataclass
+class Settings:
+    """What a configuration file says, or several sources of settings one over the other.
+
+    Attributes:
+        values: the keys of the top level; those that are left open are not there, or None.
+        sections: the keys of each section.
+        source: the file it was read from.
+        notes: what older keys were taken for.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sections: dict[str, dict[str, Any]] = field(default_factory=dict)
+    source: Path | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of the top level; `default` where it is left open.
+
+        Example:
+            >>> Settings({"num_machines": None}).get("num_machines", 1)
+            1
+        """
+        value = self.values.get(name)
+        return default if value is None else value
+
+    def section(self, name: str) -> dict[str, Any]:
+        """The values of a section that are not left open."""
+        return {key: value for key, value in self.sections.get(name, {}).items() if value is not None}
+
+    def over(self, below: Settings) -> Settings:
+        """These settings, and those of `below` where these leave them open."""
+        given = {name: value for name, value in self.values.items() if value is not None}
+        sections = {name: {**below.section(name), **self.section(name)} for name in FAMILIES}
+        return dataclasses.replace(
+            below,
+            values={**below.values, **given},
+            sections={name: values for name, values in sections.items() if values},
+        )
+
+    @property
+    def kind(self) -> str:
+        """How the model is spread over ranks: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM, XLA …"""
+        return str(self.get("distributed_type", "NO"))
+
+    @property
+    def precision(self) -> str:
+        """The mixed precision, "no" where none is asked for."""
+        return str(self.get("mixed_precision", "no"))
+
+    def without_effect(self) -> list[tuple[str, str]]:
+        """Keys that are set and do nothing here, each with the reason."""
+        found = [(key, self.values.get(key.name)) for key in TOP] + [
+            (key, self.section(name).get(key.name)) for name, keys in FAMILIES.items() for key in keys
+        ]
+        return [(key.name, key.without) for key, value in found if key.without and not _is_off(value)]
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("", "no", [], {})
+
+
+def read_file(path: str | os.PathLike[str]) -> Settings:
+    """Reads a configuration file, Leyden's or Accelerate's.
+
+    Args:
+        path: YAML, or JSON, which is YAML too.
+
+    Raises:
+        ConfigurationError: if it is not there, is no YAML, or has a key or a value that is not known; names it.
+    """
+    import yaml
+
+    path = Path(path)
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(
+            f"the configuration file {path} cannot be read ({error.strerror}): write one with `leyden config "
+            f"--config_file {path}`."
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigurationError(f"{path} is no YAML: {where}") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"{path} holds no keys: write it anew with `leyden config --config_file {path}`.")
+    try:
+        settings = parse(found)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: {error}") from None
+    settings.source = path
+    return settings
+
+
+def parse(found: Mapping[str, Any]) -> Settings:
+    """Reads the keys of a file.
+
+    Raises:
+        ConfigurationError: for a key or a value that is not known.
+
+    Example:
+        >>> parse({"use_fsdp": True, "fsdp_config": {"fsdp_sharding_strategy": 1}}).kind
+        'FSDP'
+    """
+    rest = dict(found)
+    if str(rest.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
+        raise ConfigurationError(
+            "compute_environment: AMAZON_SAGEMAKER is not known here: run `leyden launch` inside the job, with LOCAL_MACHINE."
+        )
+    notes = _older_switches(rest)
+    sections = {}
+    for name, keys in FAMILIES.items():
+        section = rest.pop(name, None)
+        if section is not None and not isinstance(section, dict):
+            raise ConfigurationError(f"{name}: {section!r} is no section of keys: indent its keys below it.")
+        if section:
+            sections[name] = read_section(keys, section, name)
+    if "dynamo_backend" in rest:
+        sections.setdefault("dynamo_config", {}).update(
+            read_section(FAMILIES["dynamo_config"], _took(rest, "dynamo_backend"))
+        )
+    _check_names(rest)
+    settings = Settings(read_section(TOP, rest), sections, notes=notes)
+    if settings.kind == "TPU":
+        settings.values["distributed_type"] = "XLA"
+    return settings
+
+
+def _took(rest: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: rest.pop(name)}
+
+
+def _check_names(rest: Mapping[str, Any]) -> None:
+    """Unknown keys, told apart from those that stand at the wrong level."""
+    known = [key.name for key in TOP]
+    for name in map(str, rest):
+        owner = next((family for family, keys in FAMILIES.items() if name in _names(keys)), None)
+        if name not in known and owner is not None:
+            raise ConfigurationError(f"the key {name!r} belongs into the section {owner}: indent it there.")
+        if name not in known:
+            raise ConfigurationError(
+                f"the key {name!r} is not known. {nearest(name, [*known, *FAMILIES, *OLDER_TYPES])}"
+            )
+
+
+def _names(keys: tuple[Key, ...]) -> set[str]:
+    return {name for key in keys for name in (key.name, *key.older)}
+
+
+def _older_switches(rest: dict[str, Any]) -> list[str]:
+    """Takes `use_fsdp: true` and the like, and `fp16: true`, for what says the same today."""
+    notes = []
+    for name, kind in OLDER_TYPES.items():
+        value = Key(name, bool).read(rest.pop(name, None))
+        if not value:
+            continue
+        if not kind:
+            notes.append(f"{name} needs nothing: ranks and axes are counted")
+            continue
+        before = rest.get("distributed_type")
+        if before not in (None, False, "NO", "MULTI_GPU", "MULTI_CPU", kind):
+            raise ConfigurationError(f"{name}: true and distributed_type: {before} contradict each other: keep one.")
+        rest["distributed_type"] = kind
+        notes.append(f"{name}: true is taken as distributed_type: {kind}")
+    if Key("fp16", bool).read(rest.pop("fp16", None)):
+        rest.setdefault("mixed_precision", "fp16")
+        notes.append("fp16: true is taken as mixed_precision: fp16")
+    return notes
+
+
+def write_file(settings: Settings, path: str | os.PathLike[str]) -> Path:
+    """Writes a configuration file, in place of the one that stood there.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
+    import yaml
+
+    path = Path(path)
+    ordered = {key.name: settings.values[key.name] for key in TOP if settings.values.get(key.name) is not None}
+    for name in FAMILIES:
+        if settings.section(name):
+            ordered[name] = settings.section(name)
+    text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=False)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise ConfigurationError(f"{path} cannot be written ({error.strerror}): choose --config_file.") from error
+    return path

@@ -1,0 +1,394 @@
+"""`leyden config`: asks what the machine leaves open, and writes the answers to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.cli.keys import FAMILIES, TOP, Key
+from leyden.trainer.cli.machine import Machine, this_machine
+from leyden.trainer.cli.settings import Settings, default_file, read_file, write_file
+
+KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
+SPREADS = {
+    "ddp": "every rank holds the whole model",
+    "fsdp": "parameters are sharded over the ranks",
+    "deepspeed": "DeepSpeed's ZeRO",
+    "parallel": "tensor, pipeline and context parallel",
+    "megatron": "Megatron-LM",
+}
+KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
+AXES = {
+    "tp": "Ranks that share each layer (tensor parallel)",
+    "pp": "Stages of a pipeline (pipeline parallel)",
+    "cp": "Ranks that share each sequence (context parallel)",
+    "dp_shard": "Ranks that parameters are sharded over",
+    "dp_replicate": "Replicas of the model",
+}
+
+
+class Wizard:
+    """The questions, in their order. Nothing is written before the last answer.
+
+    Args:
+        machine: what is known already, and is not asked.
+        before: an earlier file, whose answers stand in brackets.
+    """
+
+    def __init__(self, machine: Machine, before: Settings) -> None:
+        self.machine = machine
+        self.before = before
+        self.values: dict[str, Any] = {}
+        self.sections: dict[str, dict[str, Any]] = {}
+        self.on_gpus = False
+        self.spread = "ddp"
+
+    def run(self) -> Settings:
+        """Asks everything that is open."""
+        self._place()
+        self._devices()
+        self._machines()
+        self._ranks()
+        self._spread()
+        if self.values["num_processes"] != 1:
+            self._ask("debug", "Check what ranks put into each collective (slower)", False)
+        self._compile()
+        if self.machine.numa_nodes > 1 and self.on_gpus:
+            self._ask("enable_cpu_affinity", "Bind each rank to the CPUs beside its GPU", False)
+        self._precision()
+        return Settings(self.values, self.sections)
+
+    # one question -----------------------------------------------------------------------------------------------------
+    def _ask(
+        self, name: str, text: str, default: Any, section: str = "", check: Callable[[Any], Any] | None = None
+    ) -> Any:
+        """Asks for the value of one key of the file, until it is one."""
+        key = KEYS[name]
+        earlier = self.before.section(section).get(name) if section else self.before.get(name)
+        # An earlier answer that is none for this machine is passed over.
+        with contextlib.suppress(ConfigurationError):
+            default = default if earlier is None else (check or key.read)(earlier)
+        if isinstance(key.kind, tuple) and check is None:
+            text = f"{text} ({', '.join(key.kind)})"
+        value = ask(text, default, check or key.read)
+        (self.sections.setdefault(section, {}) if section else self.values)[name] = value
+        return value
+
+    # the questions ----------------------------------------------------------------------------------------------------
+    def _place(self) -> None:
+        self.values["compute_environment"] = "LOCAL_MACHINE"
+        if self.machine.slurm:
+            self._ask("compute_environment", "Where do ranks run: on this machine, or on those of a SLURM job", "SLURM")
+
+    def _devices(self) -> None:
+        self.on_gpus = self.machine.gpus > 0
+        if self.on_gpus:
+            earlier = "cpu" if self.before.get("use_cpu", False) else "gpu"
+            self.on_gpus = choose("Run on", {"gpu": "", "cpu": ""}, earlier) == "gpu"
+        self.values["use_cpu"] = not self.on_gpus
+        if self.on_gpus and self.machine.gpus > 1:
+            self._ask(
+                "gpu_ids", f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, as 0,1", "all", check=self._ids
+            )
+
+    def _ids(self, value: Any) -> str:
+        return gpu_numbers(value, self.machine.gpus)
+
+    def _machines(self) -> None:
+        if self.values["compute_environment"] == "SLURM":
+            return
+        count = self._ask("num_machines", "How many machines", 1)
+        if count == 1:
+            return
+        self._ask("machine_rank", f"Which of them is this, from 0 to {count - 1}", 0, check=self._rank)
+        self._ask("main_process_ip", "Address of machine 0", None, check=address)
+        self._ask("main_process_port", "Port of machine 0", 29500, check=port)
+
+    def _rank(self, value: Any) -> int:
+        rank, count = int(KEYS["machine_rank"].read(value)), int(self.values["num_machines"])
+        if rank >= count:
+            raise ConfigurationError(f"{rank} is none of {count} machines: give 0 to {count - 1}.")
+        return rank
+
+    def _ranks(self) -> None:
+        """How many ranks; on one machine's GPUs they are counted already."""
+        machines = self.values.get("num_machines", 1)
+        slurm = self.values["compute_environment"] == "SLURM"
+        chosen = self.values.get("gpu_ids", "all")
+        gpus = self.machine.gpus if chosen == "all" else len(chosen.split(","))
+        if slurm:
+            # As many as srun gives, or as each machine has GPUs.
+            self.values["num_processes"] = -1
+        elif self.on_gpus and machines == 1:
+            self.values["num_processes"] = gpus
+        else:
+            default = gpus if self.on_gpus else 1
+            earlier = self.before.get("num_processes", -1)
+            default = earlier // machines if earlier >= machines else default
+            each = Key("ranks", int, least=1)
+            text = "How many ranks" + (" on each machine" if machines > 1 else "")
+            self.values["num_processes"] = machines * int(ask(text, default, each.read))
+        several = self.values["num_processes"] != 1
+        kind = "MULTI_GPU" if self.on_gpus else "MULTI_CPU"
+        self.values["distributed_type"] = kind if several else "NO"
+
+    def _spread(self) -> None:
+        """How the model is held by several ranks; a single GPU may still want DeepSpeed's offloading."""
+        if self.values["num_processes"] == 1 and not self.on_gpus:
+            return
+        earlier = KINDS.get(self.before.kind, "parallel" if self.before.section("parallelism_config") else "ddp")
+        choices = dict(SPREADS)
+        if self.values["num_processes"] == 1:
+            choices = {"ddp": "one rank, nothing to share", "deepspeed": "DeepSpeed, for its offloading"}
+            earlier = earlier if earlier in choices else "ddp"
+        self.spread = choose("How is the model held", choices, earlier)
+        {"ddp": lambda: None, "fsdp": self._fsdp, "deepspeed": self._deepspeed}.get(
+            self.spread, self._parallel if self.spread == "parallel" else self._megatron
+        )()
+
+    def _fsdp(self) -> None:
+        self.values["distributed_type"], section = "FSDP", "fsdp_config"
+        self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section)
+        policy = self._ask("fsdp_auto_wrap_policy", "How are modules grouped", "TRANSFORMER_BASED_WRAP", section)
+        if policy == "TRANSFORMER_BASED_WRAP":
+            text = "Classes of the blocks to group, with commas (auto: the repeated block of the model)"
+            if self._ask("fsdp_transformer_layer_cls_to_wrap", text, "auto", section) == "auto":
+                del self.sections[section]["fsdp_transformer_layer_cls_to_wrap"]
+        elif policy == "SIZE_BASED_WRAP":
+            self._ask("fsdp_min_num_params", "Parameters of a group, at least", 100_000_000, section)
+        self._ask("fsdp_offload_params", "Keep parameters on the CPU between uses", False, section)
+        self._ask("fsdp_activation_checkpointing", "Compute activations again in backward", False, section)
+
+    def _deepspeed(self) -> None:
+        self.values["distributed_type"], section = "DEEPSPEED", "deepspeed_config"
+        text = "DeepSpeed's own JSON file (none: answer questions)"
+        file = self._ask("deepspeed_config_file", text, "none", section, check=existing_file)
+        if file != "none":
+            return
+        del self.sections[section]["deepspeed_config_file"]
+        text = "ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded"
+        stage = self._ask("zero_stage", text, 2, section, check=zero_stage)
+        self._ask("gradient_accumulation_steps", "Batches of one optimizer step", 1, section, check=batches)
+        self._ask("gradient_clipping", "Largest norm of the gradients (none: no clipping)", "none", section, check=norm)
+        if stage >= 2:
+            device = self._ask("offload_optimizer_device", "Where does optimizer state wait", "none", section)
+            if device == "nvme":
+                self._ask("offload_optimizer_nvme_path", "Folder on that disk", "/nvme", section)
+        if stage == 3:
+            device = self._ask("offload_param_device", "Where do parameters wait", "none", section)
+            if device == "nvme":
+                self._ask("offload_param_nvme_path", "Folder on that disk", "/nvme", section)
+            self._ask("zero3_init_flag", "Build the model sharded (zero.Init)", True, section)
+            self._ask("zero3_save_16bit_model", "Save 16-bit weights of the whole model too", False, section)
+
+    def _parallel(self) -> None:
+        """The sizes of the axes, whose product is the number of ranks."""
+        ranks = self.values["num_processes"]
+        while True:
+            product = 1
+            for axis, text in AXES.items():
+                last = axis == "dp_replicate" and ranks > 0 and ranks % product == 0
+                default = ranks // product if last else 1
+                product *= self._ask(f"parallelism_config_{axis}_size", text, default, "parallelism_config")
+            if ranks < 0 or product == ranks:
+                return
+            click.echo(f"Error: these make {product} ranks, and there are {ranks}: their product must be {ranks}.")
+
+    def _megatron(self) -> None:
+        self.values["distributed_type"], section = "MEGATRON_LM", "megatron_lm_config"
+        tensor = self._ask("megatron_lm_tp_degree", "Ranks that share each layer", 1, section)
+        stages = self._ask("megatron_lm_pp_degree", "Stages of the pipeline", 1, section)
+        if stages > 1:
+            self._ask("megatron_lm_num_micro_batches", "Micro-batches of a batch", stages, section)
+        if tensor > 1:
+            self._ask("megatron_lm_sequence_parallelism", "Share activations along the sequence", True, section)
+        self._ask("megatron_lm_recompute_activations", "Compute activations again in backward", False, section)
+        self._ask("megatron_lm_use_distributed_optimizer", "Shard optimizer state", False, section)
+        self._ask("megatron_lm_gradient_clipping", "Largest norm of the gradients", 1.0, section)
+
+    def _compile(self) -> None:
+        earlier = self.before.section("dynamo_config").get("dynamo_backend", "no") != "no"
+        if not ask("Compile the model (torch.compile)", earlier, Key("compile", bool).read):
+            return
+        self._ask("dynamo_backend", "By which backend", "inductor", "dynamo_config")
+        self._ask("dynamo_mode", "Mode", "default", "dynamo_config")
+        self._ask("dynamo_use_fullgraph", "Refuse what breaks the graph", False, "dynamo_config")
+        self._ask("dynamo_use_dynamic", "Compile for any shape", False, "dynamo_config")
+
+    def _precision(self) -> None:
+        """Those that the machine computes in."""
+        choices = ["no", "bf16"]
+        if self.on_gpus:
+            choices = ["no", "fp16", *(["bf16"] if self.machine.bf16 else []), *(["fp8"] if self.machine.fp8 else [])]
+        key = dataclasses.replace(KEYS["mixed_precision"], kind=tuple(choices))
+        self._ask("mixed_precision", f"Mixed precision ({', '.join(choices)})", "no", check=key.read)
+
+
+def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
+    """Asks until the answer can be read; an empty one is the default in brackets."""
+
+    def checked(answer: Any) -> Any:
+        try:
+            return read(answer.strip() if isinstance(answer, str) else answer)
+        except ConfigurationError as error:
+            # What is wrong with it, without the key's name, which the user was not asked by.
+            raise click.UsageError(str(error).partition(": ")[2] or str(error)) from None
+
+    shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
+    return click.prompt(text, default=shown, value_proc=checked, err=False)
+
+
+def choose(text: str, choices: dict[str, str], default: str) -> str:
+    """Asks for one of several, each with its explanation."""
+    if any(choices.values()):
+        for name, meaning in choices.items():
+            click.echo(f"  {name:<10} {meaning}")
+    key = Key("answer", tuple(choices))
+    return str(ask(f"{text} ({', '.join(choices)})", default, key.read))
+
+
+def gpu_numbers(value: Any, count: int) -> str:
+    """GPU numbers as the file has them: "all", or with commas."""
+    text = str(value).replace(" ", "").lower()
+    if text == "all":
+        return text
+    numbers = text.split(",")
+    if not all(part.isdigit() for part in numbers) or len(set(numbers)) < len(numbers):
+        raise ConfigurationError(f"gpu_ids: {value!r} is no list of GPUs: give all, or each number once, as 0,1.")
+    missing = [part for part in numbers if int(part) >= count]
+    if missing:
+        raise ConfigurationError(f"gpu_ids: there is no GPU {missing[0]}: this machine has 0 to {count - 1}.")
+    return text
+
+
+def address(value: Any) -> str:
+    """A host's name or number."""
+    text = str(value)
+    if not text or any(letter.isspace() or letter in "/,;" for letter in text):
+        raise ConfigurationError(f"main_process_ip: {text!r} is no address: give a name or a number, as 10.0.0.1.")
+    return text
+
+
+def port(value: Any) -> int:
+    number = int(KEYS["main_process_port"].read(value))
+    if not 1 <= number <= 65535:
+        raise ConfigurationError(f"main_process_port: {number} is no port: give 1 to 65535.")
+    return number
+
+
+def zero_stage(value: Any) -> int:
+    stage = int(KEYS["zero_stage"].read(value))
+    if stage > 3:
+        raise ConfigurationError(f"zero_stage: {stage} is no stage: give 0, 1, 2 or 3.")
+    return stage
+
+
+def batches(value: Any) -> Any:
+    return value if value == "auto" else Key("gradient_accumulation_steps", int, least=1).read(value)
+
+
+def norm(value: Any) -> Any:
+    if value == "auto" or str(value).lower() == "none":
+        return value if value == "auto" else None
+    return Key("gradient_clipping", float, least=0).read(value)
+
+
+def existing_file(value: Any) -> str:
+    text = str(value)
+    if text.lower() == "none":
+        return "none"
+    if not Path(text).expanduser().is_file():
+        raise ConfigurationError(f"deepspeed_config_file: there is no file {text}: give its path, or none.")
+    return text
+
+
+# the command ------------------------------------------------------------------------------------------------------------
+FILE_OPTION = click.option(
+    "--config_file",
+    "--config-file",
+    "file",
+    type=click.Path(dir_okay=False),
+    help="Where to write; the default file if left out.",
+)
+
+
+@click.group("config", invoke_without_command=True)
+@FILE_OPTION
+@click.option("--gpus", type=click.IntRange(0), help="Answer for a machine with so many GPUs, in place of this one.")
+@click.pass_context
+def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
+    """Ask how to run on this machine, and keep the answers in a file that `leyden launch` reads.
+
+    The default stands in brackets. Nothing is asked that the machine itself tells.
+    """
+    if ctx.invoked_subcommand is not None:
+        ctx.obj = file
+        return
+    path = Path(file) if file else default_file()
+    machine = this_machine()
+    if gpus is not None:
+        machine = dataclasses.replace(machine, gpus=gpus, bf16=gpus > 0, fp8=gpus > 0)
+    before = read_file(path) if path.is_file() else Settings()
+    if before.source is not None:
+        click.echo(f"The answers in {path} stand in brackets.")
+    try:
+        settings = Wizard(machine, before).run()
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise ConfigurationError(
+            "config asks questions, and there is nobody to answer: use `leyden config default`."
+        ) from None
+    _written(write_file(settings, path))
+
+
+@command.command("default")
+@FILE_OPTION
+@click.option(
+    "--mixed_precision",
+    "--mixed-precision",
+    type=click.Choice(["no", "fp16", "bf16", "fp8"]),
+    default="no",
+    show_default=True,
+)
+@click.pass_obj
+def default(above: str | None, file: str | None, mixed_precision: str) -> None:
+    """Write the file without a question: all GPUs of this machine, or one CPU rank."""
+    machine = this_machine()
+    kind = "MULTI_GPU" if machine.gpus > 1 else "NO"
+    values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
+    values |= {"mixed_precision": mixed_precision, "use_cpu": not machine.gpus, "debug": False}
+    values |= {"num_processes": max(1, machine.gpus), "num_machines": 1, "machine_rank": 0}
+    path = Path(file or above or default_file())
+    if path.exists():
+        raise ConfigurationError(f"{path} is there already: remove it first, or choose --config_file.")
+    _written(write_file(Settings(values), path))
+
+
+@command.command("update")
+@FILE_OPTION
+@click.pass_obj
+def update(above: str | None, file: str | None) -> None:
+    """Write an older file, or one of Accelerate, anew with the keys of today."""
+    path = Path(file or above or default_file())
+    settings = read_file(path)
+    for note in settings.notes:
+        click.echo(note)
+    for name, why in settings.without_effect():
+        click.echo(f"{name} has no effect here: {why}")
+    _written(write_file(settings, path))
+
+
+def _written(path: Path) -> None:
+    click.echo(f"Written to {path}. Look at the plan with: leyden launch --dry-run{_given(path)} SCRIPT")
+
+
+def _given(path: Path) -> str:
+    return "" if path == default_file() else f" --config_file {path}"

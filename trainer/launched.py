@@ -1,0 +1,156 @@
+"""What `leyden launch` tells a script: one table of environment variables, and how they fill the Trainer's arguments.
+
+The ranks' own variables (RANK, WORLD_SIZE, MASTER_ADDR, …) are torch's. A process that `leyden launch` did not start has none of
+these, and reads no file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+SOURCE = "LEYDEN_LAUNCHED_FROM"
+ACCELERATOR = "LEYDEN_ACCELERATOR"
+STRATEGY = "LEYDEN_STRATEGY"
+OPTIONS = "LEYDEN_STRATEGY_OPTIONS"
+PRECISION = "LEYDEN_PRECISION"
+ACCUMULATION = "LEYDEN_ACCUMULATE_GRAD_BATCHES"
+CLIPPING = "LEYDEN_GRADIENT_CLIP_VAL"
+COMPILE = "LEYDEN_COMPILE"
+FP8 = "LEYDEN_FP8"
+DEBUG = "LEYDEN_DEBUG"
+
+VARIABLES = {
+    SOURCE: "where the settings come from: the path of a file, or 'flags'; the others count only beside it",
+    ACCELERATOR: "cpu, cuda or xla",
+    STRATEGY: "the name of a strategy",
+    OPTIONS: "its options as JSON, by the keys of the configuration file",
+    PRECISION: "the precision's name",
+    ACCUMULATION: "batches of one optimizer step",
+    CLIPPING: "the largest norm of the gradients",
+    COMPILE: "arguments of torch.compile as JSON",
+    FP8: "the recipe of fp8 as JSON, by the keys of the configuration file",
+    DEBUG: "1: compare what ranks put into collectives",
+}
+"""Every variable that `leyden launch` sets, and what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Settings that a launch gives to the script; None where it leaves them open.
+
+    Attributes:
+        source: where they come from.
+        accelerator: as of the Trainer.
+        strategy: a strategy's name.
+        options: its options, by the keys of the configuration file.
+        precision: as of the Trainer.
+        accumulate_grad_batches: as of the Trainer.
+        gradient_clip_val: as of the Trainer.
+        compile: arguments of torch.compile.
+        fp8: the recipe of fp8, by the keys of the configuration file.
+        debug: compare what ranks put into collectives.
+    """
+
+    source: str
+    accelerator: str | None = None
+    strategy: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    precision: str | None = None
+    accumulate_grad_batches: int | None = None
+    gradient_clip_val: float | None = None
+    compile: Mapping[str, Any] = field(default_factory=dict)
+    fp8: Mapping[str, Any] = field(default_factory=dict)
+    debug: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """The environment variables that carry them.
+
+        Example:
+            >>> Launched("flags", precision="bf16-mixed").variables()
+            {'LEYDEN_LAUNCHED_FROM': 'flags', 'LEYDEN_PRECISION': 'bf16-mixed'}
+        """
+        values: dict[str, Any] = {
+            SOURCE: self.source,
+            ACCELERATOR: self.accelerator,
+            STRATEGY: self.strategy,
+            OPTIONS: json.dumps(dict(self.options)) if self.options else None,
+            PRECISION: self.precision,
+            ACCUMULATION: self.accumulate_grad_batches,
+            CLIPPING: self.gradient_clip_val,
+            COMPILE: json.dumps(dict(self.compile)) if self.compile else None,
+            FP8: json.dumps(dict(self.fp8)) if self.fp8 else None,
+            DEBUG: "1" if self.debug else None,
+        }
+        return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def read_launched(environ: Mapping[str, str] | None = None) -> Launched | None:
+    """Reads what `variables` wrote; None in a process that `leyden launch` did not start."""
+    environ = os.environ if environ is None else environ
+    if SOURCE not in environ:
+        return None
+    batches, norm = environ.get(ACCUMULATION), environ.get(CLIPPING)
+    return Launched(
+        environ[SOURCE],
+        accelerator=environ.get(ACCELERATOR),
+        strategy=environ.get(STRATEGY),
+        options=json.loads(environ.get(OPTIONS, "{}")),
+        precision=environ.get(PRECISION),
+        accumulate_grad_batches=None if batches is None else int(batches),
+        gradient_clip_val=None if norm is None else float(norm),
+        compile=json.loads(environ.get(COMPILE, "{}")),
+        fp8=json.loads(environ.get(FP8, "{}")),
+        debug=environ.get(DEBUG) == "1",
+    )
+
+
+def launched_arguments(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The Trainer's arguments that a launch fills, since the script left them at their default. Rank 0 says which.
+
+    Args:
+        given: the arguments that the script gives; they stand.
+        environ: the variables; those of this process if left out.
+    """
+    environ = os.environ if environ is None else environ
+    launched = read_launched(environ)
+    if launched is None:
+        return {}
+    wanted = {
+        name: value
+        for name in ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val")
+        if (value := getattr(launched, name)) is not None
+    }
+    owned = _owned(given)
+    filled = {name: value for name, value in wanted.items() if name not in owned}
+    if environ.get("RANK", "0") == "0" and wanted:
+        _tell(launched.source, filled, [name for name in wanted if name in owned])
+    if "strategy" in filled and launched.options:
+        filled["strategy"] = with_options(str(filled["strategy"]), launched.options)
+    return filled
+
+
+def _owned(given: Mapping[str, Any]) -> set[str]:
+    """The arguments that the script gives, by themselves or within others."""
+    owned = set(given)
+    if given.get("plugins") or not isinstance(given.get("strategy", ""), str):
+        owned.add("precision")
+    callbacks = given.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    if any(type(callback).__name__ == "GradientAccumulation" for callback in callbacks):
+        owned.add("accumulate_grad_batches")
+    return owned
+
+
+def _tell(source: str, filled: Mapping[str, Any], stand: list[str]) -> None:
+    said = ", ".join(f"{name}={value!r}" for name, value in filled.items()) or "no argument"
+    also = f"; the script's own {', '.join(stand)} stand{'s' if len(stand) == 1 else ''}" if stand else ""
+    print(f"leyden launch fills {said} (from {source}){also}")
+
+
+def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
+    """The strategy that a name and the configuration file's options mean; the name itself where they change nothing."""
+    return strategy
