@@ -10,7 +10,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
-from leyden.trainer.data.sharding import shard
+from leyden.trainer.data.sharding import Ranks, shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule
@@ -92,7 +92,15 @@ class Sources:
         strategy = self.trainer.strategy
         if strategy.data_size == 1 or not self.trainer.arguments.use_distributed_sampler:
             return loader
-        return shard(loader, strategy)
+        return shard(loader, self._ranks())
+
+    def _ranks(self) -> Ranks:
+        strategy = self.trainer.strategy
+        return Ranks(strategy.data_rank, strategy.data_size, strategy.broadcast)
+
+    def limited(self, length: int) -> int | None:
+        """How many of so many training batches `limit_train_batches` leaves."""
+        return batches_of(self.trainer.arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
         """The loaders of an evaluation, each with its limit; none where validation is not wanted or has no step."""

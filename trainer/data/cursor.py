@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from operator import itemgetter
 from typing import Any
 
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, set_rng_state
 from leyden.trainer.data.sample_rng import with_sample_rng
-from leyden.trainer.data.sources import State, source_of
+from leyden.trainer.data.sharding import Ranks, shard_indices
+from leyden.trainer.data.sources import State, TorchSource, source_of
 
 END = object()
 
@@ -44,7 +46,8 @@ class LoaderCursor:
         self.loader = with_sample_rng(loader) if sample_rng else loader
         self.length = length_of(self.loader)
         self.epoch: int | None = None
-        self._source = source_of(self.loader, allow_replay)
+        self._full = self.length
+        self._whole = self._source = source_of(self.loader, allow_replay)
         self.shares = self._source.shares
         self._watched: _Watched | None = None
 
@@ -54,7 +57,7 @@ class LoaderCursor:
         Args:
             epoch: told to whatever of loader, samplers and data set has `set_epoch`; None to tell nobody.
         """
-        self.epoch = epoch
+        self.epoch, self._source, self.length = epoch, self._whole, self._full
         self._watched = None
         iterator = self._source.start(epoch)
         return self._watch(iterator, 0) if self._is_watched else iterator
@@ -82,7 +85,8 @@ class LoaderCursor:
         self.epoch = epoch
         self._watched = None
         batches = state["batches"]
-        iterator = self._source.resume(epoch, state["source"])
+        iterator = self._resumed(epoch, state["source"])
+        self.length = self._source.length_after(state["source"])
         if not self._is_watched:
             return iterator
         watched = self._watch(iterator, batches)
@@ -95,6 +99,17 @@ class LoaderCursor:
     def filler(self) -> Any:
         """A batch whose result will not count, for a rank that has none."""
         return self._source.filler()
+
+    def _resumed(self, epoch: int | None, state: State) -> Iterator[Any]:
+        """By batches, or by samples where the batches of the saved run were others, for the rest of the epoch."""
+        whole = self._whole
+        if self.shares or not isinstance(whole, TorchSource) or not whole.goes_by_samples(state):
+            self._source = whole
+            return whole.resume(epoch, state)
+        from leyden.trainer.data.sharded import ShardedSource
+
+        self._source = ShardedSource(shard_indices(whole.loader, Ranks()))
+        return map(itemgetter(0), self._source.resume(epoch, state))
 
     def rest_state(self, ended: bool = True) -> State:
         """What the loader carries from one epoch to the next: generators and states of its own.

@@ -167,6 +167,7 @@ class FitLoop:
         assert self.cursor is not None
         self._window_start = 0
         self._iterator = self.cursor.start(progress.epoch)
+        self._limit_batches()
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
@@ -421,6 +422,12 @@ class FitLoop:
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
 
+    def _limit_batches(self) -> None:
+        """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
+        assert self.cursor is not None
+        if self.cursor.length is not None:
+            self.num_batches = self.trainer.sources.limited(self.cursor.length)
+
     def _load_validation_data(self, again: bool = False) -> None:
         if self.validation is not None and not again:
             return
@@ -522,6 +529,7 @@ class FitLoop:
         assert self.cursor is not None
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
+            self._limit_batches()
         elif inside:
             # Only the place was left out of what is restored: the epoch begins anew.
             progress.batch, progress.phase, inside = 0, "epoch_start", False
