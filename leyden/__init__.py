@@ -18,6 +18,19 @@ _HOMES = {
     "TrainModule": "leyden.trainer.module",
     "Trainer": "leyden.trainer.trainer",
     "seed_everything": "leyden.trainer.data.rng",
+    "AutocastKwargs": "leyden.trainer.own_loop.plugins",
+    "DataLoaderConfiguration": "leyden.trainer.own_loop.plugins",
+    "DistributedDataParallelKwargs": "leyden.trainer.own_loop.plugins",
+    "GradScalerKwargs": "leyden.trainer.own_loop.plugins",
+    "GradientAccumulationPlugin": "leyden.trainer.own_loop.plugins",
+    "InitProcessGroupKwargs": "leyden.trainer.own_loop.plugins",
+    "ProfileKwargs": "leyden.trainer.own_loop.plugins",
+    "ProjectConfiguration": "leyden.trainer.own_loop.plugins",
+    "GeneralTracker": "leyden.trainer.own_loop.tracking",
+    "PartialState": "leyden.trainer.own_loop.ranks",
+    "find_executable_batch_size": "leyden.trainer.own_loop.memory",
+    "release_memory": "leyden.trainer.own_loop.memory",
+    "skip_first_batches": "leyden.trainer.own_loop.loader",
 }
 
 if TYPE_CHECKING:
@@ -30,6 +43,19 @@ if TYPE_CHECKING:
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.module import TrainModule as TrainModule
+    from leyden.trainer.own_loop.loader import skip_first_batches as skip_first_batches
+    from leyden.trainer.own_loop.memory import find_executable_batch_size as find_executable_batch_size
+    from leyden.trainer.own_loop.memory import release_memory as release_memory
+    from leyden.trainer.own_loop.plugins import AutocastKwargs as AutocastKwargs
+    from leyden.trainer.own_loop.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+    from leyden.trainer.own_loop.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from leyden.trainer.own_loop.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from leyden.trainer.own_loop.plugins import GradScalerKwargs as GradScalerKwargs
+    from leyden.trainer.own_loop.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
+    from leyden.trainer.own_loop.plugins import ProfileKwargs as ProfileKwargs
+    from leyden.trainer.own_loop.plugins import ProjectConfiguration as ProjectConfiguration
+    from leyden.trainer.own_loop.ranks import PartialState as PartialState
+    from leyden.trainer.own_loop.tracking import GeneralTracker as GeneralTracker
     from leyden.trainer.trainer import Trainer as Trainer
 
 __all__ = ["__version__", *_HOMES]

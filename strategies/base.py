@@ -274,6 +274,13 @@ class Strategy(ABC):
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
         return step_fn
 
+    def wrap_forward(self, module: nn.Module) -> nn.Module:
+        """What a loop of one's own calls in the place of a module that is set up: DDP gives its wrapper."""
+        return module
+
+    def forget_wrapped(self) -> None:
+        """Lets go of what `wrap_forward` made, and of its hold on the process group."""
+
     def to_device(self, batch: T) -> T:
         """Brings a batch of any nested structure to this rank's device, in the precision of the inputs."""
         return self.precision.convert_input(move_to_device(batch, self.root_device))
@@ -420,10 +427,16 @@ class Strategy(ABC):
         """
         self.before_step(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return self.clip_parameters(parameters, value, algorithm)
+
+    def clip_parameters(
+        self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clips the gradients of some parameters, which are at their true scale; gives back what `clip` does."""
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, value)
             return None
-        return nn.utils.clip_grad_norm_(parameters, value)
+        return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps one optimizer; False where the gradient scaler skipped the step."""
@@ -489,6 +502,14 @@ class Strategy(ABC):
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Within it, backward sends gradients to the other ranks only if enabled."""
+        return nullcontext()
+
+    def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Within it, backward sends gradients, though the forward pass of a wrapped module was run without sync."""
+        return self.gradient_sync(True)
+
+    def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Within it, ranks that have no more batches take part in what the others exchange."""
         return nullcontext()
 
 

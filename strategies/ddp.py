@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leyden.strategies.base import BackwardHooks, Window, read_loss
 from leyden.strategies.process_group import ProcessGroupStrategy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 T = TypeVar("T")
 
@@ -29,6 +32,8 @@ class DDPStrategy(ProcessGroupStrategy):
         super().__init__(**kwargs)
         self.ddp_arguments: dict[str, Any] = {"find_unused_parameters": find_unused_parameters}
         self.ddp: DistributedDataParallel | None = None
+        self.wrapped: list[DistributedDataParallel] = []
+        """The modules that a loop of one's own calls."""
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if getattr(step_fn, "__name__", "") != "training_step":
@@ -61,12 +66,76 @@ class DDPStrategy(ProcessGroupStrategy):
         return bool(arguments.get("find_unused_parameters") or arguments.get("static_graph"))
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        assert self.ddp is not None
-        return super().gradient_sync(True) if enabled else self.ddp.no_sync()
+        wrapped = [self.ddp] if self.ddp is not None else self.wrapped
+        return super().gradient_sync(True) if enabled else _without_sync(wrapped)
+
+    # a loop of one's own ----------------------------------------------------------------------------------------------
+    def wrap_forward(self, module: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        wrapped = WrappedModule(module, **self.ddp_arguments)
+        self.wrapped.append(wrapped)
+        return wrapped
+
+    def forget_wrapped(self) -> None:
+        for wrapped in self.wrapped:
+            # The user's script may hold on to the wrapper, and its reducer to the process group.
+            vars(wrapped).pop("reducer", None)
+            vars(wrapped).pop("logger", None)
+        self.wrapped = []
+
+    @contextmanager
+    def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
+        if not isinstance(module, DistributedDataParallel):
+            yield
+            return
+        before = module.require_backward_grad_sync, module.require_forward_param_sync
+        module.require_backward_grad_sync = module.require_forward_param_sync = True
+        # What forward would have done, had it been run with sync.
+        module.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync, module.require_forward_param_sync = before
+
+    def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        from torch.distributed.algorithms.join import Join
+
+        wrapped: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        return Join(wrapped) if wrapped else super().joining(modules)
 
     def teardown(self) -> None:
         self.ddp = None
+        self.forget_wrapped()
         super().teardown()
+
+
+class WrappedModule(DistributedDataParallel):
+    """DDP around a module, whose attributes can be asked for as if there were no wrapper."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(super().__getattr__("module"), name)
+        if callable(value) and torch.is_grad_enabled() and name not in WITHOUT_GRADIENTS:
+            raise AttributeError(
+                f"{name} of a model on several ranks was asked for, and a loss that is computed by it would not be exchanged: call "
+                f"the model itself, or accelerator.unwrap_model(model).{name} where no gradient is wanted."
+            ) from None
+        return value
+
+
+WITHOUT_GRADIENTS = ("save_pretrained", "push_to_hub", "generate", "config")
+"""Methods of transformers' models that train nothing."""
+
+
+@contextmanager
+def _without_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in wrapped:
+            stack.enter_context(module.no_sync())
+        yield
 
 
 class _Stepped(nn.Module):

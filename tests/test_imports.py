@@ -28,7 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.metrics",
     ),
     ("leyden.callbacks",),
-    ("leyden.trainer.accelerator",),
+    ("leyden.trainer.accelerator", "leyden.trainer.engine", "leyden.trainer.prepared", "leyden.trainer.own_loop"),
     ("leyden.trainer",),
     ("leyden.trainer.cli", "leyden.trainer.tuning"),
 )

@@ -1,190 +1,596 @@
-"""Accelerator: the engine of one run. It owns the strategy, the accumulation window and what is prepared for them."""
+"""Accelerator: the engine of a run under a loop of one's own, with the names of Hugging Face Accelerate."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import atexit
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies import Strategy, Window, find_strategy
-from leyden.strategies.batch import map_tensors
-from leyden.strategies.precision import Precision, find_precision
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.engine import Engine, needs_closure
+from leyden.trainer.own_loop import checks, preparing
+from leyden.trainer.own_loop import state as states
+from leyden.trainer.own_loop.export import save_object, whole_state, write_weights
+from leyden.trainer.own_loop.loader import PreparedLoader, skip_first_batches
+from leyden.trainer.own_loop.options import Options
+from leyden.trainer.own_loop.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
+from leyden.trainer.own_loop.ranks import PartialState
+from leyden.trainer.own_loop.tracking import Tracked
+from leyden.trainer.prepared import PreparedOptimizer, PreparedScheduler, parameters_of
 
 T = TypeVar("T")
 
 
-class PreparedOptimizer:
-    """An optimizer whose `step` goes through precision and strategy. Everything else is the optimizer's own."""
+class Accelerator(Tracked, Engine):
+    """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
-    def __init__(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
-        self.optimizer = optimizer
-        self._accelerator = accelerator
-        self.step_was_skipped = False
-        """The gradient scaler skipped the last step."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Steps the optimizer, unscaled and in the strategy's way."""
-        self.step_was_skipped = not self._accelerator.step(self, closure)
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
-    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return parameter is not None and parameter.default is inspect.Parameter.empty
-
-
-class Accelerator:
-    """Device, precision, strategy, accumulation window and collectives of one run. The Trainer drives it.
+    Five lines of a plain loop change: make one, `prepare` what the loop uses, `accumulate` and `backward` in each batch, and
+    clip through it. Names and defaults are Hugging Face Accelerate's, except where it says so. The Trainer drives the same
+    engine.
 
     Args:
-        strategy: a name or a Strategy.
-        accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
-        precision: a name or a Precision; None leaves a given strategy's own.
-        devices: as of the Trainer.
-        num_nodes: machines.
+        device_placement: bring models, batches and optimizers to `device`; False leaves that to you.
+        split_batches: see `DataLoaderConfiguration`.
+        mixed_precision: "no", "fp16", "bf16", any name of the Trainer's `precision`, or a `Precision`. What models give back
+            keeps its dtype: compute losses under `autocast()`, or call `.float()`.
+        gradient_accumulation_steps: batches of one optimizer step.
+        cpu: run on the CPU though there is a GPU.
+        dataloader_config: a `DataLoaderConfiguration`.
+        deepspeed_plugin: refused in this version.
+        fsdp_plugin: shards models: a `FullyShardedDataParallelPlugin`.
+        torch_tp_plugin: refused in this version.
+        megatron_lm_plugin: refused in this version.
+        rng_types: "torch", "cuda", "numpy", "python": set to rank 0's at the start of each pass. "generator" needs
+            nothing: all ranks share one order of samples.
+        log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "all", a logger of Leyden's, an object of a
+            `GeneralTracker`, or several.
+        project_dir: folder of the run.
+        project_config: a `ProjectConfiguration`.
+        gradient_accumulation_plugin: a `GradientAccumulationPlugin`, in place of `gradient_accumulation_steps`.
+        step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False for whenever they are called.
+        kwargs_handlers: objects such as `GradScalerKwargs(init_scale=1024.0)`.
+        dynamo_backend: compile prepared models with this backend of torch.compile.
+        dynamo_plugin: refused: give `dynamo_backend`.
+        deepspeed_plugins: refused in this version.
+        parallelism_config: refused in this version.
+        strategy: as of the Trainer: "auto" is one device, or "ddp" where ranks are started.
+        dispatch_batches: see `DataLoaderConfiguration`.
+        even_batches: see `DataLoaderConfiguration`.
+        use_seedable_sampler: see `DataLoaderConfiguration`.
+
+    Raises:
+        ConfigurationError: for arguments that cannot be, or contradict each other.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, [torch.ones(4, 2)])
+        >>> for batch in loader:
+        ...     with accelerator.accumulate(model):
+        ...         loss = model(batch).mean()
+        ...         accelerator.backward(loss)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
     """
 
     def __init__(
         self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: Any = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
         strategy: str | Strategy = "auto",
-        accelerator: str = "auto",
-        precision: str | int | Precision | None = None,
-        devices: Any = "auto",
-        num_nodes: int = 1,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
     ) -> None:
-        keeps_own = isinstance(strategy, Strategy) and precision is None
-        plugin = None if keeps_own else find_precision(precision)
-        self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
-        self.window = Window()
-        self.prepared_optimizers: list[PreparedOptimizer] = []
-        self.stepped = False
-        """An optimizer stepped since the flag was cleared."""
-        self.before_step: Callable[[Optimizer], Any] | None = None
-        """Called in manual optimisation, with unscaled gradients, before each step."""
-        self.manual = False
+        options = Options(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})
+        self.options = options
+        self.accumulation = options.accumulation
+        self.project_configuration = options.project
+        self.dataloader_config = options.data
+        super().__init__(**options.engine_arguments())
+        options.apply(self.strategy)
+        self.strategy.setup_environment()
+        atexit.register(_leave, weakref.ref(self))
+        self.window.length = self.accumulation.num_steps
+        self.prepared_models: list[nn.Module] = []
+        """Models as `prepare` gave them back."""
+        self.bare_models: list[nn.Module] = []
+        """The same without what ranks or compilation wrap around them."""
+        self.prepared_schedulers: list[PreparedScheduler] = []
+        self.prepared_loaders: list[PreparedLoader] = []
+        self.registered: list[Any] = []
+        self.state_hooks = states.StateHooks()
+        self.steps = 0
+        """Windows that were closed by a step."""
+        self.asked_of: PreparedLoader | None = None
+        self.asked_at = 0
+        self._reading = []
+        self._due: Path | None = None
+        self._updates_scale = False
+        self._is_settled = False
+        self._in_window = False
+        self._checks = checks.Mistakes(self)
+        self.follow_with(log_with)
+        self._counted: set[int] = set()
+        checks.begin(self)
+
+    # properties -------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> PartialState:
+        """Ranks and device alone."""
+        return PartialState(strategy=self.strategy)
 
     @property
-    def precision(self) -> Precision:
-        return self.strategy.precision
+    def mixed_precision(self) -> str:
+        """ "no", "fp16", "bf16", or the full name of another precision."""
+        return {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}.get(self.precision.name, self.precision.name)
 
     @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.strategy.root_device
+    def device_placement(self) -> bool:
+        return self.options.device_placement
 
     @property
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers themselves, as the strategy holds them."""
-        return [prepared.optimizer for prepared in self.prepared_optimizers]
+    def sync_gradients(self) -> bool:
+        """The current batch closes its accumulation window: gradients are exchanged and optimizers step."""
+        return self.window.closes
 
-    # set-up -----------------------------------------------------------------------------------------------------------
-    def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Brings the module to where it runs; its optimizers are made after that."""
-        return self.strategy.setup_modules([module])[0]
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of one optimizer step; may be set, for the windows that follow."""
+        return self.accumulation.num_steps
 
-    def prepare_optimizers(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
-    ) -> list[PreparedOptimizer]:
-        """Prepares the optimizers of modules that are prepared."""
-        prepared = self.strategy.setup_optimizers(modules, optimizers)
-        self.prepared_optimizers = [PreparedOptimizer(optimizer, self) for optimizer in prepared]
-        return self.prepared_optimizers
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.accumulation = GradientAccumulationPlugin(
+            steps,
+            self.accumulation.adjust_scheduler,
+            self.accumulation.sync_with_dataloader,
+            self.accumulation.sync_each_batch,
+        )
+        if not self._in_window and not self.window.is_open:
+            self.window.length = steps
 
-    def teardown(self) -> None:
-        """Closes the window and leaves the strategy; optimizers stay for a run that goes on."""
-        self.window = Window()
-        self.strategy.teardown()
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """The gradient scaler skipped the last step of an optimizer."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared_optimizers)
 
-    # the window -------------------------------------------------------------------------------------------------------
-    def close_window(self) -> None:
-        """Brings the gradients of the window to their mean: over its true length, or over its items."""
-        window = self.window
-        count = window.index + 1
-        if window.num_items is not None and window.first_items is not None:
-            if count > 1:
-                self.strategy.scale_gradients(_ratio(window.first_items, self.strategy.mean_items(window.num_items)))
-        elif count != window.length:
-            self.strategy.scale_gradients(window.length / count)
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of fp16; None elsewhere."""
+        self.flush_scaler()
+        return getattr(self.precision, "scaler", None)
 
-    def end_batch(self) -> None:
-        """After the batch's work, and its step if the window closes."""
-        window = self.window
-        if window.closes:
-            window.is_open, window.index = False, 0
-        else:
-            window.index += 1
+    @property
+    def project_dir(self) -> Any:
+        return self.project_configuration.project_dir
 
-    # steps ------------------------------------------------------------------------------------------------------------
+    @property
+    def logging_dir(self) -> Any:  # type: ignore[override]
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that is named automatically."""
+        return self.project_configuration.iteration
+
+    @property
+    def split_batches(self) -> bool:
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self.dataloader_config.even_batches
+
+    # prepare ----------------------------------------------------------------------------------------------------------
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Brings models, optimizers, loaders and schedulers to where they run.
+
+        Args:
+            *args: in any order and number, in one call or several; other objects come back as they are.
+            device_placement: for each of them, whether it goes to `device`.
+
+        Returns:
+            The same, prepared, in the same order; one alone by itself.
+        """
+        places = [self.device_placement] * len(args) if device_placement is None else list(device_placement)
+        if len(places) != len(args):
+            raise ConfigurationError(f"prepare: device_placement has {len(places)} entries for {len(args)} objects.")
+        return preparing.prepare(self, args, places)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares one model; with `evaluation_mode` it is not wrapped for training."""
+        moves = self.device_placement if device_placement is None else device_placement
+        return preparing.model(self, model, moves, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
+        """Prepares one optimizer."""
+        return preparing.optimizer(self, optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """Prepares one scheduler."""
+        return preparing.scheduler(self, scheduler)
+
+    def prepare_data_loader(self, data_loader: Iterable[Any], device_placement: bool | None = None) -> PreparedLoader:
+        """Prepares one loader."""
+        return preparing.loader(
+            self, data_loader, self.device_placement if device_placement is None else device_placement
+        )
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> nn.Module:
+        """The model itself, without what ranks or compilation wrap around it.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: False lets its forward run in full precision again.
+            keep_torch_compile: leave it compiled.
+        """
+        return preparing.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Lets go of everything that was prepared, and empties the device's cache.
+
+        Returns:
+            None for each object that is given: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        """
+        from leyden.trainer.own_loop.memory import release_memory
+
+        self.flush_scaler()
+        self.strategy.modules, self.strategy.optimizers = [], []
+        self.strategy.forget_wrapped()
+        for held in (self.prepared_models, self.bare_models, self.prepared_optimizers, self.prepared_schedulers):
+            held.clear()
+        self.prepared_loaders.clear()
+        self._reading.clear()
+        self.window.is_open, self.window.index, self.window.closes = False, 0, True
+        return release_memory(*objects)
+
+    clear = free_memory
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One batch of an accumulation window.
+
+        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window of a
+        prepared loader is as long as the batches that are left, and is divided by that length.
+
+        Args:
+            *models: what is trained; named for readers and for scripts that were written for others.
+        """
+        self._checks.in_accumulate(models)
+        self._open_batch()
+        self._in_window = True
+        try:
+            with self.strategy.gradient_sync(self.window.closes or self.accumulation.sync_each_batch):
+                yield
+        finally:
+            self._in_window = False
+            self.end_batch()
+        if self._due is not None and not self.window.is_open:
+            path, self._due = self._due, None
+            self._write_state(path)
+
+    def _open_batch(self) -> None:
+        window, steps = self.window, self.accumulation.num_steps
+        self._is_settled = False
+        left, ends = None, False
+        if self._reading and self.accumulation.sync_with_dataloader:
+            left, ends = self._reading[-1].left, self._reading[-1].end_of_dataloader
+        if not window.is_open:
+            window.open(steps if left is None else min(steps, left))
+        window.closes = ends or window.index == window.length - 1
+
+    def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
+        """Backward of a loss, divided by the window's length and scaled for the precision.
+
+        Args:
+            loss: a mean; or a sum, with `num_items`.
+            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the window and
+                all ranks. Ours.
+            **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
+        """
+        self._checks.in_backward()
+        self.flush_scaler()
+        if num_items is not None or self.window.length > 1:
+            loss = self.strategy.loss_to_backward(loss, num_items, self.window)
+        self.manual_backward(loss, **kwargs)
+
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps one optimizer; in manual optimisation with everything that belongs to a step."""
-        optimizer, strategy = prepared.optimizer, self.strategy
-        if self.manual:
-            strategy.before_step(optimizer)
-            if self.before_step is not None:
-                self.before_step(optimizer)
-        elif closure is not None and not needs_closure(optimizer):
-            # The gradients are there: it only tells the loss, and a scaler could not hand it on.
+        if not self.sync_gradients:
+            return True
+        self._checks.in_step(prepared)
+        self._settle()
+        if closure is not None and not needs_closure(prepared.optimizer):
             closure()
             closure = None
-        stepped = strategy.step(optimizer, closure)
+        stepped = self.strategy.step(prepared.optimizer, closure)
+        self._updates_scale = self.precision.may_skip
         self.stepped = self.stepped or stepped
+        if id(prepared) in self._counted or not self._counted:
+            # The first optimizer that steps again begins the next step; several step for one window.
+            self._counted = {id(prepared)}
+            self.steps += 1
+        else:
+            self._counted.add(id(prepared))
         return stepped
 
-    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
-        weight = self.window.weight
-        if weight != 1.0:
-            # 0 * nan is nan: a loss that counts for nothing is replaced.
-            loss = loss * weight if weight else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        self.strategy.backward(loss, *args, **kwargs)
+    def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
+        if self.sync_gradients:
+            prepared.optimizer.zero_grad(set_to_none)
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the run's precision."""
-        from contextlib import nullcontext
+    def flush_scaler(self) -> None:
+        """Lets the scaler take its new scale: once after all steps, before the next loss is scaled."""
+        if self._updates_scale:
+            self._updates_scale = False
+            self.strategy.end_step()
 
-        context = self.precision.forward_context
-        return nullcontext() if context is None else context()
+    def _settle(self) -> None:
+        """Brings the window's gradients to their mean, once, where its length or its items were not known before."""
+        window = self.window
+        if self._is_settled or not self._in_window or not window.closes:
+            return
+        self._is_settled = True
+        self.close_window()
+        # What is still to come in this batch is divided by the true length, too.
+        window.length = window.index + 1
 
-    # collectives ------------------------------------------------------------------------------------------------------
-    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
-        return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips gradients to a total norm, at their true scale and over all shards.
 
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank `src`."""
-        return self.strategy.broadcast(obj, src)
+        Returns:
+            The total norm before clipping. Inside an accumulation window nothing is clipped yet.
+        """
+        chosen = self._clippable(parameters)
+        if not self.sync_gradients:
+            return self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type) or torch.zeros(())
+        norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
+        assert norm is not None
+        return norm
 
-    def check_parameters(self, modules: Iterable[nn.Module]) -> None:
-        """Names optimizers' parameters that no module has any more: they would be stepped without effect."""
-        from leyden.strategies.errors import ConfigurationError
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips each gradient to ± `clip_value`, at its true scale."""
+        chosen = self._clippable(parameters)
+        if self.sync_gradients:
+            self.strategy.clip_parameters(chosen, clip_value, "value")
 
-        known = {id(p) for module in modules for p in module.parameters()}
-        for number, optimizer in enumerate(self.optimizers):
-            owned = [p for group in optimizer.param_groups for p in group["params"]]
-            if owned and known and not any(id(p) in known for p in owned):
-                raise ConfigurationError(
-                    f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of this module. Make it in "
-                    "configure_optimizers, from self.parameters()."
-                )
+    def _clippable(self, parameters: Any) -> list[Tensor]:
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self.sync_gradients:
+            self._settle()
+            wanted = {id(parameter) for parameter in chosen}
+            for optimizer in self.optimizers:
+                if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
+                    self.strategy.before_step(optimizer)
+        return chosen
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Brings gradients to their true scale, for reading or changing them before a step.
+
+        Args:
+            optimizer: one, or several; all if left out.
+        """
+        if not self.sync_gradients:
+            return
+        self._settle()
+        chosen = self.prepared_optimizers if optimizer is None else optimizer
+        for entry in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            self.strategy.before_step(getattr(entry, "optimizer", entry))
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Within it backward sends no gradients to the other ranks."""
+        return self.strategy.gradient_sync(False)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward sends gradients, though its forward was run under `no_sync`."""
+        return self.strategy.sync_in_backward(model)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The context of a forward pass in the run's precision.
+
+        Args:
+            autocast_handler: `AutocastKwargs(enabled=False)` for a part in full precision.
+        """
+        if autocast_handler is None:
+            return super().autocast()
+        return self.options.autocast(self.precision, self.device, autocast_handler)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
+        handler = profile_handler or self.options.handlers.get(ProfileKwargs) or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Ranks with fewer batches than others take part in their exchange of gradients, within the block.
+
+        Args:
+            joinables: the prepared models.
+            even_batches: set for prepared loaders within the block.
+        """
+        with ExitStack() as stack:
+            if even_batches is not None:
+                stack.enter_context(preparing.even_batches(self, even_batches))
+            stack.enter_context(self.strategy.joining(joinables) if self.num_processes > 1 else nullcontext())
+            yield
+
+    # loaders ----------------------------------------------------------------------------------------------------------
+    def begin_loader(self, loader: PreparedLoader) -> None:
+        """A pass over a loader has begun."""
+        self._checks.in_pass()
+        self._reading.append(loader)
+
+    def end_loader(self, loader: PreparedLoader) -> None:
+        """A pass over a loader is over, or was broken off."""
+        if loader in self._reading:
+            self._reading.remove(loader)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose passes begin at a batch, counted from the epoch's start; nothing before it is loaded.
+
+        After `load_state` that is the very place at which the checkpoint stands, so nothing is skipped twice.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    # state ------------------------------------------------------------------------------------------------------------
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Writes a checkpoint of all that was prepared and registered, complete or not at all; see `docs/checkpoints.md`.
+
+        Inside an accumulation window it is written when that window closes, so that it never holds half a gradient.
+
+        Args:
+            output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and not
+                used) with `automatic_checkpoint_naming`.
+            safe_serialization: kept for scripts: there is no other way here.
+
+        Returns:
+            The folder.
+        """
+        if not safe_serialization:
+            raise ConfigurationError("save_state(safe_serialization=False) would be a pickle: leave it out.")
+        self._announce("save_state")
+        path = states.target(self, output_dir)
+        if self.window.is_open and not (self._in_window and self.window.closes):
+            self._due = path
+            self.asked_of = self._reading[-1] if self._reading else None
+            self.asked_at = self.asked_of.position if self.asked_of is not None else 0
+            return str(path)
+        self.asked_of = None
+        return self._write_state(path)
+
+    def _write_state(self, path: Path) -> str:
+        return str(states.save(self, path))
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, strict: bool = True, **_: Any
+    ) -> None:
+        """Takes back what `save_state` wrote: prepare and register the same things first.
+
+        The next pass over each prepared loader goes on where it stood, with or without `skip_first_batches`.
+
+        Args:
+            input_dir: the folder; left out with `automatic_checkpoint_naming` for the newest that is whole.
+            load_kwargs: kept for scripts.
+            strict: names of weights must fit.
+        """
+        self._announce("load_state")
+        states.load(self, states.find(self, input_dir), strict)
+
+    def restore_counters(self, steps: int) -> None:
+        """Between two windows, after so many steps."""
+        self.steps = steps
+        self._updates_scale = False
+        window = self.window
+        window.is_open, window.index, window.closes = False, 0, True
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Objects with `state_dict` and `load_state_dict` that belong to a checkpoint."""
+        states.check_registrable(objects)
+        self.registered.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> states.Handle:
+        """Calls `hook(models, weights, output_dir)` in each save; see `StateHooks`."""
+        return self.state_hooks.add(self.state_hooks.before_save, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> states.Handle:
+        """Calls `hook(models, input_dir)` in each load; see `StateHooks`."""
+        return self.state_hooks.add(self.state_hooks.before_load, hook)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The model's state with its own names and whole tensors, gathered from shards: every rank must call it."""
+        self._announce("get_state_dict")
+        return whole_state((self.unwrap_model(model) if unwrap else model).state_dict(), to_host=False)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model's weights as transformers and safetensors load them: every rank must call it.
+
+        Args:
+            model: prepared or not.
+            save_directory: gets `model.safetensors`, or several files and `model.safetensors.index.json`.
+            max_shard_size: a file's most bytes, as "5GB".
+            safe_serialization: False for `pytorch_model.bin`, tensors alone.
+        """
+        writes = self.is_local_main_process if self.project_configuration.save_on_each_node else self.is_main_process
+        write_weights(self.get_state_dict(model), save_directory, max_shard_size, safe_serialization, writes)
+
+    def save(
+        self,
+        obj: Any,
+        f: str | os.PathLike[str],
+        save_on_each_node: bool = False,
+        safe_serialization: bool | None = None,
+    ) -> None:
+        """Writes tensors and plain values, once per run: what `f` is called says how (.safetensors, or .bin and .pt).
+
+        Args:
+            obj: as a state dict.
+            f: the file.
+            save_on_each_node: once per machine.
+            safe_serialization: True for safetensors whatever the name.
+        """
+        if self.is_local_main_process if save_on_each_node else self.is_main_process:
+            save_object(obj, f, safe_serialization or None)
+
+    def find(self, kind: type[T]) -> T | None:
+        """The handler of a kind that was given; None if there was none."""
+        return self.options.handlers.get(kind)
 
 
-def _ratio(first: Tensor | float, total: Tensor | float) -> Tensor | float:
-    """In float64 where there is one: torch divides whole numbers in float32, which is too coarse for 64-true."""
-    if isinstance(total, Tensor) and total.device.type != "mps":
-        total = total.double()
-    return first / total
+def _leave(accelerator: weakref.ref[Accelerator]) -> None:
+    """At the interpreter's end: gloo's threads must end before it, and wrapped models hold on to them."""
+    found = accelerator()
+    if found is not None:
+        found.strategy.forget_wrapped()
+        found.strategy.teardown()

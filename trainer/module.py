@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.trainer.accelerator import PreparedOptimizer
 from leyden.trainer.hparams import Hyperparameters
+from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

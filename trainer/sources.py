@@ -92,11 +92,7 @@ class Sources:
         strategy = self.trainer.strategy
         if strategy.data_size == 1 or not self.trainer.arguments.use_distributed_sampler:
             return loader
-        return shard(loader, self._ranks())
-
-    def _ranks(self) -> Ranks:
-        strategy = self.trainer.strategy
-        return Ranks(strategy.data_rank, strategy.data_size, strategy.broadcast)
+        return shard(loader, Ranks.of(strategy))
 
     def limited(self, length: int) -> int | None:
         """How many of so many training batches `limit_train_batches` leaves."""

@@ -16,10 +16,10 @@ from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer import launching, plan
-from leyden.trainer.accelerator import Accelerator
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
+from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
@@ -159,7 +159,7 @@ class Trainer(TrainerView):
         given = {name: value for name, value in locals().items() if name != "self"}
         self.arguments, self.given = resolve(given)
         arguments = self.arguments
-        self.accelerator = Accelerator(
+        self.accelerator = Engine(
             strategy=arguments.strategy,
             accelerator=arguments.accelerator,
             precision=precision_of(arguments),

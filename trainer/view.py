@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar
-    from leyden.trainer.accelerator import Accelerator
     from leyden.trainer.arguments import Arguments
+    from leyden.trainer.engine import Engine
     from leyden.trainer.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class TrainerView:
     """The properties of a Trainer. Callbacks and modules read the run through them."""
 
-    accelerator: Accelerator
+    accelerator: Engine
     arguments: Arguments
     callbacks: list[Callback]
     loggers: list[Logger]

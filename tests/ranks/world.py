@@ -14,7 +14,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 # What a first optimizer step, or a first metric, would import in each rank takes seconds.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"]
+PRELOAD = [
+    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
+    *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),
+]
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once; each rank is then forked from it within milliseconds.
 _context.set_forkserver_preload(PRELOAD)

@@ -150,6 +150,19 @@ class CheckpointReader:
                 joined[owner] = join(spec, {part: parts[part].target for part in part_names(spec)}).to(device)
             return {name: joined[owners[name]] if name in owners else extra[name] for name in chosen}
 
+    def layout(self) -> dict[str, dict[str, Any]]:
+        """What `layout.json` says of each of the module's tensors."""
+        parsed = self.json(LAYOUT)
+        with self._blame(LAYOUT):
+            return {str(name): dict(spec) for name, spec in parsed["tensors"].items()}
+
+    def read_table(self, table: Table) -> Tensor:
+        """The whole tensor of a table, merged from its shards, in the form in which it is stored."""
+        with self._blame(LAYOUT):
+            want = self._whole({"": table})[""]
+            fill(self._file, [want])
+            return want.target
+
     def names(self) -> list[str]:
         """The names of the module's tensors, and of the entries from `get_extra_state`."""
         parsed = self.json(LAYOUT)

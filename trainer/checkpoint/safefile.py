@@ -47,6 +47,16 @@ def write_file(path: Path, pieces: Iterable[memoryview | bytes], chunk: int = CH
     return hasher.entry()
 
 
+def entry_of(path: Path) -> FileEntry:
+    """The manifest's entry of a file that is there already, which is flushed to the disk."""
+    hasher = ChunkHasher()
+    with path.open("rb+") as file:
+        while data := file.read(_BUFFER):
+            hasher.update(data)
+        os.fsync(file.fileno())
+    return hasher.entry()
+
+
 def _pieces(view: memoryview) -> Iterator[memoryview]:
     for start in range(0, len(view), _BUFFER):
         yield view[start : start + _BUFFER]
@@ -110,10 +120,10 @@ def write_stream(
 def _chunk_of(largest: int, total: int) -> int:
     """Bytes under one checksum. Who reads a part of a tensor reads the chunks at its ends in whole.
 
-    So they are small beside the large tensors, of which ranks read parts; but no more than 65,536 in a file.
+    So they are small beside the large tensors, of which ranks read parts; but no more than 131,072 in a file.
     """
     wanted = max(MIN_CHUNK, largest // 128, total >> 16)
-    return int(min(CHUNK, 1 << (wanted - 1).bit_length()))
+    return int(min(CHUNK, 1 << (wanted.bit_length() - 1)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:

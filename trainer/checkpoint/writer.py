@@ -35,7 +35,7 @@ from leyden.trainer.checkpoint.manifest import (
     unsafe,
 )
 from leyden.trainer.checkpoint.ranks import Ranks
-from leyden.trainer.checkpoint.safefile import write_file, write_tensors
+from leyden.trainer.checkpoint.safefile import entry_of, write_file, write_tensors
 from leyden.trainer.checkpoint.shards import Table, file_name, spread, whole_table
 from leyden.trainer.checkpoint.tensors import (
     TensorCollector,
@@ -116,6 +116,22 @@ class CheckpointWriter:
     def is_first(self) -> bool:
         """True on the rank that writes what belongs to all."""
         return self._ranks.rank == 0
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is written, until the commit renames it."""
+        return self._folder
+
+    def adopt(self) -> None:
+        """Takes what the user's own code has written into `folder`; all ranks call it, before they write anything else."""
+        self._ranks.gather(None)
+        for path in sorted(self._folder.rglob("*")) if self.is_first else ():
+            if path.is_file():
+                name = path.relative_to(self._folder).as_posix()
+                self._claim(name)
+                with self._writing(path):
+                    self._files[name] = entry_of(path)
+        self._ranks.gather(None)
 
     def json(self, name: str, obj: Any) -> None:
         """Writes `name.json`, plain JSON that anybody can read. With several ranks, rank 0 does.

@@ -42,8 +42,6 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
-        with formatter.section("Other names"):
-            formatter.write_dl([(alias, f"is {name}") for alias, name in ALIASES.items()])
 
 
 @click.group(

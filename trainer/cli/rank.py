@@ -65,7 +65,8 @@ def _record(kind: type[BaseException], error: BaseException, trace: types.Traceb
     folder = _folder()
     shown = _of_the_user(trace)
     if folder is None or issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, shown)
+        # What is shown is the exception's own traceback.
+        sys.__excepthook__(kind, error.with_traceback(shown), shown)
         return
     text = "".join(traceback.format_exception(kind, error, shown))
     with contextlib.suppress(OSError):

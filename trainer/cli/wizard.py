@@ -114,7 +114,7 @@ class Wizard:
     def _rank(self, value: Any) -> int:
         rank, count = int(KEYS["machine_rank"].read(value)), int(self.values["num_machines"])
         if rank >= count:
-            raise ConfigurationError(f"{rank} is none of {count} machines: give 0 to {count - 1}.")
+            raise ConfigurationError(f"machine_rank: {rank} is none of {count} machines: give 0 to {count - 1}.")
         return rank
 
     def _ranks(self) -> None:

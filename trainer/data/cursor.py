@@ -96,6 +96,24 @@ class LoaderCursor:
             watched.draw_ahead(state["source"], live_state(devices=False))
         return watched
 
+    def seek(self, epoch: int | None, batches: int, like: State | None = None) -> Iterator[Any]:
+        """Begins an epoch at a batch, in the order in which it would have come there; loads none before it, where it can.
+
+        Args:
+            epoch: as for `start`.
+            batches: before it.
+            like: a `state_dict` from within the epoch whose order is meant; None for one that begins now.
+        """
+        if like is not None:
+            self._source.rewind(like["source"])
+        place = self._source.ahead(batches)
+        if place is not None:
+            return self.resume(epoch, {"batches": batches, "ahead": None, "source": place})
+        iterator = self.start(epoch)
+        for _ in range(batches):
+            next(iterator, None)
+        return iterator
+
     def filler(self) -> Any:
         """A batch whose result will not count, for a rank that has none."""
         return self._source.filler()

@@ -79,6 +79,11 @@ class ShardedSource(TorchSource):
         except (TypeError, NotImplementedError):
             return None
 
+    def ahead(self, batches: int) -> State | None:
+        # The order is agreed upon when it is drawn, as in an epoch that begins.
+        drawn = batches * self.span
+        return {"batches": batches, "before": self._remember(), "generators": {}, "order": None, "drawn": drawn}
+
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         self._restore_seed(state)
         self.set_epoch(epoch)

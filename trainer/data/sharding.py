@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from leyden.strategies.base import Strategy
 from leyden.trainer.data.generators import Generators
 from leyden.trainer.data.rebuild import with_index_sampler
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
@@ -114,6 +115,19 @@ class Order:
         if self._iterator is None:
             self._start()
 
+    def head(self, count: int) -> list[Any]:
+        """The first `count` of this epoch's order once more; random numbers, and the place of this order, are as before."""
+        own, generators, keeper = live_state(devices=False), self._generators.states(), stateful_of(self.sampler)
+        kept = None if keeper is None else keeper.state_dict()
+        again = Order(self.sampler, self._agree)
+        again.begin(self.state)
+        drawn = again.draw(count)
+        self._generators.restore(generators)
+        if keeper is not None:
+            keeper.load_state_dict(kept)
+        set_live_state(own)
+        return drawn
+
     def open(self) -> None:
         """Makes the sampler's iterator when a plain loader would: some draw their order at this moment."""
         if self._resumes:
@@ -199,9 +213,10 @@ class RankBatches:
         order: of all ranks; of samples, or of the batches of a user's own batch sampler.
         rank: this rank among the data ranks.
         ranks: their number.
-        span: what a global batch takes of the order.
-        of_batches: the order is one of batches: `ranks` consecutive ones are a global batch, whatever `span` says.
+        batch_size: samples of each rank in a global batch. None where the order is one of batches, by a user's own batch
+            sampler: `ranks` consecutive ones are a global batch.
         drop_last: leave out a global batch that is not full.
+        span: what a global batch takes of the order; `batch_size` of each rank if left out.
         even: repeat samples of the last global batch until every rank has as many.
 
     Attributes:
@@ -213,26 +228,30 @@ class RankBatches:
         order: Order,
         rank: int,
         ranks: int,
-        span: int = 0,
-        of_batches: bool = False,
+        batch_size: int | None,
         drop_last: bool = False,
+        span: int | None = None,
         even: bool = False,
     ) -> None:
         self.order = order
         self.sampler = order.sampler
         self.rank, self.ranks = rank, ranks
-        self.span, self.of_batches = ranks if of_batches else span, of_batches
+        self.batch_size, self.of_batches = batch_size, batch_size is None
+        self.span = span or ranks * (batch_size or 1)
         self.drop_last, self.even = drop_last, even
         self.shares: deque[Share] = deque()
         self._last: list[Any] = []
 
     def __len__(self) -> int:
-        return self.batches_after(0)
+        return self.batches_of(len(self.sampler))  # type: ignore[arg-type]
+
+    def batches_of(self, count: int) -> int:
+        """Global batches of so much of the order."""
+        return count // self.span if self.drop_last else -(-count // self.span)
 
     def batches_after(self, drawn: int) -> int:
         """Global batches of what is left of the order."""
-        left = max(0, len(self.sampler) - drawn)  # type: ignore[arg-type]
-        return left // self.span if self.drop_last else -(-left // self.span)
+        return self.batches_of(max(0, len(self.sampler) - drawn))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
         if self.of_batches:
@@ -289,6 +308,16 @@ class Ranks:
     even: bool = False
     global_batch: int | None = None
 
+    @classmethod
+    def of(cls, strategy: Strategy, even: bool = False, global_batch: int | None = None) -> Ranks:
+        """The data ranks of a strategy."""
+
+        def total(counts: list[int]) -> list[int]:
+            gathered = strategy.all_gather_object(counts)
+            return [sum(column) for column in zip(*gathered, strict=True)]
+
+        return cls(strategy.data_rank, strategy.data_size, strategy.broadcast, total, even, global_batch)
+
 
 def shard_indices(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
     """A copy of a DataLoader over a data set with an index, which loads one rank's share of each global batch."""
@@ -296,10 +325,9 @@ def shard_indices(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
     rank, size, even = ranks.rank, ranks.size, ranks.even
     if type(batches) is not BatchSampler:
         order = Order(batches, ranks.agree)
-        return with_index_sampler(loader, RankBatches(order, rank, size, of_batches=True, even=even))
-    span = ranks.global_batch or batches.batch_size * size
+        return with_index_sampler(loader, RankBatches(order, rank, size, None, even=even))
     order = Order(batches.sampler, ranks.agree)
-    index_sampler = RankBatches(order, rank, size, span, drop_last=batches.drop_last, even=even)
+    index_sampler = RankBatches(order, rank, size, batches.batch_size, batches.drop_last, ranks.global_batch, even)
     return with_index_sampler(loader, index_sampler)
 
 

@@ -68,6 +68,10 @@ class Source(ABC):
         """The place after `batches` batches of the epoch."""
         return {"batches": batches, "before": self.before, "generators": self.generators.states()}
 
+    def ahead(self, batches: int) -> State | None:
+        """The place after so many batches of an epoch that is not begun; None where it can only be come to by reading."""
+        return None
+
     @abstractmethod
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         """An iterator that stands where `position` was asked. The caller sets the global random numbers of now."""
@@ -106,6 +110,11 @@ class Source(ABC):
     def _remember(self) -> State:
         return {"rng": rng_state(devices=False), "generators": self.generators.states()}
 
+    def rewind(self, place: State) -> None:
+        """Brings back the random numbers from before the epoch of a place, where it holds them."""
+        if place["before"] is not None:
+            self._rewind(place["before"])
+
     def _rewind(self, before: State) -> None:
         """Brings back the random numbers from before the iterator was made."""
         set_rng_state(before["rng"])
@@ -120,6 +129,9 @@ class Source(ABC):
 
 class SequenceSource(Source):
     """A list of batches, or what is indexed like one."""
+
+    def ahead(self, batches: int) -> State | None:
+        return {"batches": batches, "before": None, "generators": {}}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         self.set_epoch(epoch)
@@ -246,7 +258,7 @@ class TorchSource(Source):
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         before = state["before"]
         self._restore_seed(state)
-        self._origin = (state["batches"], state.get("drawn", 0))
+        self._origin = (state["batches"], state.get("drawn", state["batches"] * self.span))
         self.set_epoch(epoch)
         self.before = before
         self._rewind(before)
@@ -258,6 +270,12 @@ class TorchSource(Source):
         self.had_workers = self.loader.persistent_workers
         self.generators.restore(state["generators"])
         return iterator
+
+    def ahead(self, batches: int) -> State | None:
+        if self.is_iterable:
+            return None
+        # The generators are left where building the order brings them.
+        return {"batches": batches, "before": self._remember(), "generators": {}}
 
     def rest(self, ended: bool = True) -> State:
         state = {**super().rest(), "had_workers": self.had_workers or self.loader._iterator is not None}

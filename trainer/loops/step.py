@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from leyden.strategies.base import Strategy, read_loss
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
-from leyden.trainer.accelerator import needs_closure
+from leyden.trainer.engine import needs_closure
 from leyden.trainer.hooks import overrides
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.module import TrainModule, step_arguments

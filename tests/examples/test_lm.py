@@ -1,0 +1,77 @@
+"""examples/lm.py as a user runs it: it starts its own ranks, is killed, and goes on as if it had not been."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lm.py"
+SMALL = ("--width", "16", "--depth", "2", "--length", "64", "--batch-size", "64", "--epochs", "1", "--save-every", "2")
+
+
+def start(root: Path, strategy: str, *arguments: str, steps: int = 8) -> subprocess.Popen[str]:
+    """One run of two ranks; a session of its own, so that nothing else gets the signals meant for it."""
+    command = [sys.executable, str(EXAMPLE), *SMALL, "--strategy", strategy, "--devices", "2", "--precision", "bf16"]
+    return subprocess.Popen(
+        [*command, "--steps", str(steps), "--root", str(root), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    try:
+        output, _ = process.communicate(timeout=200)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+def weights(root: Path) -> dict[str, list[float]]:
+    path = newest(root / "checkpoints")
+    assert path is not None
+    return {name: tensor.flatten().tolist() for name, tensor in CheckpointReader(path).model().items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_killed_run_of_two_ranks_goes_on_exactly(tmp_path: Path, strategy: str) -> None:
+    straight = finished(start(tmp_path / "straight", strategy))
+    assert "2 × cpu, 2 ranks" in straight
+    loss = re.findall(r"validation loss (\d\.\d{3})", straight)
+    # Rank 0 alone prints.
+    assert len(loss) == 1
+
+    first = start(tmp_path / "killed", strategy, steps=100_000)
+    folder = tmp_path / "killed" / "checkpoints"
+    while newest(folder) is None and first.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(0.05)
+    first.kill()
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == -signal.SIGKILL, output
+    stood = newest(folder)
+    assert stood is not None
+    done = CheckpointReader(stood).progress()["global_step"]
+
+    total = max(8, done + 2)
+    resumed = finished(start(tmp_path / "killed", strategy, "--resume", steps=total))
+    assert f"step {done})" in resumed
+    if total != 8:
+        # The machine let it come further before it was killed: the straight run goes as far.
+        finished(start(tmp_path / "straight", strategy, "--resume", steps=total))
+    assert weights(tmp_path / "killed") == weights(tmp_path / "straight")

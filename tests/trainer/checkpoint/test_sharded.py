@@ -1,0 +1,385 @@
+"""Sharded models: each rank writes and reads its own part, whatever number of ranks and strategy wrote the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.world import run_world
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leyden.strategies.base import fill_weights, load_weights
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint import safefile, shards
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
+from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "hsdp": 4}
+# A world of four costs seconds on a small machine.
+QUICK = ("single", "fsdp 2", "fsdp 3")
+
+
+def by_cost(layouts: Any) -> list[Any]:
+    return [layout if layout in QUICK else pytest.param(layout, marks=pytest.mark.full) for layout in layouts]
+
+
+def sources(config: pytest.Config) -> dict[str, int]:
+    """The layouts that are saved under."""
+    return {name: LAYOUTS[name] for name in QUICK} if config.option.markexpr == "not full" else LAYOUTS
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.up = nn.Linear(size, 3 * size)
+        self.down = nn.Linear(3 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return out
+
+
+class Model(nn.Module):
+    """Tied weights, a parameter with fewer rows than ranks, a buffer, and a state of its own that is no tensor."""
+
+    def __init__(self, size: int = 64) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, size)
+        self.blocks = nn.ModuleList([Block(size) for _ in range(2)])
+        self.scale = nn.Parameter(torch.ones(3, 1))
+        self.head = nn.Linear(size, 50, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("seen", torch.zeros(2))
+        self.word = "none"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x) * self.scale.sum()
+        return out
+
+    def get_extra_state(self) -> Any:
+        return {"word": self.word}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.word = state["word"]
+
+
+def build(layout: str, seed: int, size: int = 64, meta: bool = False) -> Model:
+    torch.manual_seed(seed)
+    with torch.device("meta" if meta else "cpu"):
+        model = Model(size)
+    if layout in ("single", "ddp"):
+        return model
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((2, 2), ("replicate", "shard")) if layout == "hsdp" else ((LAYOUTS[layout],), ("shard",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if meta:
+        model.to_empty(device="cpu")
+        # to_empty makes two parameters of tied ones.
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer, count: int) -> None:
+    """The same batches on every rank, so that all layouts learn the same."""
+    tokens = torch.randint(0, 50, (4, 8), generator=torch.Generator().manual_seed(count))
+    model(tokens).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def optimizer_of(model: Model) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), 0.01)
+
+
+def strategy_of(layout: str) -> Any:
+    if layout == "single":
+        return None
+    from leyden.strategies.ddp import DDPStrategy
+
+    strategy = DDPStrategy()
+    strategy.setup_environment()
+    return strategy
+
+
+def write(model: Model, optimizer: Any, path: Path, strategy: Any, layout: str) -> Path:
+    with CheckpointWriter(path, ranks=Ranks(strategy, path)) as writer:
+        writer.model(model.state_dict(), replicated=list(dict(model.named_parameters())))
+        writer.optimizers([to_named(optimizer, parameter_names(model))])
+        return writer.commit(progress={"global_step": 3}, world_size=LAYOUTS[layout], strategy=layout)
+
+
+def whole(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.detach().clone()
+
+
+def contents(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = {name: whole(value) for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    named = to_named(optimizer, parameter_names(model))["state"]
+    return state | {f"{name}/{key}": whole(value) for name, own in named.items() for key, value in own.items()}
+
+
+def save(folder: str, layout: str) -> dict[str, Any]:
+    shards.SPREAD_FROM = 0
+    strategy = strategy_of(layout)
+    model = build(layout, seed=1)
+    model.word, model.seen[0] = "kept", 7.0
+    optimizer = optimizer_of(model)
+    for count in range(3):
+        step(model, optimizer, count)
+    path = write(model, optimizer, Path(folder, layout), strategy, layout)
+    found = {name: tensor.numpy() for name, tensor in contents(model, optimizer).items()}
+    if strategy is not None:
+        strategy.teardown()
+    return {"path": str(path), "found": found}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> dict[str, dict[str, Any]]:
+    """A checkpoint of each layout, and what it holds."""
+    folder = tmp_path_factory.mktemp("saved")
+    found = {}
+    for layout, size in sources(pytestconfig).items():
+        results = run_world(size, save, str(folder), layout)
+        assert len({result["path"] for result in results}) == 1
+        found[layout] = results[0]
+    return found
+
+
+def restore(layout: str, paths: dict[str, str], meta: bool) -> dict[str, Any]:
+    strategy = strategy_of(layout)
+    results = {}
+    for source, path in paths.items():
+        model = build(layout, seed=9, meta=meta)
+        reader = CheckpointReader(path)
+        if layout in ("single", "ddp"):
+            load_weights(model, reader.model())
+        else:
+            fill_weights(model, reader)
+        optimizer = optimizer_of(model)
+        saved = reader.optimizers(like=dict(model.named_parameters()))
+        from_named(optimizer, saved[0], parameter_names(model))
+        found = {name: tensor.numpy() for name, tensor in contents(model, optimizer).items()}
+        assert model.head.weight is model.embedding.weight
+        step(model, optimizer, 3)
+        after = {name: tensor.numpy() for name, tensor in contents(model, optimizer).items()}
+        results[source] = {"found": found, "after": after, "word": model.word}
+    if strategy is not None:
+        strategy.teardown()
+    return results
+
+
+@pytest.mark.parametrize("layout", by_cost(LAYOUTS))
+def test_every_layout_reads_every_other(saved: dict[str, Any], layout: str) -> None:
+    paths = {source: entry["path"] for source, entry in saved.items()}
+    for results in run_world(LAYOUTS[layout], restore, layout, paths, layout in ("fsdp 4", "fsdp 3")):
+        for source, result in results.items():
+            expected = saved[source]["found"]
+            assert result["found"].keys() == expected.keys() and result["word"] == "kept"
+            for name, value in expected.items():
+                assert value.tobytes() == result["found"][name].tobytes(), (source, name)
+            # And the optimizer goes on with it: the fourth step is that of the others.
+            for name, value in results["single"]["after"].items():
+                torch.testing.assert_close(
+                    torch.tensor(result["after"][name]), torch.tensor(value), rtol=1e-4, atol=1e-5
+                )
+
+
+@pytest.mark.parametrize("layout", by_cost(["fsdp 4", "hsdp", "fsdp 3"]))
+def test_each_shard_is_written_once(saved: dict[str, Any], layout: str) -> None:
+    path = Path(saved[layout]["path"])
+    elements: dict[str, int] = {}
+    for kind in ("model", "optimizer-0"):
+        sizes = []
+        for file in sorted(path.glob(f"{kind}-*.safetensors")):
+            tensors = load_file(file)
+            sizes.append(sum(tensor.numel() for tensor in tensors.values()))
+            for key, tensor in tensors.items():
+                elements[key] = elements.get(key, 0) + tensor.numel()
+        assert len(sizes) == LAYOUTS[layout], "every rank writes"
+        assert max(sizes) < 1.35 * sum(sizes) / len(sizes), sizes
+    single = CheckpointReader(saved["single"]["path"])
+    assert sum(elements.values()) == sum(
+        tensor.numel()
+        for name, tensor in single.model().items()
+        if isinstance(tensor, Tensor) and name != "head.weight"
+    ) + sum(tensor.numel() for own in single.optimizers()[0]["state"].values() for tensor in own.values())
+    assert not (path / "model.safetensors.index.json").exists(), "nobody can read shards by it"
+    layout_file = json.loads((path / "layout.json").read_text())
+    assert layout_file["tensors"]["head.weight"] == {"alias_of": "embedding.weight"}
+    assert {name.suffix for name in path.iterdir()} == {".json", ".safetensors"}
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within it held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def _free(self, key: int, size: int) -> None:
+        self.now -= size
+        self._seen.discard(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "cpu":
+            storage = out.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._seen and not any(
+                isinstance(arg, Tensor) and arg.untyped_storage()._cdata == key for arg in args
+            ):
+                self._seen.add(key)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, key, size)
+        return out
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Bytes read from files of tensors."""
+    plain, count = safefile.CheckedFile._exactly, {"bytes": 0}
+
+    def exactly(self: Any, view: memoryview) -> None:
+        if self.path.suffix == ".safetensors":
+            count["bytes"] += len(view)
+        plain(self, view)
+
+    safefile.CheckedFile._exactly = exactly  # type: ignore[method-assign]
+    yield count
+    safefile.CheckedFile._exactly = plain  # type: ignore[method-assign]
+
+
+def share_of(model: Model) -> int:
+    return sum(parameter._local_tensor.nbytes for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+def save_large(folder: str, layout: str) -> str:
+    strategy = strategy_of(layout)
+    model = build(layout, seed=1, size=256)
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    path = write(model, optimizer, Path(folder, layout), strategy, layout)
+    if strategy is not None:
+        strategy.teardown()
+    return str(path)
+
+
+def measure(layout: str, paths: list[str]) -> list[dict[str, float]]:
+    strategy = strategy_of(layout)
+    found = []
+    for path in paths:
+        model = build(layout, seed=2, size=256, meta=True)
+        share = share_of(model)
+        reader = CheckpointReader(path)
+        with Peak() as peak, counting() as weights:
+            fill_weights(model, reader)
+        with Peak() as more, counting() as states:
+            kept = reader.optimizers(like=dict(model.named_parameters()))
+        found.append(
+            {
+                "weights": weights["bytes"] / share,
+                "states": states["bytes"] / (2 * share),
+                "held beside the weights": peak.most / share,
+                "held of states": more.most / (2 * share),
+            }
+        )
+        del kept
+    strategy.teardown()
+    return found
+
+
+def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    layouts = sources(pytestconfig)
+    paths = {name: run_world(size, save_large, str(tmp_path), name)[0] for name, size in layouts.items()}
+    for layout in (name for name in layouts if "fsdp" in name or name == "hsdp"):
+        for rank in run_world(LAYOUTS[layout], measure, layout, list(paths.values())):
+            for source, figures in zip(paths, rank, strict=True):
+                assert figures["weights"] < 1.10, (layout, source, figures)
+                assert figures["states"] < 1.10, (layout, source, figures)
+                assert figures["held of states"] < 1.10, (layout, source, figures)
+                assert figures["held beside the weights"] < 0.05, (layout, source, figures)
+
+
+def damage(path: str, layout: str) -> list[str]:
+    strategy = strategy_of(layout)
+    file = Path(path, "model-00002-of-00002.safetensors")
+    if dist.get_rank() == 0:
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 8
+        file.write_bytes(data)
+    strategy.barrier()
+    messages = []
+    model = build(layout, seed=2)
+    try:
+        fill_weights(model, CheckpointReader(path))
+        messages.append("read")
+    except CheckpointError as error:
+        messages.append(str(error))
+    other = build(layout, seed=2, size=32)
+    with pytest.raises(ConfigurationError, match="shape"):
+        fill_weights(other, CheckpointReader(path))
+    strategy.teardown()
+    return messages
+
+
+def test_a_damaged_shard_is_found_by_whoever_reads_it(tmp_path: Path) -> None:
+    path = run_world(2, save, str(tmp_path), "fsdp 2")[0]["path"]
+    first, second = run_world(2, damage, path, "fsdp 2")
+    assert first == ["read"], "it has no part in that file"
+    assert "model-00002-of-00002.safetensors" in second[0] and "checksum" in second[0]
+
+
+def names(path: str) -> None:
+    strategy = strategy_of("fsdp 2")
+    model = build("fsdp 2", seed=1)
+    model.register_parameter("more", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(ConfigurationError, match=r"Missing: more"):
+        fill_weights(model, CheckpointReader(path))
+    fill_weights(model, CheckpointReader(path), strict=False)
+    assert model.word == "kept"
+    strategy.teardown()
+
+
+def test_names_that_do_not_fit_are_told(saved: dict[str, Any]) -> None:
+    run_world(2, names, saved["fsdp 3"]["path"])
+
+
+def test_reading_a_sharded_checkpoint_imports_no_planner(saved: dict[str, Any]) -> None:
+    run_world(1, read_alone, saved["fsdp 3"]["path"])
+
+
+def read_alone(path: str) -> None:
+    import subprocess
+    import sys
+
+    program = (
+        "import sys; from leyden.trainer.checkpoint.reader import CheckpointReader; "
+        f"reader = CheckpointReader({path!r}); reader.model(); reader.optimizers(); "
+        "assert not [name for name in sys.modules if name.startswith('torch.distributed.checkpoint')]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ))

@@ -1,0 +1,268 @@
+"""`leyden launch` with real ranks: what they are told, how a failure is shown, restarts, machines, and SLURM's tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+SCRIPT = """\
+import json, os, sys
+import torch, torch.distributed as dist
+
+def work():
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    told = {name: value for name, value in os.environ.items() if name.startswith("LEYDEN_") and name != "LEYDEN_AGENT"}
+    told.update(sum=total.item(), argv=sys.argv[1:], node=os.environ["GROUP_RANK"])
+    with open(f"rank-{dist.get_rank()}.json", "w") as file:
+        json.dump(told, file)
+    if "--raise" in sys.argv and dist.get_rank() == 1:
+        raise ValueError("the second rank cannot go on")
+    if "--raise" in sys.argv:
+        dist.barrier()
+    dist.destroy_process_group()
+
+work()
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def told(folder: Path, rank: int) -> dict[str, Any]:
+    return dict(json.loads((folder / f"rank-{rank}.json").read_text()))
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_two_ranks_of_a_file_and_flags(leyden: Any, script: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("use_cpu: true\nnum_processes: 4\nmixed_precision: bf16\nsame_network: true\n")
+    done = leyden("launch", "--config_file", file, "--num-processes", 2, "train.py", "--lr", "0.1")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"file        {file}"
+    assert lines[1] == "ranks       2 on this machine, cpu, 1 thread each"
+    assert "command     python train.py --lr 0.1" in lines
+    expected = {
+        "LEYDEN_LAUNCHED_FROM": str(file),
+        "LEYDEN_STARTER": "launch",
+        "LEYDEN_ACCELERATOR": "cpu",
+        "LEYDEN_PRECISION": "bf16-mixed",
+        "sum": 2.0,
+        "argv": ["--lr", "0.1"],
+        "node": "0",
+    }
+    assert [told(tmp_path, 0), told(tmp_path, 1)] == [expected, expected]
+
+
+def test_a_failure_is_one_block(leyden: Any, script: Path, tmp_path: Path) -> None:
+    done = leyden("launch", "--cpu", "--num_processes", 2, "-q", "train.py", "--raise")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.count("Traceback") == 1
+    block = done.stderr[done.stderr.index("leyden launch: rank 1 failed first") :].splitlines()
+    rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in block[1:4]}
+    assert rows["rank"].startswith("1 (local 1, process ")
+    assert rows["host"] == socket.gethostname()
+    assert rows["exception"] == "ValueError: the second rank cannot go on"
+    assert block[4].split(maxsplit=1)[1] == "train.py, line 13, in work"
+    log = Path(block[5].split(maxsplit=2)[2])
+    assert log.read_text().rstrip().endswith("ValueError: the second rank cannot go on")
+    # Frames of ours and of runpy say nothing to a user.
+    assert "rank.py" not in done.stderr
+
+
+TRAIN = """
+import os, signal, sys
+import torch
+from leyden import Trainer, TrainModule, seed_everything
+from leyden.callbacks import ModelCheckpoint
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 5 and self.trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "--kill" in sys.argv:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.nn.functional.dropout(self.layer(batch), 0.3).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+seed_everything(7)
+data = torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=2, shuffle=True)
+net = Net()
+trainer = Trainer(max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=sys.argv[1], callbacks=ModelCheckpoint(every_n_train_steps=2))
+trainer.fit(net, data, ckpt_path="auto")
+if trainer.is_global_zero:
+    torch.save(net.state_dict(), sys.argv[1] + "/weights.pt")
+"""
+
+
+@pytest.mark.full
+def test_a_killed_rank_is_started_anew_and_the_run_ends_with_the_same_weights(leyden: Any, tmp_path: Path) -> None:
+    (tmp_path / "fit.py").write_text(TRAIN)
+    flags = ("launch", "--cpu", "--num_processes", 2, "--max_restarts", 1, "-q", "fit.py")
+    killed = leyden(*flags, "killed", "--kill")
+    assert killed.returncode == 0, killed.stderr
+    assert "restart 1 of 1" in killed.stderr
+    whole = leyden(*flags, "whole")
+    assert whole.returncode == 0, whole.stderr
+    assert "restart" not in whole.stderr
+    left, right = (torch.load(tmp_path / name / "weights.pt") for name in ("killed", "whole"))
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_program_of_its_own_gives_its_status(leyden: Any) -> None:
+    done = leyden("launch", "--cpu", "-q", "--no_python", "sh", "-c", "exit 3")
+    assert done.returncode == 3
+    assert "rank 0 ended with exit code 3" in done.stderr
+
+
+def run_together(commands: list[list[str]], environs: list[dict[str, str]], folder: Path) -> list[tuple[int, str]]:
+    """Runs several processes at once; gives back the status and the words of each."""
+    started = [
+        subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command, environ in zip(commands, environs)
+    ]
+    try:
+        return [(process.returncode, text) for process in started for text in [process.communicate(timeout=120)[0]]]
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.wait(30)
+
+
+def test_two_machines_meet(script: Path, tmp_path: Path, environ: dict[str, str]) -> None:
+    """Two agents on one host, each as a machine of its own."""
+    shared = [
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(free_port()),
+    ]
+    base = [sys.executable, "-m", "leyden", "launch", "--cpu", *shared]
+    ended = run_together([[*base, "--machine_rank", str(rank), "train.py"] for rank in (0, 1)], [environ] * 2, tmp_path)
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert "2 on 2 machines × 1" in ended[1][1]
+    assert [told(tmp_path, rank)["node"] for rank in (0, 1)] == ["0", "1"]
+    assert told(tmp_path, 1)["sum"] == 2.0
+
+
+def test_tasks_of_slurm_become_the_ranks(script: Path, tmp_path: Path, environ: dict[str, str]) -> None:
+    """With the variables that srun sets for two tasks on one machine."""
+    slurm = {
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1",
+    }
+    slurm |= {"SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    tasks = [{**environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    command = [sys.executable, "-m", "leyden", "launch", "--cpu", "--main_process_port", str(free_port()), "train.py"]
+    # torch's elastic variables are not there without an agent.
+    ended = run_together([command] * 2, tasks, tmp_path)
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert "srun, one task for each rank" in ended[0][1]
+    # One of them shows the plan.
+    assert ended[1][1] == ""
+    assert told(tmp_path, 1)["LEYDEN_STARTER"] == "slurm"
+    assert told(tmp_path, 1)["sum"] == 2.0
+
+
+def test_a_dry_run_starts_nothing(here: Any, tmp_path: Path) -> None:
+    theirs = tmp_path / "cache" / "huggingface" / "accelerate" / "default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("num_processes: 7\n")
+    done = here("launch", "--dry-run", "--cpu", "--no_python", "touch", "started")
+    assert done.returncode == 0
+    assert done.stdout.startswith("file        none: flags and defaults\nranks       1 on this machine")
+    # Accelerate's own file is pointed out, and not read.
+    assert f"--config_file {theirs}" in done.stdout
+    assert not (tmp_path / "started").exists()
+    ours = tmp_path / "cache" / "leyden" / "default_config.yaml"
+    ours.parent.mkdir(parents=True)
+    ours.write_text("num_processes: 3\n")
+    done = here("launch", "--dry-run", "train.py")
+    assert done.stdout.startswith(f"file        {ours}\nranks       3 on this machine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("launch", "--num_procesess", "2", "a.py"), "num_processes"),
+        (("launch", "none.py"), "there is no script none.py"),
+        (("launch", "--use_fsdp", "--use_deepspeed", "a.py"), "exclude each other"),
+        (("launch", "--mixed_precision", "bf61", "a.py"), "Did you mean 'bf16'"),
+        (("launch", "--fsdp_offload_params", "perhaps", "a.py"), "true or false"),
+        (("launch", "-m", "--no_python", "a"), "give one of them"),
+    ],
+)
+def test_mistakes_on_the_command_line(here: Any, arguments: tuple[str, ...], words: str) -> None:
+    done = here(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_flag_that_says_false_is_false(here: Any) -> None:
+    flags = ("--use_fsdp", "--fsdp_offload_params", "False", "--fsdp_activation_checkpointing", "True")
+    done = here("launch", "--dry-run", "--cpu", "--num_processes", "2", *flags, "a.py")
+    assert "fsdp_offload_params False, fsdp_activation_checkpointing True" in done.stdout
+
+
+def test_help_names_the_families_and_imports_no_torch(here: Any, environ: dict[str, str]) -> None:
+    text = here("launch", "--help").stdout
+    assert all(name in text for name in ("FSDP:", "DeepSpeed:", "Megatron-LM:", "--rdzv_backend", "--monitor_interval"))
+    program = "import sys\nfrom leyden.trainer.cli.main import main\nmain(['--help'])\nprint('torch' in sys.modules, 'click' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False True"
+    assert "Did you mean 'launch'?" in here("lunch").stderr
+
+
+def test_a_rank_is_the_main_program(tmp_path: Path, environ: dict[str, str]) -> None:
+    """Processes that a script starts find its functions, as under `python script.py`."""
+    (tmp_path / "beside.py").write_text("word = 'beside'")
+    (tmp_path / "main.py").write_text(
+        "import multiprocessing, sys, beside\n"
+        "def double(x):\n    return 2 * x\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(double, [1, 2]), sys.argv, beside.word, __file__)\n"
+        "    sys.exit(5)\n"
+    )
+    command = [sys.executable, "-m", "leyden.trainer.cli.rank", "main.py", "a"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (5, "[2, 4] ['main.py', 'a'] beside main.py\n"), done.stderr
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__main__.py").write_text("import sys\nprint(sys.argv[1:], __name__, __package__)\n1 / 0")
+    command = [sys.executable, "-m", "leyden.trainer.cli.rank", "-m", "package", "b"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "['b'] __main__ package\n")
+    assert done.stderr.splitlines()[0].startswith("Traceback")
+    assert "rank.py" not in done.stderr
+    assert os.path.join("package", "__main__.py") in done.stderr.splitlines()[1]

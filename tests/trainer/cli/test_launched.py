@@ -1,0 +1,61 @@
+"""A Trainer under `leyden launch`: it takes what its script left open, and says so."""
+
+from __future__ import annotations
+
+import pytest
+
+from leyden import Trainer
+from leyden.callbacks import GradientAccumulation
+from leyden.strategies import SingleDeviceStrategy
+from leyden.trainer.launched import VARIABLES, Launched, launched_arguments
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Launched(
+        "config.yaml", accelerator="cpu", precision="bf16-mixed", accumulate_grad_batches=4, gradient_clip_val=0.5
+    )
+    for name, value in settings.variables().items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("launched")
+def test_arguments_left_open_are_filled(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(logger=False)
+    assert trainer.precision == "bf16-mixed"
+    assert trainer.accumulate_grad_batches == 4
+    assert trainer.arguments.gradient_clip_val == 0.5
+    assert trainer.given == {"logger"}
+    assert capsys.readouterr().out.splitlines() == [
+        "leyden launch fills accelerator='cpu', precision='bf16-mixed', accumulate_grad_batches=4, gradient_clip_val=0.5 "
+        "(from config.yaml)"
+    ]
+
+
+@pytest.mark.usefixtures("launched")
+def test_the_scripts_own_arguments_stand(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(precision="32-true", callbacks=GradientAccumulation(2), gradient_clip_val=None)
+    assert trainer.precision == "32-true"
+    assert trainer.accumulate_grad_batches == 2
+    assert trainer.arguments.gradient_clip_val is None
+    assert "the script's own precision, accumulate_grad_batches, gradient_clip_val stand" in capsys.readouterr().out
+    # A strategy that is an object brings its precision with it.
+    assert Trainer(strategy=SingleDeviceStrategy()).precision == "32-true"
+
+
+@pytest.mark.usefixtures("launched")
+def test_one_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert launched_arguments({})["precision"] == "bf16-mixed"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_plain_process_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("LEYDEN_PRECISION", "bf16-mixed")
+    assert Trainer(logger=False).precision == "32-true"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_table_names_every_variable() -> None:
+    full = Launched(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True)
+    assert set(full.variables()) == set(VARIABLES)

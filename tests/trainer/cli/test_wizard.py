@@ -1,0 +1,325 @@
+"""The wizard, answered in a real terminal for five machines; what it writes is read back by a dry run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.settings import Settings, parse
+from leyden.trainer.cli.wizard import Wizard
+
+pexpect = pytest.importorskip("pexpect", reason="pip install 'leyden[test]'")
+
+COMMON = {"compute_environment": "LOCAL_MACHINE"}
+# The flags of `config`; questions (their beginning) with the answer; what is written; a line of the plan.
+MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]] = {
+    "cpu": (
+        ["--gpus", "0"],
+        [
+            ("How many machines [1]", ""),
+            ("How many ranks [1]", ""),
+            ("Compile the model (torch.compile) [no]", ""),
+            ("Mixed precision (no, bf16) [no]", "bf61"),
+            ("Error: 'bf61' is not known. Did you mean 'bf16'?", None),
+            ("Mixed precision (no, bf16) [no]", "bf16"),
+        ],
+        {
+            **COMMON,
+            "distributed_type": "NO",
+            "mixed_precision": "bf16",
+            "use_cpu": True,
+            "num_processes": 1,
+            "num_machines": 1,
+        },
+        "ranks       1 on this machine, cpu",
+    ),
+    "gpus": (
+        ["--gpus", "4"],
+        [
+            ("Run on (gpu, cpu) [gpu]", "tpu"),
+            ("Error: 'tpu' is not known", None),
+            ("Run on (gpu, cpu) [gpu]", ""),
+            ("GPUs to use: all, or some of 0 to 3, as 0,1 [all]", "0,4"),
+            ("Error: there is no GPU 4: this machine has 0 to 3", None),
+            ("GPUs to use: all, or some of 0 to 3, as 0,1 [all]", "0,1"),
+            ("How many machines [1]", "none"),
+            ("Error: 'none' is not a whole number", None),
+            ("How many machines [1]", ""),
+            ("How is the model held (ddp, fsdp, deepspeed, parallel, megatron) [ddp]", ""),
+            ("Check what ranks put into each collective", "yes"),
+            ("Compile the model", "y"),
+            ("By which backend", ""),
+            ("Mode (default, reduce-overhead, max-autotune) [default]", ""),
+            ("Refuse what breaks the graph [no]", ""),
+            ("Compile for any shape [no]", ""),
+            ("Mixed precision (no, fp16, bf16, fp8) [no]", "fp16"),
+        ],
+        {
+            **COMMON,
+            "distributed_type": "MULTI_GPU",
+            "mixed_precision": "fp16",
+            "use_cpu": False,
+            "debug": True,
+            "num_processes": 2,
+            "num_machines": 1,
+            "gpu_ids": "0,1",
+            "dynamo_config": {
+                "dynamo_backend": "inductor",
+                "dynamo_mode": "default",
+                "dynamo_use_fullgraph": False,
+                "dynamo_use_dynamic": False,
+            },
+        },
+        "",
+    ),
+    "fsdp": (
+        ["--gpus", "0"],
+        [
+            ("How many machines [1]", ""),
+            ("How many ranks [1]", "2"),
+            ("How is the model held (ddp, fsdp, deepspeed, parallel, megatron) [ddp]", "fsdp"),
+            ("What is sharded", "full_shard"),
+            ("How are modules grouped", ""),
+            ("Classes of the blocks to group", "Block"),
+            ("Keep parameters on the CPU between uses [no]", "y"),
+            ("Compute activations again in backward [no]", ""),
+            ("Check what ranks put", ""),
+            ("Compile the model", ""),
+            ("Mixed precision (no, bf16) [no]", "bf16"),
+        ],
+        {
+            **COMMON,
+            "distributed_type": "FSDP",
+            "mixed_precision": "bf16",
+            "use_cpu": True,
+            "debug": False,
+            "num_processes": 2,
+            "num_machines": 1,
+            "fsdp_config": {
+                "fsdp_sharding_strategy": "FULL_SHARD",
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_transformer_layer_cls_to_wrap": "Block",
+                "fsdp_offload_params": True,
+                "fsdp_activation_checkpointing": False,
+            },
+        },
+        "strategy    fsdp (",
+    ),
+    "deepspeed": (
+        ["--gpus", "0"],
+        [
+            ("How many machines [1]", ""),
+            ("How many ranks [1]", "2"),
+            ("How is the model held", "deepspeed"),
+            ("DeepSpeed's own JSON file (none: answer questions) [none]", "nowhere.json"),
+            ("Error: there is no file nowhere.json", None),
+            ("DeepSpeed's own JSON file (none: answer questions) [none]", ""),
+            ("ZeRO stage", "4"),
+            ("Error: 4 is no stage: give 0, 1, 2 or 3", None),
+            ("ZeRO stage", "3"),
+            ("Batches of one optimizer step [1]", "4"),
+            ("Largest norm of the gradients (none: no clipping) [none]", "1.0"),
+            ("Where does optimizer state wait (none, cpu, nvme) [none]", "cpu"),
+            ("Where do parameters wait (none, cpu, nvme) [none]", ""),
+            ("Build the model sharded (zero.Init) [yes]", ""),
+            ("Save 16-bit weights of the whole model too [no]", ""),
+            ("Check what ranks put", ""),
+            ("Compile the model", ""),
+            ("Mixed precision (no, bf16) [no]", ""),
+        ],
+        {
+            **COMMON,
+            "distributed_type": "DEEPSPEED",
+            "mixed_precision": "no",
+            "use_cpu": True,
+            "debug": False,
+            "num_processes": 2,
+            "num_machines": 1,
+            "deepspeed_config": {
+                "zero_stage": 3,
+                "gradient_accumulation_steps": 4,
+                "gradient_clipping": 1.0,
+                "offload_optimizer_device": "cpu",
+                "offload_param_device": "none",
+                "zero3_init_flag": True,
+                "zero3_save_16bit_model": False,
+            },
+        },
+        "strategy    deepspeed_stage_3 (",
+    ),
+    "machines": (
+        ["--gpus", "0"],
+        [
+            ("How many machines [1]", "2"),
+            ("Which of them is this, from 0 to 1 [0]", "2"),
+            ("Error: 2 is none of 2 machines", None),
+            ("Which of them is this, from 0 to 1 [0]", "1"),
+            ("Address of machine 0", "10.0.0.1, or so"),
+            ("Error: '10.0.0.1, or so' is no address", None),
+            ("Address of machine 0", "10.0.0.1"),
+            ("Port of machine 0 [29500]", "70000"),
+            ("Error: 70000 is no port", None),
+            ("Port of machine 0 [29500]", ""),
+            ("How many ranks on each machine [1]", "2"),
+            ("How is the model held", ""),
+            ("Check what ranks put", ""),
+            ("Compile the model", ""),
+            ("Mixed precision (no, bf16) [no]", ""),
+        ],
+        {
+            **COMMON,
+            "distributed_type": "MULTI_CPU",
+            "mixed_precision": "no",
+            "use_cpu": True,
+            "debug": False,
+            "num_processes": 4,
+            "num_machines": 2,
+            "machine_rank": 1,
+            "main_process_ip": "10.0.0.1",
+            "main_process_port": 29500,
+        },
+        "meeting     static at 10.0.0.1:29500, this is numbered machine 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_a_machine_is_configured_in_a_terminal(
+    machine: str, tmp_path: Path, environ: dict[str, str], here: Any
+) -> None:
+    flags, talk, expected, line = MACHINES[machine]
+    file = tmp_path / "cache" / "leyden" / "default_config.yaml"
+    # Wide enough that no question is broken into lines, on which an expectation would miss.
+    terminal = pexpect.spawn(
+        sys.executable,
+        ["-m", "leyden", "config", *flags],
+        env=environ,
+        cwd=str(tmp_path),
+        timeout=60,
+        encoding="utf-8",
+        dimensions=(50, 200),
+    )
+    try:
+        for question, answer in talk:
+            terminal.expect_exact(question)
+            assert not file.exists()
+            if answer is not None:
+                terminal.sendline(answer)
+        terminal.expect_exact("Written to")
+        terminal.expect(pexpect.EOF)
+    finally:
+        terminal.close(force=True)
+    assert terminal.exitstatus == 0
+    assert yaml.safe_load(file.read_text()) == expected
+    if line:
+        # The file of the GPU machine is refused here, by name.
+        assert line in here("launch", "--dry-run", "train.py").stdout
+    else:
+        assert "this machine has no GPU" in here("launch", "--dry-run", "train.py").stderr
+
+
+def answered(
+    machine: Machine, answers: list[str], before: Settings, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Settings, list[str]]:
+    """The wizard's result with answers in their order, and what it asked."""
+    import click
+
+    asked: list[str] = []
+    left = list(answers)
+
+    def prompt(text: str, default: Any, value_proc: Any, err: bool) -> Any:
+        asked.append(text)
+        given = left.pop(0) if left else ""
+        return value_proc(given or default)
+
+    monkeypatch.setattr(click, "prompt", prompt)
+    return Wizard(machine, before).run(), asked
+
+
+def test_what_the_machine_tells_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, asked = answered(Machine(), [], Settings(), monkeypatch)
+    assert [text.split(" (")[0] for text in asked] == [
+        "How many machines",
+        "How many ranks",
+        "Compile the model",
+        "Mixed precision",
+    ]
+    _, asked = answered(Machine(gpus=1, numa_nodes=2), [], Settings(), monkeypatch)
+    assert not [text for text in asked if "GPUs to use" in text]
+    # This GPU does not compute in bf16.
+    assert asked[-2:] == ["Bind each rank to the CPUs beside its GPU", "Mixed precision (no, fp16)"]
+    settings, asked = answered(Machine(gpus=8, slurm=True, bf16=True), [], Settings(), monkeypatch)
+    assert asked[0].startswith("Where do ranks run")
+    # srun gives machines, addresses and numbers.
+    assert not [text for text in asked if "machine 0" in text or "How many machines" in text]
+    assert (settings.get("compute_environment"), settings.get("num_processes")) == ("SLURM", -1)
+
+
+def test_axes_that_do_not_make_up_the_ranks_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong, right = ["3", "1", "1", "1", "1"], ["2", "2", "1", "1", "1"]
+    settings, _ = answered(Machine(gpus=4), ["gpu", "all", "1", "parallel", *wrong, *right], Settings(), monkeypatch)
+    sizes = settings.section("parallelism_config")
+    assert sizes == {
+        "parallelism_config_tp_size": 2,
+        "parallelism_config_pp_size": 2,
+        "parallelism_config_cp_size": 1,
+        "parallelism_config_dp_shard_size": 1,
+        "parallelism_config_dp_replicate_size": 1,
+    }
+
+
+def test_the_answers_of_before_stand_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = parse(
+        {
+            "num_processes": 2,
+            "mixed_precision": "bf16",
+            "distributed_type": "MEGATRON_LM",
+            "megatron_lm_config": {"megatron_lm_tp_degree": 2},
+        }
+    )
+    settings, _ = answered(Machine(), [], before, monkeypatch)
+    assert settings.kind == "MEGATRON_LM"
+    assert settings.precision == "bf16"
+    assert settings.section("megatron_lm_config")["megatron_lm_tp_degree"] == 2
+    # An earlier answer that this machine cannot have is none.
+    settings, _ = answered(Machine(), [], parse({"mixed_precision": "fp16"}), monkeypatch)
+    assert settings.precision == "no"
+
+
+def test_default_update_and_nobody_to_answer(here: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    assert here("config", "default", "--config_file", file).returncode == 0
+    assert yaml.safe_load(file.read_text()) == {
+        **COMMON,
+        "distributed_type": "NO",
+        "mixed_precision": "no",
+        "use_cpu": True,
+        "debug": False,
+        "num_processes": 1,
+        "num_machines": 1,
+        "machine_rank": 0,
+    }
+    assert "is there already" in here("config", "default", "--config_file", file).stderr
+    file.write_text("use_fsdp: true\nfp16: true\nsame_network: true\nfsdp_config: {sharding_strategy: 2}\n")
+    done = here("config", "update", "--config_file", file)
+    assert "use_fsdp: true is taken as distributed_type: FSDP" in done.stdout
+    assert "same_network has no effect here" in done.stdout
+    assert yaml.safe_load(file.read_text()) == {
+        "distributed_type": "FSDP",
+        "mixed_precision": "fp16",
+        "same_network": True,
+        "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+    }
+
+
+def test_nobody_to_answer(here: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
+    done = here("config")
+    assert (done.returncode, "leyden config default" in done.stderr) == (2, True)
+    assert not (tmp_path / "cache").exists()

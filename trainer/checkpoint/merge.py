@@ -1,0 +1,88 @@
+"""One file of weights from a checkpoint of any number of shards, as `safetensors` and `transformers` users expect it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.checkpoint import staging
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.safefile import write_stream
+from leyden.trainer.checkpoint.shards import Table
+from leyden.trainer.checkpoint.tensors import TRANSLATED, dtype_named
+
+
+def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_prefix: str | None = None) -> Path:
+    """Writes the weights of a checkpoint as one safetensors file. One tensor at a time is in memory.
+
+    Tied weights are stored once, under the first of their names; the header tells the others. Entries from `get_extra_state`
+    are no weights and are left out.
+
+    Args:
+        path: the checkpoint.
+        out: the file to write, or a folder for `model.safetensors` in it. What stands there is replaced.
+        module_prefix: only the weights of this part of the module, and without its name: "net" makes `weight` of `net.weight`.
+
+    Returns:
+        The file.
+
+    Raises:
+        CheckpointError: if the checkpoint is damaged, or a tensor is of a kind that no reader of safetensors knows.
+        ConfigurationError: if no name begins with the prefix.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from leyden.trainer.checkpoint.writer import CheckpointWriter
+        >>> with CheckpointWriter(f"{tempfile.mkdtemp()}/one") as writer:
+        ...     writer.model({"net.weight": torch.ones(2)})
+        ...     path = writer.commit(progress={"global_step": 1})
+        >>> merge(path, path.parent, module_prefix="net").name
+        'model.safetensors'
+    """
+    reader, target = CheckpointReader(path), Path(os.path.abspath(out))
+    if target.is_dir():
+        target = target / "model.safetensors"
+    tables, aliases = _named(reader, module_prefix)
+    forms = {name: (dtype_named(table["dtype"]), tuple(table["shape"])) for name, table in tables.items()}
+    new = staging.sibling(target, "tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_stream(new, forms, lambda name: reader.read_table(tables[name]), {**aliases, "format": "pt"})
+        os.replace(new, target)
+        staging.fsync_folder(target.parent)
+    except OSError as error:
+        raise CheckpointError(target, f"cannot be written: {error.strerror or error}.") from error
+    finally:
+        new.unlink(missing_ok=True)
+    return target
+
+
+def _named(reader: CheckpointReader, module_prefix: str | None) -> tuple[dict[str, Table], dict[str, str]]:
+    """The tables of weights by the names that they get, and further names of some of them."""
+    start = "" if not module_prefix else module_prefix.rstrip(".") + "."
+    layout = reader.layout()
+    chosen = [name for name in layout if name.startswith(start)]
+    if not chosen:
+        raise ConfigurationError(
+            f"no weight of {reader.path} begins with {start!r}. {nearest(start, sorted({n.split('.')[0] for n in layout}))}"
+        )
+    tables: dict[str, Table] = {}
+    aliases: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for name in chosen:
+        owner = layout[name].get("alias_of", name)
+        short = name[len(start) :]
+        if owner in first:
+            aliases[short] = first[owner]
+            continue
+        first[owner] = short
+        spec = layout[owner]
+        if list(spec["parts"]) != [""] or dtype_named(spec["dtype"]) in TRANSLATED:
+            kind = spec.get("layout", spec["dtype"])
+            raise CheckpointError(
+                reader.path, f"has {name!r} as {kind}, which no reader of safetensors knows: convert it first."
+            )
+        tables[short] = spec["parts"][""]
+    return tables, aliases

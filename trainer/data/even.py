@@ -1,0 +1,68 @@
+"""Batches for loops of one's own: as many on every rank, the last ones filled; or each rank its own, and no more."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from leyden.trainer.data.sharding import RankBatches, Share, block
+
+
+class EvenBatches(RankBatches):
+    """The index sampler of one rank's loader, as `RankBatches`, whose last global batch is filled from the epoch's begin.
+
+    Attributes:
+        counts: of each global batch whose indices were drawn and whose batch was not yet taken: for each rank its samples,
+            and how many of them are no repeats.
+    """
+
+    counts: deque[list[tuple[int, int]]]
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.counts = deque()
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.shares.clear()
+        self.counts.clear()
+        while True:
+            drawn = self.order.draw(self.span)
+            if not drawn or (self.drop_last and len(drawn) < self.span):
+                return
+            full = drawn
+            if len(drawn) < self.span:
+                full = list(
+                    itertools.islice(itertools.chain(drawn, itertools.cycle(self.order.head(self.span))), self.span)
+                )
+            size = self.batch_size
+            if size is None:
+                parts = full
+                true = [len(part) if rank < len(drawn) else 0 for rank, part in enumerate(parts)]
+            else:
+                parts = [full[start : start + size] for start in range(0, self.span, size)]
+                true = [max(0, min(len(drawn) - start, size)) for start in range(0, self.span, size)]
+            here = parts[self.rank]
+            # Every rank has as many, so none weighs more than another.
+            self.shares.append(Share(len(here), len(here) * self.ranks))
+            self.counts.append([(len(part), count) for part, count in zip(parts, true, strict=True)])
+            self._last = here
+            yield here
+
+
+class OwnBatches(RankBatches):
+    """As `RankBatches`, for a loop that cannot be handed a batch of nothing: a rank without samples is done."""
+
+    def __len__(self) -> int:
+        count = len(self.sampler)  # type: ignore[arg-type]
+        rest = count % self.span
+        if self.drop_last or not rest:
+            return count // self.span
+        here = self.rank < rest if self.batch_size is None else bool(range(rest)[block(rest, self.rank, self.ranks)])
+        return count // self.span + here
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        yield from super().__iter__()
+        if self.shares and not self.shares[-1].here:
+            self.shares.pop()

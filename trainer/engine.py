@@ -1,0 +1,173 @@
+"""Engine: what Trainer and Accelerator both drive. It owns the strategy, the accumulation window and what is prepared for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies import Strategy, Window, find_strategy
+from leyden.strategies.batch import map_tensors
+from leyden.strategies.precision import Precision, find_precision
+from leyden.trainer.prepared import PreparedOptimizer
+
+T = TypeVar("T")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+class Engine:
+    """Device, precision, strategy, accumulation window and collectives of one run.
+
+    The Trainer drives it; `Accelerator` is an Engine with the methods that a loop of one's own needs.
+
+    Args:
+        strategy: a name or a Strategy.
+        accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
+        precision: a name or a Precision; None leaves a given strategy's own.
+        devices: as of the Trainer.
+        num_nodes: machines.
+    """
+
+    def __init__(
+        self,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        precision: str | int | Precision | None = None,
+        devices: Any = "auto",
+        num_nodes: int = 1,
+    ) -> None:
+        keeps_own = isinstance(strategy, Strategy) and precision is None
+        plugin = None if keeps_own else find_precision(precision)
+        self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
+        self.window = Window()
+        self.prepared_optimizers: list[PreparedOptimizer] = []
+        self.stepped = False
+        """An optimizer stepped since the flag was cleared."""
+        self.before_step: Callable[[Optimizer], Any] | None = None
+        """Called in manual optimisation, with unscaled gradients, before each step."""
+        self.manual = False
+
+    @property
+    def precision(self) -> Precision:
+        return self.strategy.precision
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.strategy.root_device
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers themselves, as the strategy holds them."""
+        return [prepared.optimizer for prepared in self.prepared_optimizers]
+
+    # set-up -----------------------------------------------------------------------------------------------------------
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """Brings the module to where it runs; its optimizers are made after that."""
+        return self.strategy.setup_modules([module])[0]
+
+    def prepare_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> list[PreparedOptimizer]:
+        """Prepares the optimizers of modules that are prepared."""
+        prepared = self.strategy.setup_optimizers(modules, optimizers)
+        self.prepared_optimizers = [PreparedOptimizer(optimizer, self) for optimizer in prepared]
+        return self.prepared_optimizers
+
+    def teardown(self) -> None:
+        """Closes the window and leaves the strategy; optimizers stay for a run that goes on."""
+        self.window = Window()
+        self.strategy.teardown()
+
+    # the window -------------------------------------------------------------------------------------------------------
+    def close_window(self) -> None:
+        """Brings the gradients of the window to their mean: over its true length, or over its items."""
+        window = self.window
+        count = window.index + 1
+        if window.num_items is not None and window.first_items is not None:
+            if count > 1:
+                self.strategy.scale_gradients(_ratio(window.first_items, self.strategy.mean_items(window.num_items)))
+        elif count != window.length:
+            self.strategy.scale_gradients(window.length / count)
+
+    def end_batch(self) -> None:
+        """After the batch's work, and its step if the window closes."""
+        window = self.window
+        if window.closes:
+            window.is_open, window.index = False, 0
+        else:
+            window.index += 1
+
+    # steps ------------------------------------------------------------------------------------------------------------
+    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Steps one optimizer; in manual optimisation with everything that belongs to a step."""
+        optimizer, strategy = prepared.optimizer, self.strategy
+        if self.manual:
+            strategy.before_step(optimizer)
+            if self.before_step is not None:
+                self.before_step(optimizer)
+        elif closure is not None and not needs_closure(optimizer):
+            # The gradients are there: it only tells the loss, and a scaler could not hand it on.
+            closure()
+            closure = None
+        stepped = strategy.step(optimizer, closure)
+        self.stepped = self.stepped or stepped
+        return stepped
+
+    def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
+        """Clears the gradients of one optimizer."""
+        prepared.optimizer.zero_grad(set_to_none)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
+        weight = self.window.weight
+        if weight != 1.0:
+            # 0 * nan is nan: a loss that counts for nothing is replaced.
+            loss = loss * weight if weight else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        self.strategy.backward(loss, *args, **kwargs)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass in the run's precision."""
+        from contextlib import nullcontext
+
+        context = self.precision.forward_context
+        return nullcontext() if context is None else context()
+
+    # collectives ------------------------------------------------------------------------------------------------------
+    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
+        """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
+        return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank `src`."""
+        return self.strategy.broadcast(obj, src)
+
+    def check_parameters(self, modules: Iterable[nn.Module]) -> None:
+        """Names optimizers' parameters that no module has any more: they would be stepped without effect."""
+        from leyden.strategies.errors import ConfigurationError
+
+        known = {id(p) for module in modules for p in module.parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            owned = [p for group in optimizer.param_groups for p in group["params"]]
+            if owned and known and not any(id(p) in known for p in owned):
+                raise ConfigurationError(
+                    f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of this module. Make it in "
+                    "configure_optimizers, from self.parameters()."
+                )
+
+
+def _ratio(first: Tensor | float, total: Tensor | float) -> Tensor | float:
+    """In float64 where there is one: torch divides whole numbers in float32, which is too coarse for 64-true."""
+    if isinstance(total, Tensor) and total.device.type != "mps":
+        total = total.double()
+    return first / total

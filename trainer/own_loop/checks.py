@@ -1,0 +1,140 @@
+"""Mistakes that a loop of one's own is prone to, found where they are made: an error, or one warning, that names the fix."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.own_loop.debugging import Checker, is_debugging, start_up_facts
+from leyden.trainer.prepared import PreparedOptimizer, parameters_of
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator import Accelerator
+
+
+class Mistakes:
+    """What an Accelerator looks at, at each place once.
+
+    Args:
+        accelerator: whose models and optimizers.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._checked: set[int] = set()
+        self._backwards = 0
+        self._told: set[str] = set()
+
+    def in_pass(self) -> None:
+        """At the start of a pass over a loader."""
+        self._check_devices()
+
+    def in_accumulate(self, models: tuple[Any, ...]) -> None:
+        """In `accumulate(model)`."""
+        accelerator = self._accelerator
+        for model in models:
+            if id(model) in self._checked or not isinstance(model, nn.Module):
+                continue
+            if not any(model is known for known in (*accelerator.prepared_models, *accelerator.bare_models)):
+                raise ConfigurationError(
+                    f"accumulate was given a {type(model).__name__} that is not prepared: model = accelerator.prepare(model), and "
+                    "use what it gives back."
+                )
+            if accelerator.num_processes > 1 and not any(model is known for known in accelerator.prepared_models):
+                raise ConfigurationError(
+                    f"accumulate was given the {type(model).__name__} that was handed to prepare, not what came back: on several "
+                    "ranks its gradients would not be exchanged. Write model = accelerator.prepare(model)."
+                )
+            self._checked.add(id(model))
+
+    def in_backward(self) -> None:
+        """In `backward`: the first two look whether anything was prepared."""
+        self._backwards += 1
+        if self._backwards > 2:
+            return
+        accelerator = self._accelerator
+        if not accelerator.prepared_models:
+            self._warn_or_raise(
+                "backward was called and no model was prepared: model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        elif self._backwards == 2 and not accelerator.prepared_optimizers:
+            text = (
+                "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it "
+                "steps at the ends of accumulation windows, with unscaled gradients."
+            )
+            if accelerator.precision.may_skip or accelerator.gradient_accumulation_steps > 1:
+                raise ConfigurationError(text)
+            warnings.warn(text, stacklevel=4)
+
+    def in_step(self, prepared: PreparedOptimizer) -> None:
+        """At an optimizer's first step: its parameters must be those of a model that was prepared."""
+        if id(prepared) in self._checked:
+            return
+        self._checked.add(id(prepared))
+        accelerator = self._accelerator
+        known = {id(p) for model in accelerator.bare_models for p in model.parameters()}
+        own = parameters_of(prepared.optimizer)
+        foreign = [p for p in own if id(p) not in known]
+        name = type(prepared.optimizer).__name__
+        if own and len(foreign) == len(own):
+            self._warn_or_raise(
+                f"{name} holds no parameter of a prepared model: prepare the model that it was made of, or make it of the "
+                "parameters of the model that is trained."
+            )
+        elif foreign:
+            self._warn_or_raise(
+                f"{name} holds {len(foreign)} of {len(own)} parameters that belong to no prepared model: prepare their model too, or "
+                "they are trained apart on each rank."
+            )
+
+    def _warn_or_raise(self, text: str) -> None:
+        """What only differs in form on one process in plain float32 is wrong elsewhere."""
+        accelerator = self._accelerator
+        if accelerator.num_processes > 1 or accelerator.precision.name != "32-true" or accelerator.device.type != "cpu":
+            raise ConfigurationError(text)
+        warnings.warn(text, stacklevel=5)
+
+    def _check_devices(self) -> None:
+        accelerator = self._accelerator
+        if not accelerator.device_placement:
+            return
+        for model in accelerator.bare_models:
+            first = next(model.parameters(), None)
+            if first is not None and first.device != accelerator.device and first.device.type != "cpu":
+                raise ConfigurationError(
+                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on {accelerator.device}: "
+                    "leave out .to(...), or give Accelerator(device_placement=False)."
+                )
+
+
+def begin(accelerator: Accelerator) -> None:
+    """At the start of a run: debug mode says what each rank is; beyond rank 0 the first print is followed by a hint."""
+    if is_debugging():
+        print(start_up_facts(accelerator), file=sys.stderr, flush=True)
+        if accelerator.num_processes > 1:
+            accelerator.checker = Checker(accelerator.strategy)
+    if accelerator.num_processes > 1 and accelerator.local_process_index == 1:
+        _hint_once()
+
+
+def _hint_once() -> None:
+    """The first `print` of a rank that is not the main one is followed by a hint; from then on print is as it was."""
+    plain = builtins.print
+
+    def print_and_hint(*args: Any, **kwargs: Any) -> None:
+        builtins.print = plain
+        plain(*args, **kwargs)
+        if kwargs.get("file") in (None, sys.stdout):
+            plain(
+                "leyden: this was printed by every rank; accelerator.print(...) prints once (this hint comes once).",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    if getattr(plain, "__name__", "") == "print":
+        builtins.print = print_and_hint

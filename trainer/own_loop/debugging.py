@@ -1,0 +1,127 @@
+"""Debug mode: what ranks hand to a collective is compared before it, so that a mismatch is an error and not a hang."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import LeydenError
+
+VARIABLES = ("LEYDEN_DEBUG", "ACCELERATE_DEBUG_MODE")
+TIMEOUT = "LEYDEN_DEBUG_TIMEOUT"
+SECONDS = 20.0
+"""How long ranks wait for each other at a collective before the missing ones are named."""
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_ROOMS = os.path.dirname(os.path.dirname(_HERE))
+
+
+class CollectiveError(LeydenError):
+    """Ranks do not agree on a collective: which it is, its shapes, or who takes part."""
+
+
+def is_debugging() -> bool:
+    """True if the environment asks for it."""
+    return any(os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in VARIABLES)
+
+
+class Checker:
+    """Compares collectives over the ranks, through the store at which they met: that needs no collective itself.
+
+    Args:
+        strategy: of the ranks.
+        seconds: how long to wait for the others; the variable LEYDEN_DEBUG_TIMEOUT, or 20, if left out.
+    """
+
+    def __init__(self, strategy: Strategy, seconds: float | None = None) -> None:
+        from torch import distributed as dist
+
+        self._rank, self._size = strategy.global_rank, strategy.world_size
+        self._store: Any = dist.PrefixStore("leyden/debug", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+        self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
+        self._count = 0
+
+    def compare(self, name: str, operands: Any, alike: bool = True) -> None:
+        """Waits for all ranks to come to a collective, and compares what they bring.
+
+        Args:
+            name: of the collective.
+            operands: what is handed to it.
+            alike: shapes and dtypes must be equal; False compares the collective's name alone.
+
+        Raises:
+            CollectiveError: names the ranks, their shapes and lines, or those that did not come.
+        """
+        number, self._count = self._count, self._count + 1
+        if self._size == 1:
+            return
+        mine = f"{name}\n{describe(operands)}\n{call_site()}"
+        self._store.set(f"{number}/{self._rank}", mine)
+        if number > 1:
+            # Whoever is here has read all that was said two collectives ago.
+            self._store.delete_key(f"{number - 2}/{self._rank}")
+        found = [self._read(number, rank) for rank in range(self._size)]
+        missing = [rank for rank, entry in enumerate(found) if entry is None]
+        if missing:
+            ranks = ", ".join(str(rank) for rank in missing)
+            raise CollectiveError(
+                f"rank {self._rank} came to {name} at {call_site()}, and rank {ranks} did not within {self._seconds:g} s: every rank "
+                "must call it. Call it outside of any `if accelerator.is_main_process:` and of loops that are longer on one rank."
+            )
+        rows = [entry.split("\n") for entry in found if entry is not None]
+        if len({row[0] for row in rows}) > 1 or (alike and len({row[1] for row in rows}) > 1):
+            told = "; ".join(f"rank {rank}: {row[0]}({row[1]}) at {row[2]}" for rank, row in enumerate(rows))
+            raise CollectiveError(
+                f"ranks do not bring the same to a collective: {told}. Bring tensors of one shape and dtype "
+                "(accelerator.pad_across_processes), and call the same collectives in the same order on every rank."
+            )
+
+    def _read(self, number: int, rank: int) -> str | None:
+        key = f"{number}/{rank}"
+        try:
+            self._store.wait([key], timedelta(seconds=self._seconds))
+        except RuntimeError:
+            # torch raises DistStoreError for a time-out: a RuntimeError.
+            return None
+        return str(self._store.get(key).decode())
+
+
+def describe(operands: Any) -> str:
+    """Shapes and dtypes of the tensors in a structure, in one line.
+
+    Example:
+        >>> import torch
+        >>> describe({"x": torch.zeros(2, 3)})
+        '{x: float32[2, 3]}'
+    """
+    if isinstance(operands, Tensor):
+        return f"{str(operands.dtype).removeprefix('torch.')}{list(operands.shape)}"
+    if isinstance(operands, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(value)}" for key, value in operands.items()) + "}"
+    if isinstance(operands, (list, tuple)):
+        return "[" + ", ".join(describe(entry) for entry in operands) + "]"
+    return "" if operands is None else type(operands).__name__
+
+
+def call_site() -> str:
+    """File and line of the user's call: the innermost frame outside of Leyden."""
+    for frame in reversed(traceback.extract_stack(sys._getframe(1))):
+        rooms = tuple(os.path.join(_ROOMS, room) + os.sep for room in ("trainer", "strategies", "callbacks", "leyden"))
+        if not frame.filename.startswith(rooms) and not frame.filename.endswith("contextlib.py"):
+            return f"{frame.filename}:{frame.lineno}"
+    return "?"
+
+
+def start_up_facts(accelerator: Any) -> str:
+    """One line of what this rank is and does."""
+    return (
+        f"leyden: rank {accelerator.process_index} of {accelerator.num_processes} (local {accelerator.local_process_index}), device "
+        f"{accelerator.device}, {accelerator.distributed_type}, precision {accelerator.precision.name}, accumulation "
+        f"{accelerator.gradient_accumulation_steps}"
+    )

@@ -1,0 +1,243 @@
+"""PreparedLoader: a loader of one's own loop, on this rank's share and device, whose place can be saved and found again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from leyden.trainer.data.cursor import LoaderCursor, lookahead
+from leyden.trainer.data.rng import rng_state, set_rng_state
+from leyden.trainer.data.sharding import RankBatches
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator import Accelerator
+
+State = dict[str, Any]
+
+
+class PreparedLoader:
+    """A loader as `Accelerator.prepare` gives it. What is not here is the loader's own: `dataset`, `collate_fn`, ….
+
+    After `load_state` its next pass goes on where the checkpoint stands.
+
+    Args:
+        loader: what this rank reads.
+        accelerator: is told which loader is read.
+        move: brings a batch to the device; None to leave it.
+        given: the loader that `prepare` was given.
+
+    Attributes:
+        iteration: passes that were read to their end: the epoch.
+        position: batches of the current pass that were given.
+        end_of_dataloader: the batch that was given last is the pass's last one.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], accelerator: Accelerator, move: Callable[[Any], Any] | None, given: Any = None
+    ) -> None:
+        self.given = loader if given is None else given
+        self.exchange(loader)
+        self.iteration = 0
+        self.position = 0
+        self.end_of_dataloader = False
+        self.is_active = False
+        self.pending: State | None = None
+        """The place of a checkpoint, which the next pass begins at."""
+        self.samples: list[tuple[int, int]] | None = None
+        """For each rank: samples in the batch that was given last, and how many of them are no repeats; None if all."""
+        self._accelerator = accelerator
+        self._move = move
+        self._ended = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["given"], name)
+
+    def __repr__(self) -> str:
+        return f"PreparedLoader({self.given!r})"
+
+    def __len__(self) -> int:
+        if self.cursor.length is None:
+            raise TypeError(f"{type(self.given).__name__} has no length")
+        return self.cursor.length
+
+    @property
+    def left(self) -> int | None:
+        """Batches of this pass from the one that was given last on; None where that is not known."""
+        return None if self.cursor.length is None else self.cursor.length - self.position + 1
+
+    @property
+    def is_regular(self) -> bool:
+        """Every rank surely has a full batch now, of the same size."""
+        batches: Any = getattr(self.loader, "batch_sampler", None)
+        if not isinstance(batches, RankBatches) or batches.batch_size is None:
+            return False
+        return self.position < batches.batches_of(len(batches.sampler))  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next pass, told to whatever of sampler and data set has `set_epoch`."""
+        self.iteration = epoch
+
+    def exchange(self, loader: Iterable[Any]) -> None:
+        """Reads another loader from the next pass on."""
+        self.loader = loader
+        # A script that asks to go on at a place means it, whatever it costs its loader.
+        self.cursor = LoaderCursor(loader, allow_replay=True)
+        self._shares = self.cursor.shares
+        self._counts = getattr(getattr(loader, "batch_sampler", None), "counts", None)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read()
+
+    def read(self, skip: int | None = None) -> Iterator[Any]:
+        """A pass from its batch number `skip` on, or where a checkpoint stands."""
+        # Begun now, since a plain loader draws its random numbers when its iterator is made.
+        iterator = self._begin(skip)
+        return self._give(iterator)
+
+    def _begin(self, skip: int | None) -> Iterator[Any]:
+        saved, self.pending = self.pending, None
+        self.end_of_dataloader = False
+        if saved is not None:
+            position = saved["position"]
+            goes_on = skip in (None, position, saved.get("asked"))
+            if position == self.cursor.length and skip in (None, 0):
+                # Saved with the epoch's last batch: nothing of it is left, and the next pass is the next epoch.
+                self._finish(saved)
+            elif goes_on:
+                self.position = position
+                return self._resumed(saved)
+            elif skip:
+                self.position = skip
+                return self.cursor.seek(self.iteration, skip, like=saved["place"])
+        self.position = skip or 0
+        return self.cursor.seek(self.iteration, skip) if skip else self.cursor.start(self.iteration)
+
+    def _resumed(self, saved: State) -> Iterator[Any]:
+        now = rng_state()
+        iterator = self.cursor.resume(self.iteration, saved["place"])
+        set_rng_state(now)
+        return iterator
+
+    def _finish(self, saved: State) -> None:
+        for _ in self._resumed(saved):
+            pass
+        self.iteration += 1
+
+    def _give(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        total, move = self.cursor.length, self._move or _as_it_is
+        self.is_active, self._ended = True, False
+        self._accelerator.begin_loader(self)
+        try:
+            if total is None:
+                for batch, self.end_of_dataloader in lookahead(iterator):
+                    self.position += 1
+                    yield move(self._own(batch))
+            else:
+                yield from self._counted(iterator, total, move)
+            self.iteration += 1
+            self._ended = True
+        finally:
+            self.is_active = False
+            self._accelerator.end_loader(self)
+
+    def _counted(self, iterator: Iterator[Any], total: int, move: Callable[[Any], Any]) -> Iterator[Any]:
+        while self.position < total:
+            self.position += 1
+            self.end_of_dataloader = self.position == total
+            try:
+                # Without a name of its own, which would keep the batch in memory through the next one's loading.
+                yield move(self._own(next(iterator)))
+            except StopIteration:
+                warnings.warn(
+                    f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
+                    "or none at all.",
+                    stacklevel=2,
+                )
+                return
+        # The plain loop's last next(), in which a generator finishes and workers are sent home.
+        next(iterator, None)
+
+    def _own(self, batch: Any) -> Any:
+        """The batch itself; a sharded loader gives it with the share that it is of all."""
+        if not self._shares:
+            return batch
+        batch, _ = batch
+        self.samples = self._counts.popleft() if self._counts is not None else None
+        return batch
+
+    def state_dict(self) -> State:
+        """Where it stands: inside a pass, or between two."""
+        inside = self.is_active
+        if self.pending is not None:
+            return self.pending
+        return {
+            "iteration": self.iteration,
+            "position": self.position if inside else None,
+            "place": self.cursor.state_dict(self.position) if inside else None,
+            "rest": None if inside else self.cursor.rest_state(self._ended),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Takes what `state_dict` gave."""
+        self.iteration = state["iteration"]
+        self.pending = None
+        if state["place"] is not None:
+            self.pending = state
+        else:
+            self.cursor.load_rest_state(state["rest"])
+
+
+class SkippedLoader:
+    """A prepared loader whose passes begin at a batch, counted from the epoch's start."""
+
+    def __init__(self, loader: PreparedLoader, skip: int) -> None:
+        self.loader = loader
+        self.skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skip)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.read(self.skip)
+
+
+class SkippedBatches:
+    """A loader that is not prepared, from a batch on. Nothing before it is loaded where the order can be sought in."""
+
+    def __init__(self, loader: Iterable[Any], skip: int) -> None:
+        self.loader = loader
+        self.skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["loader"], name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skip)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return LoaderCursor(self.loader, allow_replay=True).seek(None, self.skip)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader whose passes begin at a batch.
+
+    Args:
+        dataloader: prepared or not.
+        num_batches: the place in the epoch, from its start. After `load_state` it is the very place at which the checkpoint
+            stands, so nothing is skipped twice.
+
+    Example:
+        >>> list(skip_first_batches([1, 2, 3], 2))
+        [3]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return SkippedLoader(dataloader, num_batches)
+    return SkippedBatches(dataloader, num_batches)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,124 @@
+"""Memory: letting go of objects, and trying smaller batches until one fits, on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator import Accelerator
+
+SIGNS = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collects what nobody holds any more and empties the device's cache: `a, b = release_memory(a, b)`."""
+    count = len(objects)
+    del objects
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()
+    return [None] * count
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the errors by which torch and the system say that memory is short."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+    *,
+    accelerator: Accelerator | None = None,
+) -> Any:
+    """Decorator: calls a function with a batch size, and again with half of it each time memory runs out.
+
+    If one rank runs out, all try the next size together: each says how its attempt ended before anybody goes on.
+
+    Args:
+        function: its first argument is the batch size.
+        starting_batch_size: of the first attempt.
+        reduce_batch_size_fn: gives the next size; half of the last one if left out.
+        accelerator: its `gradient_accumulation_steps` grow as the batch shrinks, so that a step keeps its number of samples.
+            Ours.
+
+    Raises:
+        ConfigurationError: if the function takes no batch size, or was called with one.
+        RuntimeError: if not even a batch of 1 fits.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=8)
+        ... def train(batch_size):
+        ...     if batch_size > 3:
+        ...         raise MemoryError("out of memory")
+        ...     return batch_size
+        >>> train()
+        2
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+            accelerator=accelerator,
+        )
+    chosen = function
+    size = starting_batch_size
+    steps = 1 if accelerator is None else accelerator.gradient_accumulation_steps
+
+    @functools.wraps(chosen)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal size
+        _check_arguments(chosen, args)
+        failed: str | None = None
+        while size > 0:
+            if accelerator is not None:
+                accelerator.gradient_accumulation_steps = steps * max(1, starting_batch_size // size)
+            release_memory()
+            result, failed = None, None
+            try:
+                result = chosen(size, *args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                # Its traceback holds the frames, and these the tensors that were too many.
+                failed = f"{type(error).__name__}: {error}"
+            if not _any_failed(failed is not None):
+                return result
+            del result
+            size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        raise RuntimeError(f"{chosen.__name__} does not fit into memory with any batch size down to 1 ({failed}).")
+
+    return run
+
+
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    names = list(inspect.signature(function).parameters)
+    if not names:
+        raise ConfigurationError(f"{function.__name__} takes no batch size: give it one as its first argument.")
+    if len(args) >= len(names):
+        raise ConfigurationError(
+            f"{function.__name__} was called with a batch size, which find_executable_batch_size gives it: leave it out."
+        )
+
+
+def _any_failed(failed: bool) -> bool:
+    """True on every rank if one ran out of memory."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return failed
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, failed)
+    return any(told)

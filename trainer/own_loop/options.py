@@ -1,0 +1,174 @@
+"""What an Accelerator's arguments mean: each has an effect, or is refused with what to use instead."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.precision import MixedPrecision, Precision, find_precision
+from leyden.trainer.own_loop.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    Handlers,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from leyden.trainer.own_loop.ranks import check_started
+
+NOT_YET = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "Megatron-LM",
+    "parallelism_config": "ParallelismConfig",
+}
+RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
+BOOLEANS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+
+
+class Options:
+    """The arguments of an Accelerator, checked and put together.
+
+    Args:
+        **given: all of them, by name.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        for name, what in NOT_YET.items():
+            if given[name] is not None:
+                raise ConfigurationError(f"Accelerator({name}=…): {what} is not part of this version. Leave it out.")
+        if given["dynamo_plugin"] is not None:
+            raise ConfigurationError("Accelerator(dynamo_plugin=…): give dynamo_backend='inductor', say.")
+        self.device_placement: bool = given["device_placement"]
+        self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
+        self.handlers = Handlers(given["kwargs_handlers"])
+        self.data = _data(given)
+        self.accumulation = _accumulation(given)
+        self.project = _project(given)
+        self.rng_types = _rng_types(given["rng_types"])
+        self.backend = _backend(given["dynamo_backend"])
+        self.strategy: str | Strategy = _strategy(given)
+        self.precision = self._precision(given["mixed_precision"])
+
+    def _precision(self, wanted: Any) -> Precision | None:
+        scaler = self.handlers.get(GradScalerKwargs)
+        if wanted is None and isinstance(self.strategy, Strategy):
+            found = None
+        else:
+            name = wanted if wanted is not None else os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+            found = find_precision(getattr(name, "value", name))
+        if scaler is not None and isinstance(found, MixedPrecision) and found.may_skip:
+            found = MixedPrecision(
+                "16", scaler.init_scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
+            )
+            # Without one, losses are not scaled and no step is skipped.
+            found.may_skip = scaler.enabled
+        return found
+
+    def autocast(self, precision: Precision, device: torch.device, handler: AutocastKwargs) -> torch.autocast:
+        """autocast with other settings than those of the run."""
+        dtype = precision.dtype if isinstance(precision, MixedPrecision) else None
+        return torch.autocast(
+            device.type, dtype, enabled=handler.enabled and dtype is not None, cache_enabled=handler.cache_enabled
+        )
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Those of `Engine`."""
+        from leyden.strategies.launch.environment import rank_environment
+
+        # A script that nobody has started on several ranks is one process, on one device.
+        alone = self.strategy == "auto" and rank_environment() is None
+        return {
+            "strategy": self.strategy,
+            "accelerator": "cpu" if self.cpu else "auto",
+            "precision": self.precision,
+            "devices": 1 if alone else "auto",
+        }
+
+    def apply(self, strategy: Strategy) -> None:
+        """Hands the handlers' values to the strategy that was found."""
+        check_started(strategy)
+        autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
+        if autocast is not None and isinstance(precision, MixedPrecision):
+            precision.forward_context = functools.partial(self.autocast, precision, strategy.root_device, autocast)
+        group = self.handlers.get(InitProcessGroupKwargs)
+        if group is not None and strategy.world_size > 1:
+            if group.timeout is not None:
+                strategy.timeout = group.timeout  # type: ignore[attr-defined]
+            if group.backend is not None:
+                strategy.process_group_backend = group.backend  # type: ignore[attr-defined]
+        ddp = self.handlers.get(DistributedDataParallelKwargs)
+        if ddp is not None and hasattr(strategy, "ddp_arguments"):
+            strategy.ddp_arguments.update(ddp.arguments())
+
+
+def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
+    found = given["dataloader_config"] or DataLoaderConfiguration()
+    own = {name: given[name] for name in BOOLEANS if given[name] is not None}
+    if own and given["dataloader_config"] is not None:
+        raise ConfigurationError(f"{', '.join(own)} and dataloader_config were both given: give one of them.")
+    found = replace(found, **own)
+    if found.dispatch_batches and found.use_stateful_dataloader:
+        raise ConfigurationError("dispatch_batches=True cannot go with use_stateful_dataloader: rank 0 alone reads.")
+    return found
+
+
+def _accumulation(given: dict[str, Any]) -> GradientAccumulationPlugin:
+    steps = given["gradient_accumulation_steps"]
+    plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
+    if plugin is not None:
+        if steps not in (1, plugin.num_steps):
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin of {plugin.num_steps}: give one of them."
+            )
+        return replace(plugin)
+    variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps == 1 and variable.isdigit():
+        steps = int(variable)
+    return GradientAccumulationPlugin(steps)
+
+
+def _project(given: dict[str, Any]) -> ProjectConfiguration:
+    found = given["project_config"] or ProjectConfiguration()
+    if given["project_dir"] is not None and found.project_dir is None:
+        found.set_directories(given["project_dir"])
+    if found.automatic_checkpoint_naming and found.project_dir is None:
+        raise ConfigurationError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
+    return found
+
+
+def _rng_types(given: Any) -> list[str]:
+    names = [str(getattr(entry, "value", entry)) for entry in given or ()]
+    for name in names:
+        if name not in RNG_TYPES:
+            raise ConfigurationError(f"rng_types has {name!r}. {nearest(name, RNG_TYPES)}")
+    return names
+
+
+def _backend(given: Any) -> str | None:
+    name = str(getattr(given, "value", given) or "no").lower()
+    if name == "no":
+        return None
+    known = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
+    if name not in known:
+        raise ConfigurationError(f"dynamo_backend={given!r} is not known. {nearest(name, ('no', *sorted(known)))}")
+    return name
+
+
+def _strategy(given: dict[str, Any]) -> str | Strategy:
+    plugin, strategy = given["fsdp_plugin"], given["strategy"]
+    if plugin is None:
+        return strategy  # type: ignore[no-any-return]
+    if strategy != "auto":
+        raise ConfigurationError("fsdp_plugin and strategy were both given: give one of them.")
+    return plugin.build()  # type: ignore[no-any-return]

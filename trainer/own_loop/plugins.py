@@ -1,0 +1,238 @@
+"""The settings of an Accelerator, under the names that Hugging Face Accelerate gave them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from leyden.strategies.errors import ConfigurationError
+
+H = TypeVar("H")
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are shared out over the ranks.
+
+    Attributes:
+        split_batches: a loader's batch_size is that of all ranks together, each of which takes its part.
+        dispatch_batches: rank 0 alone reads the data and hands the batches out; None and False let every rank read its
+            own share, of iterable data too.
+        even_batches: fill the last batches with samples from the epoch's begin, so that every rank has as many batches of
+            the same size; `gather_for_metrics` drops the repeats.
+        use_seedable_sampler: shuffle by `data_seed` and epoch alone, whatever else draws random numbers.
+        data_seed: seed of that order; torch's initial seed if left out.
+        non_blocking: let copies to the device run beside the host; they do so anyway where it helps (cuda, xpu).
+        use_stateful_dataloader: kept for scripts: every loader's place is saved and found again here.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+@dataclass
+class GradientAccumulationPlugin:
+    """How batches make one optimizer step.
+
+    Attributes:
+        num_steps: batches of a step; the last step of an epoch has those that are left, and is divided by their number.
+        adjust_scheduler: let torch's check of the order of steps count the batches of a window too.
+        sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False goes on counting
+            in the next epoch.
+        sync_each_batch: send gradients to the other ranks with every batch (FSDP then never holds whole ones).
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.num_steps, bool) or not isinstance(self.num_steps, int) or self.num_steps < 1:
+            raise ConfigurationError(f"gradient_accumulation_steps={self.num_steps!r}: give a whole number from 1.")
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a run's files go.
+
+    Attributes:
+        project_dir: folder of the run.
+        logging_dir: folder of the trackers; `project_dir` if left out.
+        automatic_checkpoint_naming: `save_state()` writes to `<project_dir>/checkpoints/checkpoint_<n>`.
+        total_limit: keep so many of these; older ones are removed after the new one is committed.
+        iteration: number of the next one.
+        save_on_each_node: every machine keeps its own files.
+    """
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigurationError(f"ProjectConfiguration(total_limit={self.total_limit}): give 1 or more, or None.")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Sets the folder of the run, and that of the trackers where it has none."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+class KwargsHandler:
+    """Base class of what `kwargs_handlers` takes."""
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Settings of `torch.autocast`.
+
+    Attributes:
+        enabled: False runs a block of `accelerator.autocast(AutocastKwargs(enabled=False))` in full precision.
+        cache_enabled: keep the half-precision copies of weights within a forward pass.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Arguments of torch's DistributedDataParallel.
+
+    Attributes:
+        comm_hook: how gradients are sent: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
+        comm_wrapper: "no", "fp16" or "bf16": compress what a power_sgd hook sends.
+        comm_state_option: arguments of PowerSGDState.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: str = "no"
+    comm_wrapper: str = "no"
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+    def arguments(self) -> dict[str, Any]:
+        """Those that DDP takes, where they differ from torch's own."""
+        plain = DistributedDataParallelKwargs()
+        names = ("dim", "broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "check_reduction")
+        more = ("gradient_as_bucket_view", "static_graph")
+        return {name: getattr(self, name) for name in (*names, *more) if getattr(self, name) != getattr(plain, name)}
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Arguments of the gradient scaler of fp16."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Arguments of `torch.distributed.init_process_group`.
+
+    Attributes:
+        backend: "gloo", "nccl", …; what suits the device if left out.
+        init_method: refused: the starter of the ranks says where they meet.
+        timeout: how long a collective waits for the others; 30 minutes if left out.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method is not None:
+            raise ConfigurationError(
+                "InitProcessGroupKwargs(init_method=…): ranks meet where torchrun, srun or leyden launch say, by MASTER_ADDR and "
+                "MASTER_PORT. Leave it out."
+            )
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Arguments of `torch.profiler.profile`, for `accelerator.profile()`.
+
+    Attributes:
+        activities: "cpu", "cuda", …; all there are if left out.
+        schedule_option: arguments of `torch.profiler.schedule`.
+        on_trace_ready: called with the profile.
+        output_trace_dir: each rank writes its trace there, as `profile_<rank>.json`.
+    """
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | os.PathLike[str] | None = None
+
+    def build(self) -> Any:
+        """torch's profiler with these arguments."""
+        from torch import profiler
+
+        chosen = None
+        if self.activities is not None:
+            known = {name.lower(): value for name, value in profiler.ProfilerActivity.__members__.items()}
+            unknown = [name for name in self.activities if name.lower() not in known]
+            if unknown:
+                raise ConfigurationError(f"ProfileKwargs(activities=[{unknown[0]!r}]): use {', '.join(known)}.")
+            chosen = [known[name.lower()] for name in self.activities]
+        return profiler.profile(
+            activities=chosen,
+            schedule=None if self.schedule_option is None else profiler.schedule(**self.schedule_option),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
+
+
+class Handlers:
+    """The handlers of an Accelerator, one of each kind.
+
+    Raises:
+        ConfigurationError: if one is no handler, or of a kind that was given already.
+    """
+
+    def __init__(self, handlers: Sequence[KwargsHandler] | None) -> None:
+        self._found: dict[type, Any] = {}
+        for handler in handlers or ():
+            if not isinstance(handler, KwargsHandler):
+                raise ConfigurationError(
+                    f"kwargs_handlers holds {handler!r}: give objects such as GradScalerKwargs(init_scale=1024.0)."
+                )
+            if type(handler) in self._found:
+                raise ConfigurationError(f"kwargs_handlers holds {type(handler).__name__} twice: give it once.")
+            self._found[type(handler)] = handler
+
+    def get(self, kind: type[H]) -> H | None:
+        """The one of a kind; None if there is none."""
+        return self._found.get(kind)

@@ -1,0 +1,201 @@
+"""How an Accelerator prepares models, optimizers, loaders and schedulers, in whatever order they come."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.sources import Composite
+from leyden.trainer.own_loop.loader import PreparedLoader
+from leyden.trainer.own_loop.sharing import share
+from leyden.trainer.prepared import (
+    PreparedOptimizer,
+    PreparedScheduler,
+    parameters_of,
+    run_in_context,
+    warn_of_multiplied_schedules,
+)
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator import Accelerator
+
+
+def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[bool]) -> Any:
+    """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters."""
+    done: dict[int, Any] = {}
+    pairs = list(zip(objects, places, strict=True))
+    for entry, moves in pairs:
+        if isinstance(entry, nn.Module):
+            done[id(entry)] = model(accelerator, entry, moves)
+    for entry, _ in pairs:
+        if isinstance(entry, Optimizer):
+            done[id(entry)] = optimizer(accelerator, entry)
+    for entry, moves in pairs:
+        if id(entry) in done:
+            continue
+        if is_scheduler(entry):
+            done[id(entry)] = scheduler(accelerator, entry)
+        elif is_loader(entry):
+            done[id(entry)] = loader(accelerator, entry, moves)
+    results = [done.get(id(entry), entry) for entry in objects]
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def is_scheduler(entry: Any) -> bool:
+    """torch's schedulers, and what has their methods and an optimizer."""
+    if isinstance(entry, (LRScheduler, ReduceLROnPlateau, PreparedScheduler)):
+        return True
+    return all(hasattr(entry, name) for name in ("step", "state_dict", "load_state_dict", "optimizer"))
+
+
+def is_loader(entry: Any) -> bool:
+    """torch's loaders and their like, loaders put together, and lists of batches."""
+    if isinstance(entry, (PreparedLoader, Composite, DataLoader)):
+        return True
+    if isinstance(entry, (list, tuple)):
+        return bool(entry) and isinstance(entry[0], (torch.Tensor, dict, list, tuple))
+    return isinstance(entry, Iterable) and hasattr(entry, "dataset")
+
+
+# models -----------------------------------------------------------------------------------------------------------------
+def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_mode: bool = False) -> nn.Module:
+    """Brings a model to its device and precision, and wraps it for the ranks."""
+    if any(module is known for known in accelerator.prepared_models):
+        return module
+    for bare, known in zip(accelerator.bare_models, accelerator.prepared_models, strict=True):
+        if bare is module:
+            return known
+    _check_placement(accelerator, module, moves)
+    strategy = accelerator.strategy
+    before = strategy.modules
+    bare = strategy.setup_modules([module])[0] if moves else strategy.precision.convert_module(module)
+    strategy.modules = [*before, bare]
+    context = strategy.precision.forward_context
+    if context is not None:
+        run_in_context(bare, context)
+    prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
+    if accelerator.options.backend is not None:
+        prepared = torch.compile(prepared, backend=accelerator.options.backend)  # type: ignore[assignment]
+    if not evaluation_mode:
+        accelerator.prepared_models.append(prepared)
+        accelerator.bare_models.append(bare)
+        _repoint(accelerator)
+    return prepared
+
+
+def _check_placement(accelerator: Accelerator, module: nn.Module, moves: bool) -> None:
+    there = {parameter.device for parameter in module.parameters()}
+    wrong = [device for device in there if device.type not in ("cpu", "meta") and device != accelerator.device]
+    if wrong and moves:
+        raise ConfigurationError(
+            f"a model is on {wrong[0]}, and this rank's device is {accelerator.device}: leave out .to(...) before prepare, or give "
+            "Accelerator(device_placement=False)."
+        )
+
+
+def _repoint(accelerator: Accelerator) -> None:
+    """Optimizers that were prepared before their model: where parameters were replaced, they take the new ones."""
+    if accelerator.prepared_optimizers and not accelerator.strategy.replicates:
+        strategy = accelerator.strategy
+        strategy.setup_optimizers(
+            accelerator.bare_models, [entry.optimizer for entry in accelerator.prepared_optimizers]
+        )
+
+
+def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Module:
+    """The model itself."""
+    compiled = getattr(module, "_orig_mod", None)
+    if isinstance(compiled, nn.Module) and not keep_compiled:
+        module = compiled
+    bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    inner = getattr(bare, "_orig_mod", None)
+    if isinstance(inner, nn.Module) and not keep_compiled:
+        bare = inner
+    forward = vars(bare).get("forward")
+    if not keep_context and isinstance(forward, types.MethodType) and getattr(forward, "_leyden_context", False):
+        del bare.forward
+    return bare  # type: ignore[no-any-return]
+
+
+# optimizers and schedulers ----------------------------------------------------------------------------------------------
+def optimizer(accelerator: Accelerator, given: Optimizer) -> PreparedOptimizer:
+    """Lets an optimizer step through precision and strategy."""
+    for known in accelerator.prepared_optimizers:
+        if given is known or given is known.optimizer:
+            return known
+    strategy = accelerator.strategy
+    before = strategy.optimizers
+    [own] = strategy.setup_optimizers(accelerator.bare_models, [given])
+    strategy.optimizers = [*before, own]
+    prepared = PreparedOptimizer(own, accelerator)
+    accelerator.prepared_optimizers.append(prepared)
+    _move_state(own)
+    return prepared
+
+
+def _move_state(given: Optimizer) -> None:
+    """State that was made before the model was moved follows its parameters."""
+    for parameter in parameters_of(given):
+        for key, value in given.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
+                given.state[parameter][key] = value.to(parameter.device)
+
+
+def scheduler(accelerator: Accelerator, given: Any) -> PreparedScheduler:
+    """Lets a scheduler step when its optimizer does."""
+    for known in accelerator.prepared_schedulers:
+        if given is known or given is known.scheduler:
+            return known
+    owner = getattr(given, "optimizer", None)
+    own = [entry for entry in accelerator.prepared_optimizers if owner is entry or owner is entry.optimizer]
+    if owner is not None and not own:
+        warnings.warn(
+            f"a {type(given).__name__} was prepared whose optimizer is not: prepare the optimizer too, before or in the same call.",
+            stacklevel=4,
+        )
+    with_optimizer = accelerator.options.step_scheduler_with_optimizer
+    prepared = PreparedScheduler(given, own, accelerator, with_optimizer)
+    if with_optimizer and accelerator.num_processes > 1 and not accelerator.prepared_schedulers:
+        warn_of_multiplied_schedules(accelerator.num_processes)
+    accelerator.prepared_schedulers.append(prepared)
+    return prepared
+
+
+# loaders ----------------------------------------------------------------------------------------------------------------
+def loader(accelerator: Accelerator, given: Any, moves: bool) -> PreparedLoader:
+    """A loader on this rank's share, whose batches come on the device."""
+    if isinstance(given, PreparedLoader):
+        return given
+    strategy = accelerator.strategy
+    move = None if not moves or strategy.leaves_batches else strategy.to_device
+    shared = share(strategy.wrap_loader(given), strategy, accelerator.dataloader_config)
+    prepared = PreparedLoader(shared, accelerator, move, given)
+    accelerator.prepared_loaders.append(prepared)
+    return prepared
+
+
+@contextmanager
+def even_batches(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
+    """Prepared loaders fill their last batches, or do not, within the block."""
+    before = accelerator.dataloader_config
+    accelerator.dataloader_config = replace(before, even_batches=wanted)
+    changed = [(entry, entry.loader) for entry in accelerator.prepared_loaders]
+    for entry, _ in changed:
+        entry.exchange(share(entry.given, accelerator.strategy, accelerator.dataloader_config))
+    try:
+        yield
+    finally:
+        accelerator.dataloader_config = before
+        for entry, own in changed:
+            entry.exchange(own)

@@ -1,0 +1,77 @@
+"""How a loader of one's own loop is shared out over the ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.even import EvenBatches, OwnBatches
+from leyden.trainer.data.rebuild import with_index_sampler
+from leyden.trainer.data.sharding import Order, Ranks, shard
+from leyden.trainer.own_loop.plugins import DataLoaderConfiguration
+
+
+class SeedableSampler(RandomSampler):
+    """A shuffle that follows from seed and epoch alone."""
+
+    def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        super().__init__(sampler.data_source, sampler.replacement, None, torch.Generator())
+        if sampler._num_samples is not None:
+            self._num_samples = sampler._num_samples
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Seeds the next order."""
+        assert self.generator is not None
+        self.generator.manual_seed((self._seed + epoch) % 2**63)
+
+
+def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> Any:
+    """What one rank reads of a loader."""
+    if config.use_seedable_sampler:
+        loader = _seedable(loader, torch.initial_seed() if config.data_seed is None else config.data_seed)
+    rank, ranks = strategy.data_rank, strategy.data_size
+    if ranks == 1 or not _is_indexed(loader):
+        return loader if ranks == 1 else shard(loader, Ranks.of(strategy))
+    batches: Any = loader.batch_sampler
+    if isinstance(getattr(batches, "sampler", None), DistributedSampler):
+        return loader
+    kind = EvenBatches if config.even_batches else OwnBatches
+    if type(batches) is not BatchSampler:
+        if config.split_batches:
+            raise ConfigurationError(
+                f"split_batches=True and a {type(batches).__name__} of your own: give the loader a batch_size, or leave it out."
+            )
+        return with_index_sampler(loader, kind(Order(batches, strategy.broadcast), rank, ranks, None))
+    size, left = divmod(batches.batch_size, ranks if config.split_batches else 1)
+    if left:
+        raise ConfigurationError(
+            f"split_batches=True: a batch of {batches.batch_size} does not divide among {ranks} ranks. Choose a multiple."
+        )
+    order = Order(batches.sampler, strategy.broadcast)
+    return with_index_sampler(loader, kind(order, rank, ranks, size, batches.drop_last))
+
+
+def _is_indexed(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def _seedable(loader: Any, seed: int) -> Any:
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
+        return loader
+    if type(batches.sampler) is not RandomSampler:
+        return loader
+    sampler = SeedableSampler(batches.sampler, seed)
+    return with_index_sampler(loader, BatchSampler(sampler, batches.batch_size, batches.drop_last))
