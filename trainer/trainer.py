@@ -99,8 +99,10 @@ class Trainer(TrainerView):
         sync_batchnorm: statistics of batch norm over all ranks.
         reload_dataloaders_every_n_epochs: fetch loaders anew every n epochs; 0 for never.
         default_root_dir: where runs and checkpoints go. Default: the current folder.
-        sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly. Ours.
-        allow_replay: let a resume load and drop what cannot be sought. Ours.
+        even_batches: repeat samples until each rank has as many in the last training batch. Ours, as are the following.
+        global_batch_size: samples of a training batch on all ranks together, in place of batch_size × ranks.
+        sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly.
+        allow_replay: let a resume load and drop what cannot be sought.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -153,6 +155,8 @@ class Trainer(TrainerView):
         sync_batchnorm: bool = UNSET,
         reload_dataloaders_every_n_epochs: int = UNSET,
         default_root_dir: str | Path | None = UNSET,
+        even_batches: bool = UNSET,
+        global_batch_size: int | None = UNSET,
         sample_rng: bool = UNSET,
         allow_replay: bool = UNSET,
     ) -> None:

@@ -46,7 +46,7 @@ class LoaderCursor:
         self.loader = with_sample_rng(loader) if sample_rng else loader
         self.length = length_of(self.loader)
         self.epoch: int | None = None
-        self._full = self.length
+        self._full, self._offset = self.length, 0
         self._whole = self._source = source_of(self.loader, allow_replay)
         self.shares = self._source.shares
         self._watched: _Watched | None = None
@@ -57,7 +57,7 @@ class LoaderCursor:
         Args:
             epoch: told to whatever of loader, samplers and data set has `set_epoch`; None to tell nobody.
         """
-        self.epoch, self._source, self.length = epoch, self._whole, self._full
+        self.epoch, self._source, self.length, self._offset = epoch, self._whole, self._full, 0
         self._watched = None
         iterator = self._source.start(epoch)
         return self._watch(iterator, 0) if self._is_watched else iterator
@@ -69,6 +69,7 @@ class LoaderCursor:
         """
         state = {"epoch": self.epoch, "batches": batches, "ahead": None}
         watched = self._watched
+        batches += self._offset
         if watched is not None and watched.drawn == batches + 1:
             # The place from before the batch that is looked at, and the numbers from before it was loaded.
             return {**state, "source": watched.position, "ahead": plain_state(watched.rng)}
@@ -84,12 +85,15 @@ class LoaderCursor:
         """
         self.epoch = epoch
         self._watched = None
-        batches = state["batches"]
-        iterator = self._resumed(epoch, state["source"])
-        self.length = self._source.length_after(state["source"])
+        source, batches = state["source"], state["batches"]
+        # One process goes on with the batches of a stream that ranks had shared: it has done others than they.
+        self._offset = 0 if self.shares else source.get("inner", source)["batches"] - batches
+        iterator = self._resumed(epoch, source if self.shares else source.get("inner", source))
+        length = self._source.length_after(source)
+        self.length = None if length is None else length - self._offset
         if not self._is_watched:
             return iterator
-        watched = self._watch(iterator, batches)
+        watched = self._watch(iterator, batches + self._offset)
         if state["ahead"] is not None:
             # Loaded with the numbers that it was loaded with before; those of the checkpoint come after it.
             set_rng_state(state["ahead"])

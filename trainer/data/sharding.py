@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from leyden.strategies.base import Strategy
 from leyden.trainer.data.generators import Generators
@@ -297,6 +298,7 @@ class Ranks:
         size: their number.
         agree: gives every rank what rank 0 hands in.
         total: the sums over ranks of a few whole numbers.
+        gather: the objects of all ranks.
         even: pad the last global batch with repeats.
         global_batch: samples of a global batch, in place of the loader's batch_size × ranks.
     """
@@ -305,6 +307,7 @@ class Ranks:
     size: int = 1
     agree: Callable[[State], State] = lambda state: state
     total: Callable[[list[int]], list[int]] = lambda counts: counts
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
     even: bool = False
     global_batch: int | None = None
 
@@ -313,10 +316,11 @@ class Ranks:
         """The data ranks of a strategy."""
 
         def total(counts: list[int]) -> list[int]:
-            gathered = strategy.all_gather_object(counts)
-            return [sum(column) for column in zip(*gathered, strict=True)]
+            summed = strategy.reduce(torch.tensor(counts), strategy.host_group, "sum")
+            return [int(count) for count in summed.tolist()]
 
-        return cls(strategy.data_rank, strategy.data_size, strategy.broadcast, total, even, global_batch)
+        gather = strategy.all_gather_object
+        return cls(strategy.data_rank, strategy.data_size, strategy.broadcast, total, gather, even, global_batch)
 
 
 def shard_indices(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
@@ -335,11 +339,7 @@ def is_indexed(loader: Any) -> bool:
     """True for a DataLoader that reads its data set by index, in the way of torch's own."""
     return (
         isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
         and loader.batch_sampler is not None
         and type(loader).__iter__ is DataLoader.__iter__
     )
-
-
-def shard(loader: Any, ranks: Ranks) -> Any:
-    """What one rank reads of a loader, which may be any iterable of batches."""
-    return shard_indices(loader, ranks) if is_indexed(loader) else loader

@@ -66,6 +66,11 @@ class FitLoop:
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
         self.accelerator.manual = not module.automatic_optimization
         self._draws = draws_itself(module.training_step)
+        if self._draws and self.trainer.strategy.data_size > 1:
+            raise ConfigurationError(
+                "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take the batch as "
+                "an argument, or run on one device."
+            )
         if self._draws and self.trainer.accumulation is not None:
             raise ConfigurationError(
                 "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "

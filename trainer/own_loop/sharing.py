@@ -12,7 +12,8 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.even import EvenBatches, OwnBatches
 from leyden.trainer.data.rebuild import with_index_sampler
-from leyden.trainer.data.sharding import Order, Ranks, shard
+from leyden.trainer.data.sharding import Order, Ranks
+from leyden.trainer.data.streams import shard
 from leyden.trainer.own_loop.plugins import DataLoaderConfiguration
 
 

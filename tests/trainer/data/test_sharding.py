@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -15,16 +16,21 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, seed_everything, set_rng_state
-from leyden.trainer.data.sharding import NOTHING, Ranks, Share, block, shard
+from leyden.trainer.data.sharding import NOTHING, Ranks, Share, block
+from leyden.trainer.data.streams import shard
 
 SIZE = 103
 Loader = DataLoader[Any]
@@ -100,7 +106,7 @@ class World:
         self.ranks, self.told = ranks, [{}]
         self.cursors = [
             LoaderCursor(
-                shard(make(batch_size), Ranks(rank, ranks, self._agree(rank), **options))
+                shard(make(batch_size), Ranks(rank, ranks, self._agree(rank), **options), asks=False)
                 if ranks > 1
                 else make(batch_size)
             )
@@ -128,7 +134,7 @@ class World:
     def begin(self, epoch: int, place: Any = None) -> None:
         def start(rank: int) -> Iterator[Any]:
             cursor = self.cursors[rank]
-            return cursor.start(epoch) if place is None else cursor.resume(epoch, place)
+            return cursor.start(epoch) if place is None else cursor.resume(epoch, copy.deepcopy(place))
 
         now = list(self.states)
         self.iterators = [self.as_rank(rank, lambda rank=rank: start(rank)) for rank in range(self.ranks)]
@@ -275,3 +281,115 @@ def test_workers_of_different_ranks_draw_other_numbers_and_the_first_those_of_on
 class Noise(Indices):
     def __getitem__(self, index: int) -> Tensor:
         return torch.rand(())
+
+
+# streams -----------------------------------------------------------------------------------------------------------------
+class Stream(IterableDataset[Tensor]):
+    """Gives 0, 1, … in an order drawn from the global generators as it goes; knows its place."""
+
+    def __init__(self, size: int = 53) -> None:
+        self.size = size
+        self.left: list[int] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.left is None:
+            self.left = list(range(self.size))
+        while self.left:
+            yield torch.tensor(self.left.pop(random.randrange(len(self.left))))
+        self.left = None
+
+
+class Halves(IterableDataset[Tensor]):
+    """Each worker gives its part of 53 samples."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = torch.utils.data.get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter([torch.tensor(index) for index in range(number, 53, count)])
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+STREAMS: dict[str, Callable[[int], Any]] = {
+    "iterable": lambda size: DataLoader(Stream(), size),
+    "workers": lambda size: DataLoader(Halves(), size, num_workers=2),
+    "list": lambda size: [torch.arange(start, min(start + size, 53)) for start in range(0, 53, size)],
+    "own __iter__": lambda size: OwnIteration(Indices(53), size),
+    "no batches": lambda size: DataLoader([torch.tensor([n]) for n in range(53)], batch_size=None),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_ranks_take_turns_at_the_batches_of_a_stream(kind: str) -> None:
+    for ranks in (2, 4):
+        alone, world = World(STREAMS[kind], 1, 5), World(STREAMS[kind], ranks, 5)
+        for epoch in range(2 if kind != "iterable" else 1):
+            alone.begin(epoch)
+            world.begin(epoch)
+            expected, found = alone.read(), world.read()
+            assert flat(found) == flat(expected) and sorted(flat(found)) == list(range(53))
+            assert len(found) == -(-len(expected) // ranks)
+            assert world.cursors[0].length in (None, len(found))
+
+
+@pytest.mark.parametrize("kind", ["iterable", "list", "no batches"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)], ids=str)
+def test_the_place_in_a_stream_is_found_by_other_ranks(kind: str, ranks: tuple[int, int]) -> None:
+    before, after = ranks
+    world = World(STREAMS[kind], before, 5)
+    world.begin(0)
+    done = world.read(2)
+    place = copy.deepcopy(world.cursors[0].state_dict(2))
+    stands = world.states[0]
+    rest = world.read()
+    resumed = World(STREAMS[kind], after, 5)
+    resumed.states[0] = stands
+    resumed.begin(0, place)
+    found = resumed.read(1)
+    place = copy.deepcopy(resumed.cursors[0].state_dict(3))
+    found += resumed.read()
+    assert sorted(flat(done) + flat(found)) == list(range(53))
+    if (kind, after) != ("iterable", 1):
+        # One process draws from its own random numbers again, and not from the stream's.
+        assert flat(found) == flat(rest)
+    assert resumed.cursors[0].length in (None, 2 + len(found))
+    again = World(STREAMS[kind], after, 5)
+    again.begin(0, place)
+    assert sorted(flat(again.read())) == sorted(flat(found[1:]))
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
+    def make(size: int) -> Any:
+        return CombinedLoader([DataLoader(Indices(23), size), DataLoader(Indices(11), size)], mode)
+
+    alone = list(make(3))
+    cursors = [LoaderCursor(shard(make(3), Ranks(rank, 2), asks=False)) for rank in range(2)]
+    pairs = zip(*(cursor.start(0) for cursor in cursors), strict=True)
+    found = [batch for pair in pairs for batch, _ in pair if batch is not NOTHING]
+    assert len(found) == len(alone)
+    assert all(str(one) == str(other) for one, other in zip(found, alone, strict=True))
+
+
+def test_a_distributed_sampler_of_the_user_is_not_sharded_again() -> None:
+    def loader(count: int, rank: int) -> Loader:
+        return DataLoader(Indices(), 8, sampler=DistributedSampler(Indices(), count, rank))
+
+    own = loader(2, 1)
+    assert shard(own, Ranks(1, 2)) is own
+    with pytest.raises(ConfigurationError, match=r"rank 1 of 2, and this is rank 1 of 4"):
+        shard(own, Ranks(1, 4))
+
+
+def test_a_global_batch_size_needs_a_loader_that_is_sharded_by_samples() -> None:
+    with pytest.raises(ConfigurationError, match="global_batch_size=8 needs a DataLoader"):
+        shard([torch.zeros(2)], Ranks(0, 2, global_batch=8))
