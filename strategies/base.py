@@ -243,6 +243,11 @@ class Strategy(ABC):
         """Lets go of modules and optimizers. May be called twice; the process group stays for the next run."""
         self.modules, self.optimizers = [], []
 
+    @property
+    def details(self) -> str:
+        """What else fit prints of the strategy, once modules are set up; empty where there is nothing to tell."""
+        return ""
+
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -396,6 +401,9 @@ class Strategy(ABC):
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """A validation, test or prediction step on one batch."""
         return self.forward(step_fn, batch, extra)
+
+    def end_evaluation(self) -> None:
+        """After a pass over evaluation data."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of a loss that the user divided himself (manual optimisation, loops of one's own)."""

@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window
+from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window, read_loss
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.precision import MixedPrecision, Precision
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
-from leyden.strategies.sharding.policy import Groups, WrapPolicy, choose
-from leyden.strategies.sharding.shards import Replaced, Sharding, check_sharded, local, shard_like, whole
+from leyden.strategies.sharding.fsdp1_names import Translation
+from leyden.strategies.sharding.gradients import check_optimizer, clip_norm
+from leyden.strategies.sharding.guard import guard_shards
+from leyden.strategies.sharding.plan import Plan, offload_of, policy_of
+from leyden.strategies.sharding.policy import WrapPolicy, choose
+from leyden.strategies.sharding.shards import (
+    Replaced,
+    Sharding,
+    check_sharded,
+    local,
+    prefetch_forward,
+    shard_like,
+    whole,
+)
 from leyden.strategies.sharding.values import Values
 
 T = TypeVar("T")
+GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
+SETTINGS = (
+    "auto_wrap_policy",
+    "reshard_after_forward",
+    "mp_policy",
+    "cpu_offload",
+    "activation_checkpointing_policy",
+    "ignored_modules",
+    "compile",
+    "device_mesh",
+    "sync_module_states",
+    "forward_prefetch",
+)
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -44,13 +63,15 @@ class FSDPStrategy(ProcessGroupStrategy):
         mp_policy: torch's MixedPrecisionPolicy; made from `precision` if left out (see `policy_of`).
         cpu_offload: parameters, gradients and optimizer state wait on the CPU; or an OffloadPolicy.
         activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
-            backward; or a function of a module.
+            backward; a function of a module; or True for the groups.
         ignored_modules: modules that stay whole on every rank; their gradients are averaged.
         compile: compile each group, in place; or the arguments of `torch.compile`.
         device_mesh: (replicate, shard) sizes for HSDP, "auto" to shard within a machine and replicate over machines (in
             two halves of a single one), or a DeviceMesh of one or two dimensions.
         sync_module_states: every rank begins with rank 0's parameters and buffers.
-        **kwargs: those of `ProcessGroupStrategy`.
+        forward_prefetch: each group asks for the next one's parameters before its own forward.
+        **kwargs: those of `ProcessGroupStrategy`; and the names of FSDP1, Lightning and Accelerate (`sharding_strategy`,
+            `state_dict_type`, …), each of which is mapped or refused with the reason.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -77,30 +98,43 @@ class FSDPStrategy(ProcessGroupStrategy):
         compile: bool | dict[str, Any] = False,
         device_mesh: tuple[int, int] | DeviceMesh | Literal["auto"] | None = None,
         sync_module_states: bool = True,
+        forward_prefetch: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(**kwargs)
-        self.auto_wrap_policy = auto_wrap_policy
-        self.reshard_after_forward = reshard_after_forward
-        self.mp_policy = mp_policy
-        self.cpu_offload = cpu_offload
-        self.activation_checkpointing_policy = activation_checkpointing_policy
-        self.ignored_modules = list(ignored_modules)
-        self.compile = compile
-        self.sync_module_states = sync_module_states
-        self.device_mesh: DeviceMesh | None = device_mesh if isinstance(device_mesh, DeviceMesh) else None
-        self._mesh_shape = None if isinstance(device_mesh, DeviceMesh) else device_mesh
-        if device_mesh is not None:
+        settings = {name: value for name, value in locals().items() if name in SETTINGS}
+        super().__init__(**{name: value for name, value in kwargs.items() if name in GROUP_SETTINGS})
+        translation = Translation(settings, {k: v for k, v in kwargs.items() if k not in GROUP_SETTINGS})
+        for note in translation.notes:
+            warnings.warn(note, stacklevel=2)
+        self.settings = settings
+        """The arguments, in our names."""
+        mesh = settings["device_mesh"]
+        self.device_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
+        self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
+        if mesh is not None:
             self.name = "hsdp"
-        self.groups: list[Groups] = []
-        """What the wrap policy chose, for each module."""
-        self.checkpointed: list[str] = []
-        """The modules whose activations are computed again."""
+        self.plan = Plan()
+        """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
         self._ignored: list[nn.Parameter] = []
         self._replaced = Replaced()
         self._values = Values()
         self._syncs = True
+
+    @classmethod
+    def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> FSDPStrategy:
+        """The strategy that the `fsdp_config` of an Accelerate YAML file describes.
+
+        Args:
+            config: the mapping under `fsdp_config`, as the file has it.
+            **kwargs: further arguments of ours.
+
+        Example:
+            >>> config = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "NO_WRAP"}
+            >>> FSDPStrategy.from_accelerate(config).settings["reshard_after_forward"]
+            False
+        """
+        return cls(**config, **kwargs)
 
     # environment ------------------------------------------------------------------------------------------------------
     def setup_environment(self) -> None:
@@ -135,7 +169,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return tuple(shape)
 
     def teardown(self) -> None:
-        self._roots, self._ignored, self.groups = [], [], []
+        self._roots, self._ignored = [], []
         self._replaced = Replaced()
         super().teardown()
 
@@ -151,52 +185,79 @@ class FSDPStrategy(ProcessGroupStrategy):
             yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        guard_shards()
         self._syncs = True
         self.modules = [self._shard(module) for module in modules]
         self._values = Values()
         return self.modules
 
     def _shard(self, module: nn.Module) -> nn.Module:
-        ignored = {p for part in self.ignored_modules for p in part.parameters()}
+        ignored = {p for part in self.settings["ignored_modules"] for p in part.parameters()}
         self._ignored += [p for p in ignored if p.requires_grad]
-        self._values.remember(module)
-        module = self.precision.convert_module(module)
-        groups = choose(module, self.auto_wrap_policy, ignored)
-        self.groups.append(groups)
-        before = self._replaced.before(module)
-        self.checkpointed = checkpoint_activations(module, self.activation_checkpointing_policy)
-        if self.compile:
-            compile_blocks(module, groups.names, {} if self.compile is True else self.compile)
-        parts = [module.get_submodule(name) for name in groups.names]
-        sharding = self._sharding(ignored)
         # In manual optimisation backward runs inside of training_step, before the module's own forward has ended: its
         # gradients would never be reduced. So each child is a root of its own there.
         manual = not getattr(module, "automatic_optimization", True)
         roots = list(_children(module)) if manual else [module]
-        sharding.apply([*parts, *roots])
-        if manual:
-            check_sharded(module, ignored)
-        for part in self.ignored_modules:
-            part.to(self.root_device)
+        policy = self.settings["mp_policy"] or policy_of(self.precision)
+        earlier = module.__dict__.get("_leyden_plan")
+        if earlier is not None:
+            earlier.check_same(policy)
+            self.plan = earlier
+        else:
+            self._shard_anew(module, roots, ignored, policy)
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
-        self._replaced.after(module, before)
+        self._reshard_roots()
         return module
 
-    def _sharding(self, ignored: set[nn.Parameter]) -> Sharding:
+    def _shard_anew(
+        self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
         assert self.device_mesh is not None
-        return Sharding(
+        settings = self.settings
+        self._values.remember(module)
+        self.precision.convert_module(module)
+        groups = choose(module, settings["auto_wrap_policy"], ignored)
+        again = settings["activation_checkpointing_policy"]
+        checkpointed = checkpoint_activations(module, groups if again is True else again)
+        if settings["compile"]:
+            compile_blocks(module, groups, {} if settings["compile"] is True else settings["compile"])
+        before = self._replaced.before(module)
+        parts = [module.get_submodule(name) for name in groups.names]
+        Sharding(
             mesh=self.device_mesh,
             device=self.root_device,
-            policy=self.mp_policy or policy_of(self.precision),
-            offload=offload_of(self.cpu_offload, self.root_device),
-            reshard=self.reshard_after_forward,
+            policy=policy,
+            offload=offload_of(settings["cpu_offload"], self.root_device),
+            reshard=settings["reshard_after_forward"],
             ignored=ignored,
             values=self._values,
-            source=self.host_group if self.sync_module_states and self.world_size > 1 else None,
-        )
+            source=self.host_group if settings["sync_module_states"] and self.world_size > 1 else None,
+        ).apply([*parts, *roots])
+        if roots != [module]:
+            check_sharded(module, ignored)
+        for part in settings["ignored_modules"]:
+            part.to(self.root_device)
+        if settings["forward_prefetch"]:
+            prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
+        self._replaced.after(module, before)
+        self.plan = Plan.of(module, groups, checkpointed, policy, tuple(self.device_mesh.shape))
+        module.__dict__["_leyden_plan"] = self.plan
+
+    def _reshard_roots(self) -> None:
+        """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
+        for root in self._roots:
+            root.reshard()
+
+    def end_evaluation(self) -> None:
+        self._reshard_roots()
+
+    @property
+    def details(self) -> str:
+        return self.plan.line()
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
+            check_optimizer(optimizer)
             self._repoint(optimizer)
         return super().setup_optimizers(modules, optimizers)
 
@@ -234,6 +295,22 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self._ignored and window.closes:
             self._average_ignored()
         return outputs
+
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        if filler is None:
+            raise ConfigurationError(
+                "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters for each "
+                "batch: use a larger data set, a smaller batch_size or fewer ranks."
+            )
+        if self._syncs is not window.closes:
+            self._set_sync(window.closes)
+        loss, _ = read_loss(self.forward(step_fn, filler, extra))
+        # Not loss * 0, which is nan where the loss is.
+        zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        self.skip_items(window)
+        self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
+        if self._ignored and window.closes:
+            self._average_ignored()
 
     def _set_sync(self, enabled: bool) -> None:
         self._syncs = enabled
@@ -277,6 +354,27 @@ class FSDPStrategy(ProcessGroupStrategy):
             return None
         return clip_norm(parameters, value)
 
+    # state ------------------------------------------------------------------------------------------------------------
+    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole tensors of a sharded module, under their names, on rank 0's CPU; every rank must call it.
+
+        They are gathered one at a time: beside rank 0, no rank holds more than one of them.
+
+        Returns:
+            On rank 0 the state dict, which torch.save or safetensors may write; on the others an empty one.
+        """
+        state: dict[str, Tensor] = {}
+        done: dict[int, Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            full = done.get(id(tensor))
+            if full is None:
+                full = whole(tensor.detach())
+                # What stands here twice (tied weights) is one tensor there too.
+                full = done[id(tensor)] = full.cpu() if self.is_global_zero else full.new_empty(0)
+            if self.is_global_zero:
+                state[name] = full
+        return state
+
     @contextmanager
     def gradient_sync(self, enabled: bool) -> Iterator[None]:
         before = self._syncs
@@ -285,44 +383,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             yield
         finally:
             self._set_sync(before)
-
-
-def policy_of(precision: Precision) -> MixedPrecisionPolicy:
-    """The dtypes of `fully_shard` that a precision means.
-
-    Mixed precision keeps float32 shards, gathers them in half precision (half the bytes of autocast alone) and reduces
-    gradients in float32. What goes into a module is left alone: autocast converts it for each operation, so that losses and
-    norms are computed in float32 as under every other strategy.
-    """
-    if isinstance(precision, MixedPrecision):
-        return MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    return MixedPrecisionPolicy(cast_forward_inputs=False)
-
-
-def offload_of(wanted: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
-    """torch's policy for `cpu_offload`; memory is pinned only where there is an accelerator to copy to."""
-    if isinstance(wanted, OffloadPolicy):
-        return wanted
-    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if wanted else OffloadPolicy()
-
-
-def clip_norm(parameters: Sequence[nn.Parameter], value: float) -> Tensor:
-    """Clips gradients to a total norm, over all shards and, beside them, whole parameters.
-
-    Returns:
-        The norm before clipping, the same on every rank.
-    """
-    kinds: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    if len(kinds) < 2:
-        return whole(nn.utils.clip_grad_norm_(parameters, value))
-    # torch cannot stack norms of different meshes.
-    norms = [whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])) for own in kinds.values()]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
-    factor = (value / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
-    return total
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
@@ -334,4 +394,4 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-__all__ = ["FSDPStrategy", "clip_norm", "offload_of", "policy_of"]
+__all__ = ["FSDPStrategy"]

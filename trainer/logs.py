@@ -362,10 +362,8 @@ class Logs:
             forks = entry.step_name != entry.epoch_name
             if entry.on_step and entry.fresh and entry.value is not None and (forks or result is None):
                 self._epoch_values[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
-            if not keep:
-                entry.reset()
-                if entry.metric is not None:
-                    entry.metric.reset()
+        if not keep:
+            self.forget(group)
         return values, logged
 
     def _results(
@@ -393,6 +391,7 @@ class Logs:
                 entry.reset()
                 if entry.metric is not None:
                     entry.metric.reset()
+        self.idle = {place for place in self.idle if place[0] != group}
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -27,11 +27,12 @@ def five_lines(trainer: Trainer, start: str) -> str:
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
     total = str(sum(sizes) * ranks * accumulated) if sizes else "?"
+    details = f": {strategy.details}" if strategy.details else ""
     folder = trainer.log_dir or trainer.default_root_dir
     return "\n".join(
         (
             f"devices     {ranks} × {strategy.root_device}, {ranks} rank{'s' if ranks > 1 else ''}",
-            f"strategy    {strategy.name}, precision {strategy.precision.name}",
+            f"strategy    {strategy.name}, precision {strategy.precision.name}{details}",
             f"batch       {per_rank} per rank × {ranks} × {accumulated} accumulated = {total}",
             f"run folder  {folder}",
             f"start       {start}",
@@ -99,6 +100,11 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
 def device_mismatch_hint(error: BaseException) -> str | None:
     """What to do about a batch that stayed on another device, or None where the error is another one."""
     text = str(error)
+    if "got mixed torch.Tensor and DTensor" in text:
+        return (
+            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it from "
+            "training_step, validation_step, … or forward of the module itself."
+        )
     if isinstance(error, RuntimeError) and (
         "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
     ):

@@ -25,13 +25,14 @@ from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
-from leyden.trainer.loops.predict import PredictionLoop
+from leyden.trainer.loops.predict import PredictionLoop, keeping
 from leyden.trainer.module import TrainModule
 from leyden.trainer.optimization import SchedulerConfig, parse
 from leyden.trainer.parts import (
     accumulation_of,
     build_callbacks,
     check_steps,
+    described,
     loggers_of,
     merge_callbacks,
     precision_of,
@@ -296,9 +297,7 @@ class Trainer(TrainerView):
         Returns:
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
-        if gather not in ("all", "main"):
-            raise ConfigurationError(f"predict(gather={gather!r}): use 'all' or 'main'.")
-        keeps = "none" if return_predictions is False else gather
+        keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, "predict")
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
         result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
@@ -563,7 +562,7 @@ class Trainer(TrainerView):
             self._compiled, model = model, inner
         if not isinstance(model, TrainModule):
             hint = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
-            raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {_described(model)}: {hint}.")
+            raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {described(model)}: {hint}.")
         return model
 
     def step_function(self, name: str) -> Callable[..., Any]:
@@ -599,7 +598,3 @@ class Trainer(TrainerView):
                 )
         if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
             self.max_epochs = 1000
-
-
-def _described(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.sharding.policy import modules_of_classes
+from leyden.strategies.sharding.policy import Groups, modules_of_classes
 
 
 def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
@@ -16,7 +16,7 @@ def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
 
     Args:
         root: the whole model.
-        policy: classes of modules, or their names; a function of a module; or None.
+        policy: classes of modules, or their names; a function of a module; the groups of a wrap policy; or None.
 
     Returns:
         The names of those modules.
@@ -25,7 +25,9 @@ def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
 
     if not policy:
         return []
-    if callable(policy) and not isinstance(policy, type):
+    if isinstance(policy, Groups):
+        names = _some(policy, "activation_checkpointing_policy=True")
+    elif callable(policy) and not isinstance(policy, type):
         names = [name for name, module in root.named_modules() if name and policy(module)]
     else:
         names = modules_of_classes(root, policy, "activation_checkpointing_policy")
@@ -36,13 +38,14 @@ def checkpoint_activations(root: nn.Module, policy: Any) -> list[str]:
     return names
 
 
-def compile_blocks(root: nn.Module, names: Iterable[str], arguments: dict[str, Any]) -> None:
+def compile_blocks(root: nn.Module, groups: Groups, arguments: dict[str, Any]) -> None:
     """Compiles modules in place.
 
     Raises:
-        ConfigurationError: for a class of torch.nn itself, which torch passes over in silence (tried: no graph is made).
+        ConfigurationError: for a class of torch.nn itself, which torch passes over in silence (tried: no graph is made); and
+            where there is no group to compile.
     """
-    for name in names:
+    for name in _some(groups, "compile=True"):
         module: Any = root.get_submodule(name)
         kind = type(module)
         if kind.__module__.startswith("torch.nn."):
@@ -52,3 +55,11 @@ def compile_blocks(root: nn.Module, names: Iterable[str], arguments: dict[str, A
             )
         compile_in_place: Callable[..., None] = module.compile
         compile_in_place(**arguments)
+
+
+def _some(groups: Groups, argument: str) -> list[str]:
+    if not groups.names:
+        raise ConfigurationError(
+            f"{argument} means the groups of auto_wrap_policy, and it found none in this model: give it the class of the blocks."
+        )
+    return groups.names

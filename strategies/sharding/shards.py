@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ class Sharding:
         self._materialise(places)
         if self.source is not None:
             self._take_values(places)
+        self._check_dtypes(part, places)
         fully_shard(
             part,
             mesh=self.mesh,
@@ -63,6 +65,20 @@ class Sharding:
             offload_policy=self.offload,
             ignored_params=self.ignored or None,
         )
+
+    def _check_dtypes(self, part: nn.Module, places: list[Place]) -> None:
+        """Finds parameters of another dtype than the rest of their group, which travels as one message."""
+        found: dict[torch.dtype, str] = {}
+        for module, name in places:
+            tensor = getattr(module, name)
+            if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor not in self.ignored:
+                found.setdefault(tensor.dtype, f"{type(module).__name__}.{name}")
+        if len(found) > 1:
+            parts = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
+            raise ConfigurationError(
+                f"the trainable parameters of one group ({type(part).__name__}) have several dtypes: {parts}. Convert them to one, "
+                "freeze one kind, or make groups of them by auto_wrap_policy."
+            )
 
     def _materialise(self, places: list[Place]) -> None:
         """Gives the tensors of one group that are on the meta device their memory, and their values."""
@@ -149,6 +165,12 @@ def shard_like(value: Tensor, parameter: nn.Parameter) -> Tensor:
         value.to(parameter.to_local().device), parameter.device_mesh, parameter.placements, src_data_rank=None
     )
     return cut.to(value.dtype)
+
+
+def prefetch_forward(parts: list[FSDPModule]) -> None:
+    """Lets each group ask for the next one's parameters before its own forward."""
+    for part, following in itertools.pairwise(parts):
+        part.set_modules_to_forward_prefetch([following])
 
 
 def check_sharded(root: nn.Module, ignored: set[nn.Parameter]) -> None:

@@ -133,7 +133,8 @@ def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random_numbers = torch.get_rng_state()
     logger = TensorBoardLogger(tmp_path, log_graph=True)
-    logger.on_fit_start(None, net)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(world_size=1, strategy=SimpleNamespace(replicates=True))
+    logger.on_fit_start(trainer, net)  # type: ignore[arg-type]
     logger.finalize("success")
     assert read(logger).Tags()["graph"] is True
     assert torch.equal(torch.get_rng_state(), random_numbers)

@@ -156,7 +156,6 @@ def _resident(kind: str) -> float:
 def test_a_model_is_never_whole_on_a_rank() -> None:
     """Counted: at the peak a rank holds its half and little more than one block; built plainly it holds all of it."""
     for peak, size in run_world(2, peak_above, "late"):
-        print(peak, size)
         assert 90 < size < 110 and peak < 0.5 * size + 25
     for peak, size in run_world(2, peak_above, "plain"):
         assert peak > size
@@ -193,5 +192,5 @@ def test_modules_that_the_user_put_on_meta() -> None:
     torch.manual_seed(0)
     expected = nn.Linear(3, 4)
     assert np.array_equal(first["0.weight"], expected.weight.detach().numpy())
-    for answer in run_world(2, by_hand_on_meta, "bare", may_fail=True):
-        assert "'weight' of a Bare is on the meta device" in answer and "reset_parameters" in answer
+    with pytest.raises(AssertionError, match="'weight' of a Bare is on the meta device(.|\\n)*reset_parameters"):
+        run_world(2, by_hand_on_meta, "bare")

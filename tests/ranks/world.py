@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What a first optimizer step, or a first metric, would import in each rank takes seconds.
+# What a first optimizer step, a shard or a metric would import in each rank takes seconds.
 PRELOAD = [
     *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
     *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),

@@ -113,6 +113,8 @@ def write_stream(
         for name in names:
             fetched = fetch(name)
             yield memory_of(fetched)
+            # Before the next one is there.
+            del fetched
 
     return write_file(path, pieces(), _chunk_of(max(sizes.values(), default=0), end))
 

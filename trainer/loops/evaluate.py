@@ -62,7 +62,6 @@ class EvaluationLoop:
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
-            self.logs.idle.clear()
             for index, (cursor, own_limit) in enumerate(self.loaders):
                 self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
                 if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
@@ -192,6 +191,7 @@ class EvaluationLoop:
         inference = trainer.arguments.inference_mode and trainer.strategy.supports_inference_mode
         with torch.inference_mode() if inference else torch.no_grad():
             yield
+        trainer.strategy.end_evaluation()
 
 
 def _smaller(limit: int, other: int | None) -> int:

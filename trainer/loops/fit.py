@@ -114,7 +114,7 @@ class FitLoop:
             if transfer is not None and present:
                 batch = transfer(batch, 0)
             logs.batch, logs.tick = batch, progress.batches
-            if listens_start and self._is_refused(batch, batch_idx):
+            if listens_start and present and hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1:
                 cut = True
                 if window.index == 0 and agreement is None:
                     window.is_open = False
@@ -176,10 +176,6 @@ class FitLoop:
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
-    def _is_refused(self, batch: Any, batch_idx: int) -> bool:
-        """True if `on_train_batch_start` says -1; a rank without a sample is not asked."""
-        return batch is not NOTHING and self.hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1
-
     def _skip(self, batch_idx: int) -> Any:
         """This rank has no sample of the global batch: it takes part in the others' step, and nobody hears of it."""
         assert self.cursor is not None
@@ -191,6 +187,8 @@ class FitLoop:
             return batch if transfer is None or batch is None else transfer(batch, 0)
 
         self.logs.batch = None
+        if batch_idx == 0:
+            self.logs.idle.add(("train", -1))
         self.step.skip(filler, batch_idx)
         return None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.strategies.batch import move_to_device
+from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.loops.evaluate import EvaluationLoop
 
@@ -52,6 +53,17 @@ class PredictionLoop(EvaluationLoop):
     def _take(self, index: int, outputs: Any) -> None:
         if self.keeps:
             self.outputs[index].append(move_to_device(outputs, torch.device("cpu")))
+
+
+def keeping(return_predictions: bool | None, gather: str) -> str:
+    """Who gets the outputs, by the arguments of `Trainer.predict`.
+
+    Raises:
+        ConfigurationError: if `gather` is unknown.
+    """
+    if gather not in ("all", "main"):
+        raise ConfigurationError(f"predict(gather={gather!r}): use 'all' or 'main'.")
+    return "none" if return_predictions is False else gather
 
 
 def _in_turn(parts: Sequence[list[Any]]) -> list[Any]:

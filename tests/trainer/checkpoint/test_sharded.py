@@ -22,6 +22,7 @@ from leyden.strategies.base import fill_weights, load_weights
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint import safefile, shards
 from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -78,6 +79,13 @@ class Model(nn.Module):
 
     def set_extra_state(self, state: Any) -> None:
         self.word = state["word"]
+
+
+class Plain(Model):
+    """Without a state that is no tensor, which safetensors' own loader does not take."""
+
+    get_extra_state = nn.Module.get_extra_state
+    set_extra_state = nn.Module.set_extra_state
 
 
 def build(layout: str, seed: int, size: int = 64, meta: bool = False) -> Model:
@@ -383,3 +391,38 @@ def read_alone(path: str) -> None:
         "assert not [name for name in sys.modules if name.startswith('torch.distributed.checkpoint')]"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ))
+
+
+def test_merged_to_one_file(saved: dict[str, Any], tmp_path: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import load_model
+
+    for source in saved:
+        with Peak() as peak:
+            file = merge(saved[source]["path"], tmp_path / source)
+        found = load_file(file)
+        expected = {name: torch.tensor(value) for name, value in saved[source]["found"].items() if "/" not in name}
+        assert found.keys() == expected.keys() - {"head.weight"}
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        # The largest tensor, and not all of them.
+        assert peak.most <= max(tensor.nbytes for tensor in found.values())
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt", "head.weight": "embedding.weight"}
+        model = Plain()
+        load_model(model, file)
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items() if name in expected)
+
+
+def test_a_part_is_merged_by_its_own_names(saved: dict[str, Any], tmp_path: Path) -> None:
+    source = saved["fsdp 3"]
+    (tmp_path / "there").mkdir()
+    file = merge(source["path"], tmp_path / "there", module_prefix="blocks.1")
+    assert file == tmp_path / "there" / "model.safetensors"
+    block = Block(64)
+    block.load_state_dict(load_file(file))
+    assert block.up.weight.detach().numpy().tobytes() == source["found"]["blocks.1.up.weight"].tobytes()
+    # Of tied weights, the name that is left is the one that holds them.
+    assert list(load_file(merge(source["path"], file, module_prefix="head."))) == ["weight"]
+    with pytest.raises(ConfigurationError, match=r"no weight .* begins with 'block\.'.*Did you mean 'blocks'"):
+        merge(source["path"], file, module_prefix="block")
+    assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]

@@ -1,0 +1,54 @@
+"""Gradients and optimizers of parameters that are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.sharding.shards import local, whole
+
+UNSHARDABLE = {
+    "Adafactor": "takes means over rows and columns, of which a rank has only some",
+    "Muon": "orthogonalises whole matrices, of which a rank has only some rows",
+    "LBFGS": "takes products over all parameters, and evaluates the loss again",
+    "SparseAdam": "needs sparse gradients, which are not sharded",
+}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of torch whose step is wrong, or fails, on shards.
+
+    Raises:
+        ConfigurationError: says why.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in UNSHARDABLE:
+            raise ConfigurationError(
+                f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use AdamW, SGD or another that works element by element, or "
+                "strategy='ddp'."
+            )
+
+
+def clip_norm(parameters: Sequence[nn.Parameter], value: float) -> Tensor:
+    """Clips gradients to a total norm, over all shards and, beside them, whole parameters.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    kinds: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    if len(kinds) < 2:
+        return whole(nn.utils.clip_grad_norm_(parameters, value))
+    # torch cannot stack norms of different meshes.
+    norms = [whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])) for own in kinds.values()]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    factor = (value / (total + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+    return total

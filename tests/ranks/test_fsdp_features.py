@@ -1,0 +1,482 @@
+"""What FSDPStrategy does beside plain training, each on two real ranks."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks.test_fsdp import QUIET, Block, Net, Regression, batches
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer
+from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.precision import MixedPrecision
+from leyden.strategies.sharding.shards import whole
+
+
+def place() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def trainer(strategy: Any = None, **arguments: Any) -> Trainer:
+    settings = {**QUIET, "accelerator": "cpu", "max_epochs": 1, **arguments}
+    return Trainer(strategy=FSDPStrategy() if strategy is None else strategy, **settings)
+
+
+def differences(found: nn.Module, expected: nn.Module) -> list[str]:
+    pairs = zip(expected.state_dict().items(), found.state_dict().values(), strict=True)
+    return [name for (name, a), b in pairs if not torch.equal(whole(a), whole(b))]
+
+
+# One world for all of them: each of its own would cost more than what it does.
+RUNS: list[tuple[Any, ...]] = [
+    ("count_bytes", 4),
+    ("run_again",),
+    ("save_by_mistake",),
+    ("ignore_a_module", None, "norm"),
+    ("ignore_a_module", 0.05, "norm"),
+    ("ignore_a_module", 0.002, "value"),
+    ("manual",),
+    ("overflow_on_one_rank",),
+    ("true_dtypes", "bf16-true"),
+    ("true_dtypes", "64-true"),
+    ("true_dtypes", "bf16-mixed"),
+    ("repoint",),
+    ("count_forwards", False),
+    ("count_forwards", True),
+    ("uneven", 1, 17),
+    ("uneven", 2, 9),
+]
+Answers = Callable[..., list[Any]]
+
+
+def everything() -> list[Any]:
+    return [globals()[name](*args) for name, *args in RUNS]
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    """What each rank found in one of the runs."""
+    found = run_world(2, everything)
+
+    def of(*run: Any) -> list[Any]:
+        place = RUNS.index(run)
+        return [own[place] for own in found]
+
+    return of
+
+
+# bytes that are sent ------------------------------------------------------------------------------------------------------
+class Sent(TorchDispatchMode):
+    """Counts the bytes that collectives are given, by their kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if "gather" in name or "reduce" in name:
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+            if "c10d" in name:
+                self.bytes[name.split("::")[1].strip("_").split(".")[0]] += sum(t.nbytes for t in tensors)
+        return func(*args, **(kwargs or {}))
+
+
+def count_bytes(accumulate: int) -> list[tuple[bool, int, int]]:
+    """For each batch whether it closes its window, the bytes of gradients sent, and those of parameters gathered."""
+    found = []
+
+    class Counting(FSDPStrategy):
+        def forward_backward(self, step_fn: Any, batch: Any, extra: Any, window: Any, hooks: Any) -> Any:
+            with Sent() as sent:
+                outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
+            reduced = sum(count for name, count in sent.bytes.items() if "reduce" in name)
+            found.append((window.closes, reduced, sum(sent.bytes.values()) - reduced))
+            return outputs
+
+    trainer(Counting(), accumulate_grad_batches=accumulate).fit(Regression(), batches(6, *place()))
+    return found
+
+
+def test_no_gradient_bytes_inside_a_window(answers: Answers) -> None:
+    for found in answers("count_bytes", 4):
+        assert [closes for closes, _, _ in found] == [False, False, False, True, False, True]
+        assert all((reduced > 0) == closes for closes, reduced, _ in found)
+        assert all(gathered > 0 for _, _, gathered in found)
+
+
+# runs one after the other -------------------------------------------------------------------------------------------------
+def run_again() -> tuple[list[str], bool]:
+    data = batches(3, *place())
+    torch.manual_seed(0)
+    once, twice = Regression(), Regression()
+    twice.load_state_dict(once.state_dict())
+    trainer(max_epochs=2).fit(once, data, data)
+    first = trainer()
+    first.fit(twice, data, data)
+    [values] = first.validate(twice, data, verbose=False)
+    sharded = all(isinstance(p, DTensor) for p in twice.parameters())
+    assert values["val_loss"] > 0
+    first.fit(twice, data, data, ckpt_path="current", max_epochs=2)
+    return differences(twice, once), sharded
+
+
+def test_a_module_runs_again(answers: Answers) -> None:
+    """Trained, validated and trained on it equals one run; validation leaves shards behind, not gathered parameters."""
+    assert answers("run_again") == [([], True)] * 2
+
+
+# saving by mistake --------------------------------------------------------------------------------------------------------
+def save_by_mistake() -> list[Any]:
+    torch.manual_seed(0)
+    module, run = Regression(), trainer()
+    run.fit(module, batches(2, *place()))
+    optimizer = run.optimizers[0]
+    words = []
+    for state in (
+        module.state_dict(),
+        {name: tensor.cpu().clone() for name, tensor in module.net.state_dict().items()},
+        optimizer.state_dict(),
+        dict(module.named_parameters()),
+    ):
+        try:
+            torch.save(state, io.BytesIO())
+        except RuntimeError as error:
+            words.append(str(error))
+    full = run.strategy.full_state_dict(module)
+    assert len(full) == (22 if run.is_global_zero else 0)
+    for name, tensor in full.items():
+        assert not isinstance(tensor, DTensor) and tensor.shape == module.get_parameter(name).shape
+    shapes = sum(whole(p.detach()).double().sum() for p in module.parameters())
+    buffer = io.BytesIO()
+    torch.save(full, buffer)
+    if run.is_global_zero:
+        plain = Regression()
+        plain.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
+        assert float(sum(p.detach().double().sum() for p in plain.parameters())) == float(shapes)
+    return words
+
+
+def test_shards_are_not_saved_by_mistake(answers: Answers) -> None:
+    for words in answers("save_by_mistake"):
+        assert len(words) == 4
+        assert all("trainer.save_checkpoint(path)" in word and "full_state_dict(module)" in word for word in words)
+
+
+# parameters that stay whole, and norms over both kinds --------------------------------------------------------------------
+def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
+    """Trains with a whole module beside the shards, and by hand with every gradient averaged; gives back what differs."""
+    rank, size = place()
+    torch.manual_seed(0)
+    module, plain = Regression(), Regression()
+    plain.load_state_dict(module.state_dict())
+    strategy = FSDPStrategy(ignored_modules=[module.net.inp])
+    limits = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm} if clip else {}
+    trainer(strategy, accumulate_grad_batches=2, **limits).fit(module, batches(4, rank, size))
+    assert not isinstance(module.net.inp.weight, DTensor) and isinstance(module.net.out.weight, DTensor)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    own = [batches(4, other, size) for other in range(size)]
+    for start in (0, 2):
+        optimizer.zero_grad()
+        for number in (start, start + 1):
+            for data in own:
+                (F.mse_loss(plain.net(data[number][0]), data[number][1]) / 2 / size).backward()
+        if clip and algorithm == "norm":
+            nn.utils.clip_grad_norm_(plain.parameters(), clip)
+        elif clip:
+            nn.utils.clip_grad_value_(plain.parameters(), clip)
+        optimizer.step()
+        scheduler.step()
+    state = {name: whole(value) for name, value in module.state_dict().items()}
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, state["net.inp.weight"].tolist())
+    assert gathered[0] == gathered[1]
+    return [name for name, value in plain.state_dict().items() if not torch.allclose(value, state[name], atol=1e-5)]
+
+
+@pytest.mark.parametrize(("clip", "algorithm"), [(None, "norm"), (0.05, "norm"), (0.002, "value")])
+def test_ignored_modules_are_averaged_and_clipped_with_the_shards(
+    answers: Answers, clip: float | None, algorithm: str
+) -> None:
+    assert answers("ignore_a_module", clip, algorithm) == [[], []]
+
+
+# manual optimisation ------------------------------------------------------------------------------------------------------
+class Two(Regression):
+    """Two networks, an optimizer each, as a GAN has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = Net(depth=2)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        x, y = batch
+        first.zero_grad()
+        self.manual_backward(F.mse_loss(self.net(x), y))
+        self.clip_gradients(first, 0.1, "norm")
+        first.step()
+        second.zero_grad()
+        self.manual_backward(F.mse_loss(self.other(x), self.net(x).detach()))
+        second.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(net.parameters(), lr=0.05) for net in (self.net, self.other)]
+
+
+def by_hand_twice(data: Any) -> Two:
+    torch.manual_seed(0)
+    module = Two()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for net in (module.net, module.other):
+        for block in net.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+    first, second = module.configure_optimizers()
+    for x, y in data:
+        first.zero_grad()
+        F.mse_loss(module.net(x), y).backward()
+        nn.utils.clip_grad_norm_(module.net.parameters(), 0.1)
+        first.step()
+        second.zero_grad()
+        F.mse_loss(module.other(x), module.net(x).detach()).backward()
+        second.step()
+    return module
+
+
+def manual() -> list[str]:
+    data = batches(5, *place())
+    torch.manual_seed(0)
+    module = Two()
+    trainer().fit(module, data)
+    return differences(module, by_hand_twice(data))
+
+
+def manual_with_a_parameter() -> None:
+    module = Two()
+    module.scale = nn.Parameter(torch.ones(1))
+    trainer().fit(module, batches(1, *place()))
+
+
+def test_manual_optimisation_with_two_optimizers(answers: Answers) -> None:
+    assert answers("manual") == [[], []]
+    with pytest.raises(
+        AssertionError, match="'scale' stands in the module itself, and in manual optimisation each child"
+    ):
+        run_world(2, manual_with_a_parameter)
+
+
+# dtypes -------------------------------------------------------------------------------------------------------------------
+def overflow_on_one_rank() -> tuple[float, list[int], str]:
+    """fp16: the second batch of rank 1 alone overflows; both ranks skip that step and halve the scale."""
+    rank, size = place()
+    data = batches(3, rank, size)
+    if rank == 1:
+        data[1] = (data[1][0], torch.full_like(data[1][1], 1e30))
+    torch.manual_seed(0)
+    module, plugin = Regression(), MixedPrecision("16", init_scale=64.0)
+    seen: list[list[Tensor]] = []
+    module.on_train_batch_end = lambda *_: seen.append([whole(p.detach()).clone() for p in module.parameters()])
+    run = trainer(precision=plugin)
+    run.fit(module, data)
+    assert all(p.dtype == torch.float32 for p in module.parameters())
+    moved = [int(not torch.equal(a, b)) for a, b in zip(seen[0], seen[1], strict=True)]
+    later = [int(not torch.equal(a, b)) for a, b in zip(seen[1], seen[2], strict=True)]
+    assert plugin.scaler is not None
+    return plugin.scaler.get_scale(), [sum(moved), sum(later)], run.strategy.details
+
+
+def test_a_scaler_agrees_over_the_shards(answers: Answers) -> None:
+    for scale, (moved, later), details in answers("overflow_on_one_rank"):
+        assert scale == 32.0 and moved == 0 and later == 22
+        assert details == "3 Block + root over 2 ranks, fp32 shards, gathered in fp16, reduced in fp32"
+
+
+def true_dtypes(precision: str) -> list[Any]:
+    torch.manual_seed(0)
+    module = Regression()
+    run = trainer(precision=precision)
+    run.fit(module, batches(3, *place()), batches(1, *place()))
+    assert run.strategy.details.startswith("3 Block + root over 2 ranks")
+    finite = all(bool(torch.isfinite(whole(p)).all()) for p in module.parameters())
+    return [str(module.dtype), finite, str(next(iter(run.optimizers[0].state.values()))["exp_avg"].dtype)]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
+def test_precisions(answers: Answers, precision: str) -> None:
+    dtype = {"bf16-true": "torch.bfloat16", "64-true": "torch.float64", "bf16-mixed": "torch.float32"}[precision]
+    assert answers("true_dtypes", precision) == [[dtype, True, dtype]] * 2
+
+
+# ranks without samples ----------------------------------------------------------------------------------------------------
+class Summed(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", (self.net(batch[0]) - batch[1]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def uneven(accumulate: int, count: int) -> tuple[list[str], float]:
+    """What differs from one process with the doubled batch, over samples that leave a rank with none at the end."""
+    x = torch.randn(count, 3, generator=torch.Generator().manual_seed(2))
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    modules, losses = [], []
+    for strategy, size in ((FSDPStrategy(), 4), ("single_device", 8)):
+        torch.manual_seed(0)
+        module = Summed()
+        run = trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2)
+        run.fit(module, DataLoader(data, size, shuffle=True), DataLoader(data, size))
+        modules.append({name: whole(value.detach()) for name, value in module.state_dict().items()})
+        losses.append(float(run.callback_metrics["val_loss"]))
+    worst = [name for name, value in modules[0].items() if not torch.allclose(value, modules[1][name], atol=1e-5)]
+    return worst, abs(losses[0] - losses[1])
+
+
+@pytest.mark.parametrize(("accumulate", "count"), [(1, 17), (2, 9)])
+def test_a_rank_without_samples_stays_in_step(answers: Answers, accumulate: int, count: int) -> None:
+    for differ, apart in answers("uneven", accumulate, count):
+        assert differ == [] and apart < 1e-6
+
+
+# what is refused ----------------------------------------------------------------------------------------------------------
+def refuse(kind: str) -> None:
+    module = Regression()
+    strategy = FSDPStrategy()
+    arguments: dict[str, Any] = {}
+    if kind == "Adafactor":
+        module.configure_optimizers = lambda: torch.optim.Adafactor(module.parameters())
+    elif kind == "LBFGS":
+        module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters())
+    elif kind == "dtypes":
+        module.net.blocks[0].up.bfloat16()
+    elif kind == "mesh":
+        strategy = FSDPStrategy(device_mesh=(2, 2))
+    elif kind == "hsdp":
+        strategy = FSDPStrategy(device_mesh="auto")
+    elif kind == "precision":
+        trainer().fit(module, batches(1, *place()))
+        arguments["precision"] = "bf16-mixed"
+    trainer(strategy, **arguments).fit(module, batches(2, *place()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("Adafactor", "Adafactor takes means over rows and columns"),
+        ("LBFGS", "LBFGS takes products over all parameters"),
+        ("dtypes", "have several dtypes: LayerNorm.weight is float32, Linear.weight is bfloat16"),
+        ("mesh", "device_mesh=(2, 2) does not make up 2 ranks"),
+        ("hsdp", "has 2 rank(s) of 2 per machine: use 'fsdp'"),
+        ("precision", "sharded by an earlier run"),
+    ],
+)
+def test_refused(kind: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=re.escape(words)):
+        run_world(2, refuse, kind)
+
+
+# optimizers made before ---------------------------------------------------------------------------------------------------
+def repoint() -> list[str]:
+    """An optimizer that was made, and stepped, before the module is sharded goes on with the shards."""
+    rank, size = place()
+    data = batches(2, rank, size)
+    modules = []
+    for early in (True, False):
+        torch.manual_seed(0)
+        module, strategy = Regression(), FSDPStrategy()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        x, y = batches(1, 0, 1, seed=9)[0]
+        F.mse_loss(module.net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if early:
+            strategy.setup_environment()
+            strategy.setup_modules([module])
+            strategy.setup_optimizers([module], [optimizer])
+            assert all(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+            assert all(isinstance(state["exp_avg"], DTensor) for state in optimizer.state.values())
+            step = strategy.setup_step(module.training_step, module)
+            for number, batch in enumerate(data):
+                optimizer.zero_grad()
+                step(batch, number).backward()
+                optimizer.step()
+        else:
+            own = [batches(2, other, size) for other in range(size)]
+            for number in range(2):
+                optimizer.zero_grad()
+                for part in own:
+                    (F.mse_loss(module.net(part[number][0]), part[number][1]) / size).backward()
+                optimizer.step()
+        modules.append({name: whole(value.detach()) for name, value in module.state_dict().items()})
+    return [name for name, value in modules[0].items() if not torch.allclose(value, modules[1][name], atol=1e-5)]
+
+
+def test_optimizers_made_before_are_pointed_to_the_shards(answers: Answers) -> None:
+    assert answers("repoint") == [[], []]
+
+
+# activation checkpointing and compilation ---------------------------------------------------------------------------------
+def count_forwards(again: bool) -> Counter[str]:
+    """How often blocks were run, in training and in validation."""
+    counts: Counter[str] = Counter()
+    module = Regression()
+    forward = Block.forward
+
+    def counted(self: Block, x: Tensor) -> Tensor:
+        counts["train" if self.training else "eval"] += 1
+        return forward(self, x)
+
+    Block.forward = counted  # type: ignore[method-assign]
+    policy = {Block} if again else None
+    trainer(FSDPStrategy(activation_checkpointing_policy=policy)).fit(
+        module, batches(2, *place()), batches(1, *place())
+    )
+    Block.forward = forward  # type: ignore[method-assign]
+    assert list(module.state_dict())[2] == "net.out.weight"
+    return counts
+
+
+def test_activations_are_computed_again(answers: Answers) -> None:
+    for again in (False, True):
+        for counts in answers("count_forwards", again):
+            # 3 blocks, 2 batches; validation and its sanity check
+            assert counts == {"train": 12 if again else 6, "eval": 6}
+
+
+def compile_the_blocks() -> tuple[list[str], int]:
+    import torch._dynamo
+
+    data = batches(3, *place())
+    modules = []
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        module = Regression()
+        trainer(FSDPStrategy(compile={"backend": "aot_eager"} if wanted else False)).fit(module, data)
+        modules.append(module)
+        if wanted:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return differences(*modules), graphs
+
+
+def test_blocks_are_compiled() -> None:
+    """By a backend that computes as torch does, so that the weights must be the same; inductor's is of the full suite."""
+    for differ, graphs in run_world(2, compile_the_blocks):
+        assert differ == [] and graphs > 0
