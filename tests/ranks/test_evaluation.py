@@ -100,7 +100,7 @@ def evaluate_all() -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_sample_is_seen_once(ranks: int) -> None:
-    results = run_world(ranks, evaluate_all, timeout=90)
+    results = run_world(ranks, evaluate_all)
     alone = Trainer(**QUIET).test(Counting(), numbers(10), verbose=False)[0]["mean"]
     for case in zip(*results, strict=True):
         size, stage = case[0][:2]
@@ -129,7 +129,7 @@ def predict_variants() -> Any:
 
 
 def test_predictions_of_several_loaders_and_on_the_main_rank_alone() -> None:
-    results = run_world(4, predict_variants, timeout=60)
+    results = run_world(4, predict_variants)
     for rank, (several, main, left) in enumerate(results):
         assert several == [list(range(10)), list(range(2)), list(range(31))]
         assert left is None
@@ -168,7 +168,7 @@ def evaluate_in_step() -> list[Any]:
 
 
 def test_ranks_that_must_keep_in_step_run_batches_that_leave_no_trace() -> None:
-    results = run_world(4, evaluate_in_step, timeout=60)
+    results = run_world(4, evaluate_in_step)
     fillers = 0
     for case in zip(*results, strict=True):
         samples = case[0][0]
@@ -205,6 +205,6 @@ def interrupted() -> Any:
 
 
 def test_a_signal_on_one_rank_ends_the_pass_on_all_at_the_same_batch() -> None:
-    results = run_world(2, interrupted, timeout=60)
+    results = run_world(2, interrupted)
     assert {error for error, _ in results} == {"SystemExit"}
     assert len({batches for _, batches in results}) == 1 and results[0][1] < 200
