@@ -6,6 +6,7 @@ these, and reads no file.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -152,5 +153,28 @@ def _tell(source: str, filled: Mapping[str, Any], stand: list[str]) -> None:
 
 
 def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
-    """The strategy that a name and the configuration file's options mean; the name itself where they change nothing."""
-    return strategy
+    """The strategy of a name with the configuration file's options, which it reads under their own names.
+
+    A name that this version does not know stays one, for the Trainer to refuse in its words.
+    """
+    from leyden.strategies import SEVERAL
+
+    if strategy not in SEVERAL:
+        return strategy
+    module, name, arguments = SEVERAL[strategy]
+    return getattr(importlib.import_module(module), name)(**{**arguments, **options})
+
+
+def as_launched(model: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """The model, compiled where the launch asks for it and the script has not done so itself.
+
+    Args:
+        model: what a run is given.
+        environ: the variables; those of this process if left out.
+    """
+    launched = read_launched(environ)
+    if launched is None or not launched.compile or hasattr(model, "_orig_mod"):
+        return model
+    import torch
+
+    return torch.compile(model, **launched.compile) if isinstance(model, torch.nn.Module) else model

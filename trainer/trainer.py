@@ -22,6 +22,7 @@ from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
+from leyden.trainer.launched import as_launched
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
@@ -556,7 +557,7 @@ class Trainer(TrainerView):
 
     def _unwrap(self, model: nn.Module) -> TrainModule:
         """The module itself; of a compiled one, the steps are compiled in its way."""
-        self._compiled = None
+        self._compiled, model = None, as_launched(model)
         inner = getattr(model, "_orig_mod", None)
         if inner is not None:
             self._compiled, model = model, inner

@@ -44,6 +44,31 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False, device: s
     return _unpickled(path, device)
 
 
+def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
+    """Loads a file of another trainer by torch's safe loader, which takes tensors and plain containers and runs nothing.
+
+    Args:
+        path: `.safetensors`, or a pickle.
+        trust: what the safe loader refuses is unpickled in full, which runs whatever code the file holds.
+
+    Raises:
+        CheckpointError: if it holds more and is not trusted, or cannot be read.
+    """
+    path = Path(path)
+    if trust or path.suffix == ".safetensors" or not path.is_file():
+        return load_foreign(path, trust=trust)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        if not isinstance(error, pickle.UnpicklingError):
+            raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(
+            path,
+            "holds more than weights, and to read that is to run the code it holds. If you trust who wrote it, pass trust=True "
+            "(--trust).",
+        ) from error
+
+
 def _unpickled(path: Path, device: str | torch.device) -> Any:
     # A damaged or hostile pickle may raise anything at all.
     try:

@@ -177,7 +177,7 @@ FSDP: tuple[Key, ...] = (
         without=f"{_FSDP2}prefetches by itself.",
         older=("fsdp_backward_prefetch_policy", "backward_prefetch_policy", "backward_prefetch"),
     ),
-    Key("fsdp_forward_prefetch", bool, without=f"{_FSDP2}prefetches by itself."),
+    Key("fsdp_forward_prefetch", bool, "gather the next group ahead in forward too"),
     Key("fsdp_use_orig_params", bool, without=f"{_FSDP2}always keeps the original parameters."),
     Key("fsdp_version", int, without="it is always FSDP2.", least=1),
 )
@@ -243,7 +243,11 @@ COMPILE: tuple[Key, ...] = (
     Key("dynamo_mode", ("default", "reduce-overhead", "max-autotune"), "torch.compile's mode"),
     Key("dynamo_use_dynamic", bool, "compile for any shape"),
     Key("dynamo_use_fullgraph", bool, "refuse what breaks the graph"),
-    Key("dynamo_use_regional_compilation", bool, "compile the repeated block once"),
+    Key(
+        "dynamo_use_regional_compilation",
+        bool,
+        without="use FSDPStrategy(compile=True), which compiles block by block.",
+    ),
 )
 FAMILIES: dict[str, tuple[Key, ...]] = {
     "fsdp_config": FSDP,

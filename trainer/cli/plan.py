@@ -14,12 +14,6 @@ from leyden.trainer.cli.settings import Settings
 from leyden.trainer.launched import Launched
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
-SHARDINGS = {
-    "SHARD_GRAD_OP": "fsdp_shard_grad_op",
-    "HYBRID_SHARD": "hsdp",
-    "HYBRID_SHARD_ZERO2": "hsdp",
-    "NO_SHARD": "ddp",
-}
 PORT = 29500
 
 
@@ -122,12 +116,25 @@ class Plan:
         others = self._others()
         if others:
             found += [("also", ", ".join(others))]
+        found += [("beware", words) for words in self._not_here()]
         unused = settings.without_effect()
         if unused and not reasons:
             found += [("no effect", f"{', '.join(name for name, _ in unused)} (--dry-run tells why)")]
         found += [("no effect", f"{name}: {why}") for name, why in unused if reasons]
         found += [("variable", f"{name}={value}") for name, value in sorted(self.variables().items()) if reasons]
         return "\n".join(f"{name:<11} {value}" for name, value in [*found, ("command", command)])
+
+    def _not_here(self) -> list[str]:
+        """What this version's Trainer does not have, and refuses where a script leaves it open."""
+        from leyden.strategies import NAMES
+        from leyden.strategies.precision import NAMES as PRECISION_NAMES
+
+        wanted = (("strategy", self.launched.strategy, NAMES), ("precision", self.launched.precision, PRECISION_NAMES))
+        return [
+            f"the Trainer of this version has no {kind} {name}, and refuses it where a script leaves its {kind} open"
+            for kind, name, known in wanted
+            if name is not None and name not in known
+        ]
 
     def _others(self) -> list[str]:
         launched = self.launched
@@ -339,9 +346,11 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     steps, norm = deepspeed.get("gradient_accumulation_steps"), deepspeed.get("gradient_clipping")
     if settings.kind == "MEGATRON_LM":
         norm = settings.section("megatron_lm_config").get("megatron_lm_gradient_clipping")
+    unused = {name for name, _ in settings.without_effect()}
     compiled = {
         name.removeprefix("dynamo_").removeprefix("use_"): value
         for name, value in settings.section("dynamo_config").items()
+        if name not in unused
     }
     if compiled.get("backend", "no") == "no":
         compiled = {}
@@ -376,8 +385,8 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
         options = settings.section("fsdp_config")
         unused = {name for name, _ in settings.without_effect()}
         options = {name: value for name, value in options.items() if name not in unused}
-        name = SHARDINGS.get(str(options.pop("fsdp_sharding_strategy", "")), "fsdp")
-        return name, options if name != "ddp" else {}
+        # FSDPStrategy reads the file's own names.
+        return ("ddp", {}) if options.get("fsdp_sharding_strategy") == "NO_SHARD" else ("fsdp", options)
     if settings.kind == "DEEPSPEED":
         options = settings.section("deepspeed_config")
         kept = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage")

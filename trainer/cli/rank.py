@@ -73,7 +73,7 @@ def _record(kind: type[BaseException], error: BaseException, trace: types.Traceb
         (folder / TRACE).write_text(text, encoding="utf-8")
         path = folder / Path(os.environ[ERROR_FILE]).name
         told = _told(path)
-        last = traceback.format_exception_only(kind, error)[-1].strip()
+        last = f"{kind.__name__}: {error}"
         rank = os.environ.get("RANK", "0")
         told.setdefault("message", f"rank {rank}: {last}")
         told.setdefault("lost", _is_lost(error))

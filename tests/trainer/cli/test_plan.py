@@ -144,6 +144,13 @@ def test_what_scripts_are_told_comes_through_the_variables() -> None:
     assert read_launched({}) is None
 
 
+def test_what_this_version_does_not_have_is_said_before_the_start() -> None:
+    lines = plan({"use_deepspeed": True, "deepspeed_config": {"zero_stage": 2}, "mixed_precision": "fp8"}).lines("a")
+    said = [line for line in lines.splitlines() if line.startswith("beware")]
+    assert ["deepspeed_stage_2" in said[0], "precision fp8" in said[1]] == [True, True]
+    assert "beware" not in plan({"use_fsdp": True, "mixed_precision": "bf16", "num_processes": 2}).lines("a")
+
+
 def test_the_lines_name_what_has_no_effect() -> None:
     made = plan({"same_network": True, "num_processes": 2})
     assert "no effect   same_network (--dry-run tells why)" in made.lines("python a.py")

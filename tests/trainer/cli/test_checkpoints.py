@@ -1,0 +1,177 @@
+"""`leyden checkpoint`, `merge` and `convert`, on real checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from leyden import Trainer, TrainModule
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+
+class Net(TrainModule):
+    def __init__(self, width: int = 4, name: str = "net") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(4, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A folder with two checkpoints, the second of weights alone."""
+    trainer = Trainer(
+        max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    trainer.fit(Net(), [torch.ones(2, 4)] * 2)
+    folder = tmp_path / "checkpoints"
+    trainer.save_checkpoint(folder / "one")
+    trainer.save_checkpoint(folder / "two", weights_only=True)
+    return folder
+
+
+def test_ls_tells_whole_ones_from_damaged_ones(saved: Path, here: Any) -> None:
+    done = here("checkpoint", "ls")
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == ["name", "one", "two"]
+    assert rows[1][2] == "2"
+    assert [" ".join(row[-3:]) for row in rows[1:]] == ["× single_device whole", "whole, weights only"]
+    assert done.returncode == 0
+    (saved / "one" / "model.safetensors").unlink()
+    done = here("checkpoint", "ls", saved)
+    assert done.returncode == 1
+    assert "damaged: " in done.stdout.splitlines()[-1] and "model.safetensors" in done.stdout.splitlines()[-1]
+    assert "holds no checkpoints" in here("checkpoint", "ls", saved / "two").stdout
+    assert here("checkpoint", "ls", "nowhere").returncode == 2
+
+
+def test_verify_reads_every_byte(saved: Path, here: Any) -> None:
+    assert here("checkpoint", "verify", saved).stdout.count("whole ") == 2
+    weights = saved / "one" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    # The sizes are what they were.
+    assert here("checkpoint", "ls", saved).returncode == 0
+    done = here("checkpoint", "verify", saved)
+    assert done.returncode == 1
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["damaged", "whole"]
+    assert here("checkpoint", "verify", saved / "two").returncode == 0
+
+
+def test_show_tells_what_is_in_it(saved: Path, here: Any) -> None:
+    shown = here("checkpoint", "show", saved / "one", "--tensors").stdout
+    assert "global_step" in shown and "hyperparameters of the module" in shown
+    assert "weights: 2 tensors of 20 numbers" in shown
+    assert "layer.weight  float32 (4, 4)" in shown
+    assert "layer.weight" not in here("checkpoint", "show", saved / "one").stdout
+
+
+def test_merge_writes_one_file(saved: Path, here: Any, tmp_path: Path) -> None:
+    done = here("merge", saved / "one", tmp_path / "whole.safetensors")
+    assert done.returncode == 0, done.stderr
+    merged = load_file(tmp_path / "whole.safetensors")
+    weights = CheckpointReader(saved / "one").model()
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    assert here("merge-weights", saved / "one", tmp_path, "--module", "layer").returncode == 0
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
+class Plain:
+    """What a Lightning checkpoint may hold that no safe loader takes."""
+
+
+def lightning(path: Path, **hyper_parameters: Any) -> dict[str, Any]:
+    weights = {"layer.weight": torch.randn(4, 4), "layer.bias": torch.randn(4)}
+    loaded = {"epoch": 3, "global_step": 40, "pytorch-lightning_version": "2.5.0", "state_dict": weights}
+    loaded |= {"optimizer_states": [{"state": {}}], "loops": {"fit_loop": {}}, "hyper_parameters": hyper_parameters}
+    torch.save(loaded, path)
+    return weights
+
+
+def test_a_lightning_checkpoint_is_converted(here: Any, tmp_path: Path) -> None:
+    weights = lightning(tmp_path / "model.ckpt", width=4, name="theirs")
+    done = here("convert", "model.ckpt")
+    assert done.returncode == 0, done.stderr
+    assert "2 tensors, 2 hyperparameters, step 40" in done.stdout
+    assert "not taken: optimizer states, loops" in done.stdout
+    net = Net.load_from_checkpoint(tmp_path / "model-leyden")
+    assert net.hparams == {"width": 4, "name": "theirs"}
+    assert all(torch.equal(net.state_dict()[name], weights[name]) for name in weights)
+    trainer = Trainer(
+        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    trainer.fit(net, [torch.ones(2, 4)], ckpt_path=tmp_path / "model-leyden", restore="weights")
+
+
+def test_code_in_a_file_is_not_run_unless_trusted(here: Any, tmp_path: Path) -> None:
+    lightning(tmp_path / "model.ckpt", width=4, thing=Plain())
+    done = here("convert", "model.ckpt")
+    assert done.returncode == 2
+    assert "--trust" in done.stderr
+    assert not (tmp_path / "model-leyden").exists()
+    with pytest.warns(UserWarning, match="unpickled in full"):
+        done = here("convert", "model.ckpt", "out", "--trust", "--prefix", "net")
+    assert done.returncode == 0, done.stderr
+    assert "not taken: the hyperparameter thing" in done.stdout
+    assert set(CheckpointReader(tmp_path / "out").model()) == {"net.layer.weight", "net.layer.bias"}
+
+
+def test_folders_of_accelerate(here: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    first, second = {"weight": torch.ones(2)}, {"weight": torch.zeros(3)}
+    save_file(first, folder / "model.safetensors")
+    torch.save({"state": {}}, folder / "optimizer.bin")
+    (folder / "random_states_0.pkl").write_bytes(b"never opened")
+    done = here("convert", "state")
+    assert "not taken: optimizer.bin, random_states_0.pkl" in done.stdout
+    assert torch.equal(CheckpointReader(tmp_path / "state-leyden").model()["weight"], first["weight"])
+    torch.save(second, folder / "pytorch_model_1.bin")
+    assert "holds 2 models: choose one by --model 0 to --model 1" in here("convert", "state").stderr
+    assert here("convert", "state", "second", "--model", "1").returncode == 0
+    assert torch.equal(CheckpointReader(tmp_path / "second").model()["weight"], second["weight"])
+    assert "has no model 7" in here("convert", "state", "--model", "7").stderr
+
+
+def test_a_folder_with_an_index(here: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    folder.mkdir()
+    save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.ones(3)}, folder / "model-00002-of-00002.safetensors")
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    assert "2 tensors" in here("convert", "state").stdout
+    index.write_text(json.dumps({"weight_map": {"a": "../elsewhere.safetensors"}}))
+    assert "leads out of its folder" in here("convert", "state", "other").stderr
+
+
+def test_what_is_no_checkpoint_is_named(here: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no model.safetensors" in here("convert", "empty").stderr
+    torch.save({"epoch": 1}, tmp_path / "odd.pt")
+    assert "no dict of tensors" in here("convert", "odd.pt").stderr
+    assert "is not there" in here("convert", "none.ckpt").stderr
+
+
+def test_a_sharded_folder_needs_trust(here: Any, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    weights = {"weight": torch.arange(4.0)}
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "state" / "pytorch_model_fsdp_0", no_dist=True)
+    assert "--trust" in here("convert", "state").stderr
+    done = here("convert", "state", "out", "--trust")
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(CheckpointReader(tmp_path / "out").model()["weight"], weights["weight"])

@@ -1,0 +1,39 @@
+"""`leyden env`, and `leyden test` on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import leyden
+
+
+def test_env_can_be_pasted(here: Any, tmp_path: Path) -> None:
+    text = here("env").stdout
+    assert text.splitlines()[0].split() == ["leyden", leyden.__version__]
+    assert str(torch.__version__) in text
+    assert "gloo" in text
+    assert "no configuration file at" in text
+    file = tmp_path / "cache" / "leyden" / "default_config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text("num_processes: 2\n")
+    assert "  num_processes: 2\n" in here("env").stdout
+
+
+def test_env_shows_no_secret(here: Any, environ: dict[str, str], monkeypatch: Any) -> None:
+    environ["WANDB_API_KEY"] = "secret-of-mine"
+    monkeypatch.setenv("WANDB_API_KEY", "secret-of-mine")
+    assert "secret-of-mine" not in here("env").stdout
+
+
+def test_the_self_test_passes_on_two_ranks(leyden: Any, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
+    done = leyden("test", "--config_file", file)
+    assert done.returncode == 0, done.stderr
+    checks = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ok ")]
+    assert checks == ["collectives", "parity", "accumulation", "resume", "precision"]
+    assert "2 ranks, ddp on cpu" in done.stdout
+    assert "bf16-mixed" in done.stdout

@@ -1,0 +1,165 @@
+"""`leyden checkpoint`: lists, verifies and shows checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.manifest import LAYOUT, MANIFEST, OPTIMIZERS
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+
+@click.group("checkpoint")
+def command() -> None:
+    """List, verify and show checkpoints. Nothing in them is run, whoever wrote them."""
+
+
+@command.command("ls")
+@click.argument("folder", default="checkpoints")
+def ls(folder: str) -> int:
+    """List the checkpoints in FOLDER (checkpoints, if left out), from the oldest to the newest, and say which are damaged.
+
+    Manifests and the sizes of the files are looked at; `verify` compares every byte.
+    """
+    rows = []
+    for path in found_in(folder):
+        try:
+            reader = CheckpointReader(path)
+            reader.verify_sizes()
+        except CheckpointError as error:
+            rows.append(((1, 0), (path.name, "", "", "", "", "", f"damaged: {error}")))
+            continue
+        manifest = reader.manifest
+        row = (
+            path.name,
+            str(manifest.progress.get("epoch", "")),
+            str(manifest.progress.get("global_step", "")),
+            manifest.saved_at[:19].replace("T", " "),
+            size_of(sum(entry.size for entry in manifest.files.values())),
+            f"{manifest.world_size} × {manifest.strategy}",
+            "whole" if reader.has(OPTIMIZERS) else "whole, weights only",
+        )
+        rows.append(((0, manifest.save_counter), row))
+    if not rows:
+        click.echo(f"{folder} holds no checkpoints")
+        return 0
+    table = [("name", "epoch", "step", "saved (UTC)", "size", "ranks", "state"), *(row for _, row in sorted(rows))]
+    widths = [max(len(row[column]) for row in table) for column in range(6)]
+    for row in table:
+        click.echo(
+            "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[6]]).rstrip()
+        )
+    return 1 if any("damaged" in row[6] for row in table) else 0
+
+
+@command.command("verify")
+@click.argument("paths", nargs=-1, required=True)
+def verify(paths: tuple[str, ...]) -> int:
+    """Compare every byte of checkpoints with its checksum. A folder of checkpoints stands for all of them.
+
+    Ends with status 1 if one is damaged.
+    """
+    wrong = 0
+    for given in paths:
+        for path in [Path(given)] if is_checkpoint(given) else found_in(given) or [Path(given)]:
+            try:
+                reader = CheckpointReader(path)
+                reader.verify()
+            except CheckpointError as error:
+                click.echo(f"damaged  {error}")
+                wrong += 1
+                continue
+            files = reader.manifest.files
+            click.echo(f"whole    {path} ({len(files)} files, {size_of(sum(file.size for file in files.values()))})")
+    return 1 if wrong else 0
+
+
+@command.command("show")
+@click.argument("path")
+@click.option("--tensors", is_flag=True, help="List every tensor of the module with dtype and shape.")
+def show(path: str, tensors: bool) -> None:
+    """Show what a checkpoint holds: progress, hyperparameters, files and weights."""
+    reader = CheckpointReader(path)
+    manifest = reader.manifest
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    click.echo(
+        f"{path}, the {manifest.save_counter}. of its folder, saved {manifest.saved_at[:19].replace('T', ' ')} UTC"
+    )
+    click.echo(
+        f"by {versions}, on {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, strategy {manifest.strategy}"
+    )
+    _section("progress", reader.progress())
+    if reader.has("hparams"):
+        for owner, values in reader.state("hparams").items():
+            _section(f"hyperparameters of the {owner}", values)
+    _section("files", {name: size_of(entry.size) for name, entry in sorted(manifest.files.items())})
+    layout: dict[str, Any] = reader.json(LAYOUT)["tensors"]
+    owned = {name: spec for name, spec in layout.items() if "alias_of" not in spec}
+    count = sum(_numel(shape_of(spec)) for spec in owned.values())
+    tied = f", {len(layout) - len(owned)} more names of tied ones" if len(layout) > len(owned) else ""
+    click.echo(f"\nweights: {len(owned)} tensors of {count:,} numbers{tied}")
+    if tensors:
+        for name, spec in layout.items():
+            click.echo(f"  {name}  {_described(spec)}")
+
+
+def _described(spec: dict[str, Any]) -> str:
+    if "alias_of" in spec:
+        return f"is {spec['alias_of']}"
+    part = next(iter(spec["parts"].values()))
+    shards = len(part["shards"])
+    return f"{part['dtype']} {tuple(shape_of(spec))}" + (f" in {shards} shards" if shards > 1 else "")
+
+
+def shape_of(spec: dict[str, Any]) -> list[int]:
+    """The shape of a tensor of the layout."""
+    found = spec.get("shape") or next(iter(spec["parts"].values()))["shape"]
+    return [int(size) for size in found]
+
+
+def _numel(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _section(title: str, values: dict[str, Any]) -> None:
+    click.echo(f"\n{title}")
+    width = max((len(str(name)) for name in values), default=0)
+    for name, value in values.items():
+        click.echo(f"  {name!s:<{width}}  {value}")
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """True for a folder that is a checkpoint, or was one before it was damaged."""
+    return any((Path(path) / name).exists() for name in (MANIFEST, LAYOUT))
+
+
+def found_in(folder: str | Path) -> list[Path]:
+    """The checkpoints of a folder by name, damaged ones too. A link such as "last" leads to one that is listed itself."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise CheckpointError(root, "is no folder: give the one that holds the checkpoints.")
+    return [
+        path
+        for path in sorted(root.iterdir())
+        if not path.is_symlink() and not path.name.startswith(".") and is_checkpoint(path)
+    ]
+
+
+def size_of(count: float) -> str:
+    """Bytes in the unit that a person reads.
+
+    Example:
+        >>> size_of(1536), size_of(3)
+        ('1.5 KiB', '3 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,168 @@
+"""`leyden convert`: the weights and hyperparameters of another trainer's checkpoint, as a checkpoint of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from torch import Tensor
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.codec import check_encodable
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.foreign import load_weights_only
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.progress import Progress
+
+MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)(\.index\.json)?$")
+NOT_TAKEN = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_state", "custom_checkpoint")
+
+
+@click.command("convert")
+@click.argument("file")
+@click.argument("out", required=False)
+@click.option(
+    "--trust", is_flag=True, help="Also read what torch's safe loader refuses; that runs whatever code FILE holds."
+)
+@click.option("--model", type=click.IntRange(0), help="Which of several models of an Accelerate folder, from 0.")
+@click.option(
+    "--prefix", help="Put this before each name: the weights of a model become those of a module that holds it."
+)
+def command(file: str, out: str | None, trust: bool, model: int | None, prefix: str | None) -> None:
+    """Take the weights and hyperparameters of FILE, and write them to OUT as a checkpoint.
+
+    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state, or a file of a state dict. Optimizers, schedulers and
+    random numbers are not taken: others save them by the order of parameters and objects, not by name. Train on with
+    fit(ckpt_path=OUT, restore="weights").
+    """
+    source = Path(file)
+    target = Path(out) if out else source.with_name(f"{source.stem}-leyden")
+    if source.is_dir():
+        weights, others = folder_weights(source, trust, model)
+        hparams: dict[str, Any] = {}
+        progress = Progress()
+    else:
+        loaded = load_weights_only(source, trust=trust)
+        weights, others = _state_dict(loaded, source), _left_out(loaded)
+        hparams = _hparams(loaded)
+        progress = Progress(epoch=_count(loaded, "epoch"), global_step=_count(loaded, "global_step"))
+    kept, dropped = _encodable(hparams)
+    with CheckpointWriter(target) as writer:
+        writer.model({f"{prefix}.{name}" if prefix else name: tensor for name, tensor in weights.items()})
+        if kept:
+            writer.state("hparams", {"module": kept})
+        path = writer.commit(progress=progress.to_dict(), strategy="converted")
+    click.echo(f"{path}: {len(weights)} tensors, {len(kept)} hyperparameters, step {progress.global_step}")
+    for name in dropped:
+        click.echo(f"not taken: the hyperparameter {name}, which is no plain value")
+    if others:
+        click.echo(f"not taken: {', '.join(others)}")
+
+
+def _state_dict(loaded: Any, source: Path) -> dict[str, Tensor]:
+    """The weights of a file: its own dict, or the entry state_dict (Lightning) or model."""
+    candidates = [loaded.get("state_dict"), loaded.get("model"), loaded] if isinstance(loaded, Mapping) else []
+    for found in candidates:
+        if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
+            return {str(name): tensor for name, tensor in found.items()}
+    raise CheckpointError(source, "holds no dict of tensors, neither by itself nor under 'state_dict' or 'model'.")
+
+
+def _left_out(loaded: Any) -> list[str]:
+    named = {
+        "optimizer_states": "optimizer states",
+        "lr_schedulers": "schedulers",
+        "callbacks": "states of callbacks",
+        "loops": "loops",
+    }
+    return [words for key, words in named.items() if isinstance(loaded, Mapping) and loaded.get(key)]
+
+
+def _hparams(loaded: Any) -> dict[str, Any]:
+    found = loaded.get("hyper_parameters") if isinstance(loaded, Mapping) else None
+    return {str(name): value for name, value in found.items()} if isinstance(found, Mapping) else {}
+
+
+def _encodable(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    kept, dropped = {}, []
+    for name, value in values.items():
+        try:
+            check_encodable(value)
+            kept[name] = value
+        except ConfigurationError:
+            dropped.append(name)
+    return kept, dropped
+
+
+def _count(loaded: Any, name: str) -> int:
+    value = loaded.get(name, 0) if isinstance(loaded, Mapping) else 0
+    return value if isinstance(value, int) else 0
+
+
+def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of one model of an Accelerate folder, and what else is there.
+
+    Raises:
+        CheckpointError: if there is none, or several and none was chosen.
+    """
+    files: dict[int, list[Path]] = {}
+    for path in sorted(source.iterdir()):
+        found = MODEL.match(path.name)
+        if found:
+            files.setdefault(int(found[1] or 0), []).append(path)
+    others = [path.name for path in sorted(source.iterdir()) if path.name.startswith(NOT_TAKEN)]
+    sharded = [path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()]
+    if not files and not sharded:
+        raise CheckpointError(
+            source, "holds no model.safetensors and no pytorch_model.bin: give a folder of Accelerate's save_state."
+        )
+    count = len(files) or len(sharded)
+    if model is None and count > 1:
+        raise CheckpointError(source, f"holds {count} models: choose one by --model 0 to --model {count - 1}.")
+    model = model or 0
+    if not files:
+        if model >= count:
+            raise CheckpointError(source, f"has no model {model}.")
+        return _sharded(sharded[model], trust), others
+    if model not in files:
+        raise CheckpointError(source, f"has no model {model}: there are {', '.join(map(str, sorted(files)))}.")
+    # A single file stands before an index and its parts.
+    whole = [path for path in files[model] if not path.name.endswith(".index.json")]
+    if whole:
+        best = next((path for path in whole if path.suffix == ".safetensors"), whole[0])
+        return _state_dict(load_weights_only(best, trust=trust), best), others
+    return _indexed(files[model][0], trust), others
+
+
+def _indexed(index: Path, trust: bool) -> dict[str, Tensor]:
+    """The weights of several files that an index names."""
+    try:
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(index, "is no index of weights.") from error
+    weights: dict[str, Tensor] = {}
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(index, f"names {name!r}, which leads out of its folder.")
+        weights |= _state_dict(load_weights_only(index.with_name(name), trust=trust), index.with_name(name))
+    return weights
+
+
+def _sharded(folder: Path, trust: bool) -> dict[str, Tensor]:
+    """The weights of torch's own distributed checkpoint, whose metadata is a pickle."""
+    if not trust:
+        raise CheckpointError(
+            folder, "is a sharded checkpoint whose .metadata is a pickle. If you trust who wrote it, pass --trust."
+        )
+    import tempfile
+
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    with tempfile.TemporaryDirectory() as place:
+        whole = Path(place) / "whole.pt"
+        dcp_to_torch_save(folder, whole)
+        return _state_dict(load_weights_only(whole), folder)

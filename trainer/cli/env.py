@@ -1,0 +1,93 @@
+"""`leyden env`: what this machine has, to paste into a report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+
+import click
+
+from leyden.trainer.cli.machine import available_cpus, this_machine
+from leyden.trainer.cli.settings import accelerate_file, default_file
+
+PACKAGES = (
+    *("torch", "numpy", "safetensors", "torchmetrics", "tensorboard", "wandb", "click", "pyyaml"),
+    *("deepspeed", "torchao", "transformers", "torch_xla", "megatron-core", "accelerate", "lightning", "torchdata"),
+)
+SHOWN = (
+    "LEYDEN_",
+    "NCCL_",
+    "GLOO_",
+    "TORCH_",
+    "TORCHELASTIC_",
+    "OMP_",
+    "CUDA_VISIBLE",
+    "PYTORCH_",
+    "MASTER_",
+    "SLURM_STEP_",
+)
+SHOWN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "XDG_CACHE_HOME")
+
+
+@click.command("env")
+def command() -> None:
+    """Print versions, devices, variables and the configuration file, to paste into a report.
+
+    Of the environment only the variables are shown that decide how ranks are run.
+    """
+    rows = [*_versions(), *_machine(), *_variables()]
+    width = max(len(name) for name, _ in rows)
+    click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    path = default_file()
+    if path.is_file():
+        click.echo(
+            f"\n{path}:\n" + "".join(f"  {line}\n" for line in path.read_text(encoding="utf-8").splitlines()), nl=False
+        )
+    else:
+        theirs = accelerate_file()
+        click.echo(f"\nno configuration file at {path}" + (f" (Accelerate's is {theirs})" if theirs else ""))
+
+
+def _versions() -> list[tuple[str, str]]:
+    rows = [("leyden", str(getattr(sys.modules["leyden"], "__version__", "?")))]
+    rows += [("python", f"{platform.python_version()} ({sys.executable})"), ("system", platform.platform())]
+    for name in PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return rows
+
+
+def _machine() -> list[tuple[str, str]]:
+    import torch
+    import torch.distributed as dist
+
+    machine = this_machine()
+    rows = [("CPUs", f"{available_cpus()} of {os.cpu_count()}, {platform.processor() or platform.machine()}")]
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        rows.append(("memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"))
+    rows.append(("NUMA nodes", str(machine.numa_nodes)))
+    backends = [
+        name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and dist.is_backend_available(name)
+    ]
+    rows.append(("backends", ", ".join(backends)))
+    rows.append(("torch of CUDA", str(torch.version.cuda or "none")))
+    for index in range(machine.gpus):
+        found = torch.cuda.get_device_properties(index)
+        rows.append(
+            (f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.1f} GiB, sm_{found.major}{found.minor}")
+        )
+    if not machine.gpus:
+        rows.append(("GPUs", "none that torch sees"))
+    rows.append(("srun", shutil.which("srun") or "none"))
+    return rows
+
+
+def _variables() -> list[tuple[str, str]]:
+    return [
+        (name, value) for name, value in sorted(os.environ.items()) if name.startswith(SHOWN) or name in SHOWN_NAMES
+    ]

@@ -1,0 +1,299 @@
+"""`leyden estimate`: the parameters of a model, and what training it takes on each rank before any activation."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
+from leyden.strategies.precision import ALIASES, NAMES
+from leyden.trainer.cli.checkpoints import size_of
+
+OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
+"""How many numbers each keeps for a parameter."""
+DTYPES = {"float32": "32-true", "float64": "64-true", "float16": "16-true", "bfloat16": "bf16-true"}
+HALF = {"16-mixed": 2, "bf16-mixed": 2, "16-true": 2, "bf16-true": 2}
+STRATEGIES = ("single_device", "ddp", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank's device during training, without activations.
+
+    Attributes:
+        weights: parameters and buffers that stay.
+        gradients: of the parameters that are trained; DDP's buckets too.
+        optimizer: its state.
+        passing: whole parameters and gradients while they are gathered, or weights cast for mixed precision.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    passing: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.passing
+
+
+def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimizer: str) -> Memory:
+    """What training takes on each rank's device, without activations and what the device itself needs.
+
+    Args:
+        model: on any device, meta too.
+        strategy: one of `STRATEGIES`.
+        ranks: how many share the work.
+        precision: the precision's full name.
+        optimizer: one of `OPTIMIZERS`.
+
+    Example:
+        >>> memory(nn.Linear(2, 1), "ddp", 2, "32-true", "adamw")
+        Memory(weights=12, gradients=24, optimizer=24, passing=0)
+    """
+    held = _held(precision)
+    states = OPTIMIZERS[optimizer]
+    shards = ranks if strategy.startswith("fsdp") else 1
+    kept = sum(_shard(p, shards) * (held or p.element_size()) for p in _parameters(model))
+    trained = sum(_shard(p, shards) * (held or p.element_size()) for p in _parameters(model) if p.requires_grad)
+    buffers = sum(b.numel() * b.element_size() for b in _buffers(model))
+    if not strategy.startswith("fsdp"):
+        # Gradients are copied into the buckets that DDP sends; autocast keeps what it has cast until the pass is over.
+        gradients = 2 * trained if strategy == "ddp" else trained
+        cast = sum(p.numel() * 2 for p in _parameters(model)) if precision.endswith("mixed") else 0
+        return Memory(kept + buffers, gradients, states * trained, cast)
+    computed = HALF.get(precision, held or 4)
+    whole, largest = sum(p.numel() for p in _parameters(model)) * computed, _largest_group(model) * computed
+    # The group at work and the next one, which is gathered ahead; and the gradients of one before they are sharded.
+    passing = (whole if strategy == "fsdp_shard_grad_op" else 2 * largest) + largest
+    if strategy == "fsdp_cpu_offload":
+        return Memory(buffers, 0, 0, passing)
+    return Memory(kept + buffers, trained, states * trained, passing)
+
+
+def _held(precision: str) -> int | None:
+    """Bytes that a number is held in; None as the module has it."""
+    return {"64-true": 8, "16-true": 2, "bf16-true": 2}.get(precision)
+
+
+def _parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Each once, also where it stands under several names."""
+    return list(model.parameters())
+
+
+def _buffers(model: nn.Module) -> list[torch.Tensor]:
+    return list(model.buffers())
+
+
+def _shard(parameter: nn.Parameter, ranks: int) -> int:
+    """Numbers of the largest shard: the first dimension is cut, and the first rank has the larger part."""
+    if not parameter.dim() or ranks == 1:
+        return parameter.numel()
+    return -(-parameter.shape[0] // ranks) * (parameter.numel() // max(1, parameter.shape[0]))
+
+
+def _largest_group(model: nn.Module) -> int:
+    """Parameters of the largest group that is gathered at once; the root's own are one."""
+    from leyden.strategies.sharding.policy import choose
+
+    groups = [model.get_submodule(name) for name in choose(model, "auto").names]
+    inside = {parameter for group in groups for parameter in group.parameters()}
+    own = sum(parameter.numel() for parameter in model.parameters() if parameter not in inside)
+    return max([own, *(sum(parameter.numel() for parameter in group.parameters()) for group in groups)])
+
+
+# the model ----------------------------------------------------------------------------------------------------------------
+def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> tuple[nn.Module, str]:
+    """Builds a model without its numbers.
+
+    Args:
+        name: an import path as `package.module:Class`, a folder with a Hugging Face config.json, or such a file.
+        arguments: of the class.
+        download: a name of the hub may be fetched: its config.json, and no weights.
+
+    Returns:
+        The model on the meta device, and a note where it had to be built in memory.
+
+    Raises:
+        ConfigurationError: if there is no such model; names the forms.
+    """
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".json":
+        return _hugging_face(path if path.suffix == ".json" else path / "config.json", None)
+    module, separator, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    if not separator or "/" in name:
+        if download:
+            return _hugging_face(None, name)
+        raise ConfigurationError(
+            f"{name!r} is no import path (package.module:Class) and no local folder with a config.json. For a model of Hugging "
+            "Face's hub add --download, which fetches its config.json."
+        )
+    return _imported(module, attribute, arguments)
+
+
+def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[nn.Module, str]:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"there is no module {error.name!r}: run this where `python -c 'import {module}'` works."
+        ) from error
+    kind = getattr(found, attribute, None)
+    if kind is None:
+        raise ConfigurationError(f"{module} has no {attribute!r}. {nearest(attribute, vars(found))}")
+    if isinstance(kind, nn.Module):
+        return kind, ""
+    note = ""
+    try:
+        with torch.device("meta"):
+            model = kind(**arguments)
+            _configure(model)
+    except (NotImplementedError, RuntimeError) as error:
+        note = f"built in memory, since on the meta device it says: {str(error).splitlines()[0]}"
+        model = kind(**arguments)
+        _configure(model)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{module}:{attribute} cannot be built ({error}): give its arguments as --args '{{…}}'."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"{module}:{attribute} makes a {type(model).__name__}, which is no nn.Module.")
+    return model, note
+
+
+def _configure(model: Any) -> None:
+    """A TrainModule may build its layers in configure_model."""
+    if callable(getattr(model, "configure_model", None)):
+        model.configure_model()
+
+
+def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str]:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(error.name or "transformers", None, "a Hugging Face model") from error
+    if config is not None and not config.is_file():
+        raise ConfigurationError(f"there is no {config}: give a folder that has one, or an import path.")
+    # Nothing of the file is run: code beside it is not trusted.
+    found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
+    architectures = getattr(found, "architectures", None) or [""]
+    kind = (
+        transformers.AutoModelForCausalLM
+        if architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
+        else transformers.AutoModel
+    )
+    with torch.device("meta"):
+        model = kind.from_config(found)
+    assert isinstance(model, nn.Module)
+    return model, ""
+
+
+# the command --------------------------------------------------------------------------------------------------------------
+@click.command("estimate")
+@click.argument("model")
+@click.option("--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, as '{\"width\": 64}'.")
+@click.option("--ranks", default="1,2,8", show_default=True, help="World sizes, with commas.")
+@click.option(
+    "--precision",
+    "--dtypes",
+    "precision",
+    default="32-true,bf16-mixed",
+    show_default=True,
+    help="Precisions, with commas.",
+)
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)
+@click.option("--strategy", default="", help="Only these strategies, with commas.")
+@click.option(
+    "--download", is_flag=True, help="MODEL may be a name of Hugging Face's hub, whose config.json is fetched."
+)
+def command(
+    model: str, arguments: str, ranks: str, precision: str, optimizer: str, strategy: str, download: bool
+) -> None:
+    """Print the parameters of MODEL, and the memory that training it takes on each rank.
+
+    MODEL is an import path (package.module:Class) of a TrainModule or nn.Module, a local Hugging Face folder, or a
+    config.json. It is built on the meta device, which takes no memory. Activations come on top: they grow with the batch.
+    """
+    sizes = [_positive(size) for size in ranks.split(",")]
+    precisions = [_precision(name.strip()) for name in precision.split(",")]
+    chosen = [name.strip() for name in strategy.split(",") if name.strip()] or list(STRATEGIES)
+    unknown = [name for name in chosen if name not in STRATEGIES]
+    if unknown:
+        raise ConfigurationError(f"--strategy {unknown[0]!r} is not known. {nearest(unknown[0], STRATEGIES)}")
+    built, note = load_model(model, _arguments(arguments), download)
+    click.echo(describe(model, built, note))
+    click.echo(f"\ntraining with {optimizer}, each rank's device, activations not counted:")
+    click.echo(table(built, chosen, sizes, precisions, optimizer))
+
+
+def describe(name: str, model: nn.Module, note: str = "") -> str:
+    """Counts of a model, in a few lines."""
+    parameters = _parameters(model)
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    total, held = (
+        sum(parameter.numel() for parameter in parameters),
+        sum(p.numel() * p.element_size() for p in parameters),
+    )
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in _buffers(model))
+    lines = [
+        f"model       {name} ({type(model).__name__})",
+        f"parameters  {total:,}, {trained:,} of them trained; {size_of(held)} as it is built, buffers {size_of(buffers)}",
+        f"group       {_largest_group(model):,} parameters are gathered at once under FSDP, at most",
+    ]
+    return "\n".join([*lines, *([f"note        {note}"] if note else [])])
+
+
+def table(
+    model: nn.Module, strategies: Sequence[str], sizes: Sequence[int], precisions: Sequence[str], optimizer: str
+) -> str:
+    """A row for each strategy, world size and precision that go together."""
+    rows: list[tuple[str, ...]] = [
+        ("precision", "ranks", "strategy", "weights", "gradients", "optimizer", "passing", "total")
+    ]
+    for precision in precisions:
+        for size in sizes:
+            for strategy in strategies:
+                if (strategy == "single_device") != (size == 1):
+                    continue
+                found = memory(model, strategy, size, precision, optimizer)
+                parts = (found.weights, found.gradients, found.optimizer, found.passing, found.total)
+                rows.append((precision, str(size), strategy, *map(size_of, parts)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdigit() or not int(text):
+        raise ConfigurationError(f"--ranks: {text!r} is no number of ranks: give some, as 1,2,8.")
+    return int(text)
+
+
+def _precision(name: str) -> str:
+    found = ALIASES.get(DTYPES.get(name, name), DTYPES.get(name, name))
+    if found not in NAMES:
+        raise ConfigurationError(f"--precision {name!r} is not known. {nearest(name, (*NAMES, *ALIASES, *DTYPES))}")
+    return found
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"--args {text}: is no JSON ({error}): give '{{\"name\": value}}'.") from error
+    if not isinstance(found, dict):
+        raise ConfigurationError(f"--args {text}: give '{{\"name\": value}}'.")
+    return found

@@ -1,0 +1,162 @@
+"""What each rank of `leyden test` runs: real fits of a small model, compared with a plain loop of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden.strategies.errors import LeydenError
+from leyden.trainer.launched import read_launched
+from leyden.trainer.module import TrainModule
+from leyden.trainer.trainer import Trainer
+
+STEPS, PER_RANK, CLOSE = 6, 2, 1e-5
+
+
+class Net(TrainModule):
+    """Two layers, the same on every rank."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
+        self.losses: list[Tensor] = []
+        self.told: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss: Tensor = nn.functional.mse_loss(self.layers(inputs).float(), targets)
+        self.losses.append(loss.detach())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def on_fit_start(self) -> None:
+        """Tries each collective, and keeps what came of it."""
+        strategy = self.trainer.strategy
+        rank, one = strategy.global_rank, torch.ones(1, device=strategy.root_device)
+        self.told["objects"] = strategy.all_gather_object({"rank": rank})
+        self.told["sum"] = float(strategy.reduce(one * (rank + 1), reduction="sum"))
+        self.told["broadcast"] = strategy.broadcast(f"from {rank}")
+        strategy.barrier()
+
+    def on_train_end(self) -> None:
+        self.told["weights"] = whole_weights(self)
+
+
+def whole_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The module's weights on the CPU, gathered where they are sharded."""
+    found = {}
+    for name, value in module.state_dict().items():
+        gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
+        found[name] = gathered.detach().float().cpu().clone()
+    return found
+
+
+def samples(count: int) -> TensorDataset:
+    """Numbers that are the same everywhere."""
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 8, generator=generator), torch.randn(count, 16, generator=generator))
+
+
+def plain_loop(data: TensorDataset, batch_size: int) -> dict[str, Tensor]:
+    """The same training in one process, written by hand."""
+    net = Net().layers
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for inputs, targets in DataLoader(data, batch_size=batch_size):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {f"layers.{name}": value.detach() for name, value in net.state_dict().items()}
+
+
+def trained(
+    net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, save: Any = None, **arguments: Any
+) -> Trainer:
+    """One quiet fit."""
+    fixed: dict[str, Any] = {"precision": "32-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
+    quiet: dict[str, Any] = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "max_epochs": 1,
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = Trainer(**{**fixed, **quiet, **arguments})
+        trainer.fit(net, DataLoader(data, batch_size=batch_size), ckpt_path=path)
+    return trainer
+
+
+def largest_gap(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in right)
+
+
+def main(folder: str) -> None:
+    """Runs all checks; the first that fails ends the test with its name."""
+    from leyden.callbacks.lambda_callback import LambdaCallback
+
+    probe = Net()
+    first = trained(probe, samples(1), 1, max_steps=1)
+    ranks = first.world_size
+    data = samples(STEPS * PER_RANK * ranks)
+    say = Reporter(first)
+    expected = [{"rank": rank} for rank in range(ranks)]
+    total = ranks * (ranks + 1) / 2
+    say.check("collectives", probe.told["objects"] == expected and probe.told["sum"] == total and probe.told["broadcast"] == "from 0",
+              f"{ranks} rank{'s' * (ranks > 1)}, {first.strategy.name} on {first.strategy.root_device}")  # fmt: skip
+    plain, net = plain_loop(data, PER_RANK * ranks), Net()
+    trained(net, data, PER_RANK)
+    gap = largest_gap(net.told["weights"], plain)
+    say.check("parity", gap < CLOSE, f"weights differ from a plain loop's by {gap:.1e} at most after {STEPS} steps")
+    slower = Net()
+    trained(slower, data, PER_RANK // 2, accumulate_grad_batches=2)
+    gap = largest_gap(slower.told["weights"], plain)
+    say.check("accumulation", gap < CLOSE, f"half the batch, twice: {gap:.1e} at most")
+    half = Path(folder) / "half"
+    saver = LambdaCallback(on_train_batch_end=lambda trainer, *_: _save_at(trainer, half))
+    trained(Net(), data, PER_RANK, max_steps=STEPS // 2, callbacks=saver)
+    resumed = Net(seed=5)
+    trained(resumed, data, PER_RANK, path=half)
+    gap = largest_gap(resumed.told["weights"], net.told["weights"])
+    say.check("resume", gap == 0.0, f"saved at step {STEPS // 2}, resumed, and the same weights at step {STEPS}")
+    launched = read_launched()
+    precision = launched.precision if launched is not None and launched.precision else "32-true"
+    if precision != "32-true":
+        lower = Net()
+        trained(lower, data, PER_RANK, precision=precision)
+        gap = largest_gap(lower.told["weights"], net.told["weights"])
+        finite = bool(torch.stack(lower.losses).isfinite().all()) and gap < float("inf")
+        say.check(
+            "precision", finite, f"{precision}: finite losses, weights differ from 32-true's by {gap:.1e} at most"
+        )
+
+
+def _save_at(trainer: Any, path: Path) -> None:
+    if trainer.global_step == STEPS // 2:
+        trainer.save_checkpoint(path)
+
+
+class Reporter:
+    """Says on the main rank what was found; on all, an end where something is wrong."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.speaks = trainer.is_global_zero
+
+    def check(self, name: str, holds: bool, words: str) -> None:
+        if not holds:
+            raise LeydenError(f"leyden test: {name} does not hold: {words}")
+        if self.speaks:
+            print(f"ok  {name:<13} {words}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
