@@ -495,6 +495,10 @@ class Strategy(ABC):
         """The objects of all ranks, in their order, on every rank."""
         return [obj]
 
+    def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
+        """The objects of all ranks, in their order, on rank `dst`; None on the others."""
+        return [obj]
+
     def any(self, flag: bool) -> bool:
         """True on every rank if it is true on one."""
         return flag

@@ -204,6 +204,12 @@ class ProcessGroupStrategy(Strategy):
         dist.all_gather_object(found, obj, group=self.host_group)
         return found
 
+    def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
+        here = self.global_rank == dst
+        found: list[Any] | None = [None] * self.world_size if here else None
+        dist.gather_object(obj, found, dst=dst, group=self.host_group)
+        return found
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads and tensor.requires_grad:
             gathered: Tensor = _GatherWithGradient.apply(tensor, group)  # type: ignore[no-untyped-call]

@@ -208,3 +208,8 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def described(value: object) -> str:
+    """An argument in words, for an error."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

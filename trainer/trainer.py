@@ -25,13 +25,14 @@ from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
-from leyden.trainer.loops.predict import PredictionLoop
+from leyden.trainer.loops.predict import PredictionLoop, keeping
 from leyden.trainer.module import TrainModule
 from leyden.trainer.optimization import SchedulerConfig, parse
 from leyden.trainer.parts import (
     accumulation_of,
     build_callbacks,
     check_steps,
+    described,
     loggers_of,
     merge_callbacks,
     precision_of,
@@ -100,8 +101,10 @@ class Trainer(TrainerView):
         sync_batchnorm: statistics of batch norm over all ranks.
         reload_dataloaders_every_n_epochs: fetch loaders anew every n epochs; 0 for never.
         default_root_dir: where runs and checkpoints go. Default: the current folder.
-        sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly. Ours.
-        allow_replay: let a resume load and drop what cannot be sought. Ours.
+        even_batches: repeat samples until each rank has as many in the last training batch. Ours, as are the following.
+        global_batch_size: samples of a training batch on all ranks together, in place of batch_size × ranks.
+        sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly.
+        allow_replay: let a resume load and drop what cannot be sought.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -154,6 +157,8 @@ class Trainer(TrainerView):
         sync_batchnorm: bool = UNSET,
         reload_dataloaders_every_n_epochs: int = UNSET,
         default_root_dir: str | Path | None = UNSET,
+        even_batches: bool = UNSET,
+        global_batch_size: int | None = UNSET,
         sample_rng: bool = UNSET,
         allow_replay: bool = UNSET,
     ) -> None:
@@ -280,6 +285,7 @@ class Trainer(TrainerView):
         datamodule: DataModule | None = None,
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
+        gather: str = "all",
     ) -> list[Any] | None:
         """Runs `predict_step` on every batch.
 
@@ -289,11 +295,12 @@ class Trainer(TrainerView):
             datamodule: gives the loaders.
             return_predictions: False if a callback writes them.
             ckpt_path: weights to load first.
+            gather: who gets the outputs of all ranks: "all" of them, or the "main" one alone. Ours.
 
         Returns:
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
-        keeps = return_predictions is not False
+        keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, "predict")
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
         result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
@@ -341,7 +348,7 @@ class Trainer(TrainerView):
         model: nn.Module,
         datamodule: DataModule | None,
         goal: checkpoints.Goal,
-        keeps: bool = True,
+        keeps: str = "all",
         **loaders: Any,
     ) -> Any:
         """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""

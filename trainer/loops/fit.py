@@ -68,6 +68,11 @@ class FitLoop:
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
         self.accelerator.manual = not module.automatic_optimization
         self._draws = draws_itself(module.training_step)
+        if self._draws and self.trainer.strategy.data_size > 1:
+            raise ConfigurationError(
+                "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take the batch as "
+                "an argument, or run on one device."
+            )
         if self._draws and self.trainer.accumulation is not None:
             raise ConfigurationError(
                 "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "
@@ -169,6 +174,7 @@ class FitLoop:
         assert self.cursor is not None
         self._window_start = 0
         self._iterator = self.cursor.start(progress.epoch)
+        self._limit_batches()
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
@@ -426,6 +432,12 @@ class FitLoop:
             self.cursor, self.num_batches = self.trainer.sources.training()
             check_batches(self.trainer.strategy, self.num_batches)
 
+    def _limit_batches(self) -> None:
+        """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
+        assert self.cursor is not None
+        if self.cursor.length is not None:
+            self.num_batches = self.trainer.sources.limited(self.cursor.length)
+
     def _load_validation_data(self, again: bool = False) -> None:
         if self.validation is not None and not again:
             return
@@ -528,6 +540,7 @@ class FitLoop:
         assert self.cursor is not None
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
+            self._limit_batches()
         elif inside:
             # Only the place was left out of what is restored: the epoch begins anew.
             progress.batch, progress.phase, inside = 0, "epoch_start", False
