@@ -32,7 +32,6 @@ from leyden.trainer.parts import (
     accumulation_of,
     build_callbacks,
     check_steps,
-    described,
     loggers_of,
     merge_callbacks,
     precision_of,
