@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
@@ -113,6 +114,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
         if mesh is not None:
             self.name = "hsdp"
+        self.sync_batchnorm = False
         self.plan = Plan()
         """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
@@ -214,6 +216,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> None:
         assert self.device_mesh is not None
         settings = self.settings
+        if self.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self._values.remember(module)
         self.precision.convert_module(module)
         groups = choose(module, settings["auto_wrap_policy"], ignored)
@@ -247,6 +251,20 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
         for root in self._roots:
             root.reshard()
+
+    def synchronize_batchnorm(self) -> None:
+        """Asks for the statistics of batch norm over all ranks."""
+        if self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
+            )
+        self.sync_batchnorm = True
+
+    def synchronize_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, which a checkpoint has."""
+        for module in self.modules:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
 
     def end_evaluation(self) -> None:
         self._reshard_roots()
