@@ -217,7 +217,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         assert self.device_mesh is not None
         settings = self.settings
         if self.sync_batchnorm:
-            nn.SyncBatchNorm.convert_sync_batchnorm(module)
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
         self.precision.convert_module(module)
         groups = choose(module, settings["auto_wrap_policy"], ignored)
