@@ -20,7 +20,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.sharding.fsdp1_names import Translation
-from leyden.strategies.sharding.gradients import check_optimizer, clip_norm
+from leyden.strategies.sharding.gradients import check_optimizer, clip_norm, multiply
 from leyden.strategies.sharding.guard import guard_shards
 from leyden.strategies.sharding.plan import Plan, offload_of, policy_of
 from leyden.strategies.sharding.policy import WrapPolicy, choose
@@ -30,6 +30,7 @@ from leyden.strategies.sharding.shards import (
     check_sharded,
     local,
     prefetch_forward,
+    restart,
     shard_like,
     whole,
 )
@@ -112,7 +113,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         mesh = settings["device_mesh"]
         self.device_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
         self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
-        if mesh is not None:
+        if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
             self.name = "hsdp"
         self.sync_batchnorm = False
         self.plan = Plan()
@@ -205,6 +206,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if earlier is not None:
             earlier.check_same(policy)
             self.plan = earlier
+            restart(roots)
         else:
             self._shard_anew(module, roots, ignored, policy)
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
@@ -357,9 +359,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def scale_gradients(self, factor: Tensor | float) -> None:
         stepped = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         grads = [local(p.grad) for p in stepped.values() if p.grad is not None]
-        if grads:
-            on_device = factor.to(grads[0].device, non_blocking=True) if isinstance(factor, Tensor) else factor
-            torch._foreach_mul_(grads, on_device)
+        multiply(grads, factor)
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
         self.before_step(optimizer)
