@@ -21,19 +21,19 @@ def five_lines(trainer: Trainer, start: str) -> str:
         trainer: a Trainer whose training data is loaded.
         start: what the run starts from.
     """
-    ranks = trainer.world_size
-    strategy = trainer.strategy
+    ranks, strategy = trainer.world_size, trainer.strategy
+    readers = strategy.data_size
     sizes = _batch_sizes(trainer.sources.train_loader)
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
-    total = str(sum(sizes) * ranks * accumulated) if sizes else "?"
+    total = str(sum(sizes) * readers * accumulated) if sizes else "?"
     details = f": {strategy.details}" if strategy.details else ""
     folder = trainer.log_dir or trainer.default_root_dir
     return "\n".join(
         (
             f"devices     {ranks} × {strategy.root_device}, {ranks} rank{'s' if ranks > 1 else ''}",
             f"strategy    {strategy.name}, precision {strategy.precision.name}{details}",
-            f"batch       {per_rank} per rank × {ranks} × {accumulated} accumulated = {total}",
+            f"batch       {per_rank} per rank × {readers} × {accumulated} accumulated = {total}",
             f"run folder  {folder}",
             f"start       {start}",
         )

@@ -16,6 +16,7 @@ from leyden.strategies.sharding.shards import local, whole
 UNSHARDABLE = {
     "Adafactor": "takes means over rows and columns, of which a rank has only some",
     "Muon": "orthogonalises whole matrices, of which a rank has only some rows",
+    "Rprop": "writes to single elements by an index, which torch cannot do on shards",
     "LBFGS": "takes products over all parameters, and evaluates the loss again",
     "SparseAdam": "needs sparse gradients, which are not sharded",
 }
