@@ -86,6 +86,9 @@ class FirstFailure:
         """
         if self.told or self.follows:
             return self.told
+        if isinstance(error, SystemExit) and not error.code:
+            # An end in order, which every rank comes to by itself.
+            return True
         lost = is_lost(error)
         if lost and self._another_failed(seconds=2.0):
             self.follows = True
