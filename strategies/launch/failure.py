@@ -164,10 +164,12 @@ class FirstFailure:
 
 
 def is_lost(error: BaseException) -> bool:
-    """True for the errors that the end of another rank makes in this one's collectives."""
+    """True for the errors that the end of another rank makes in this one's collectives, and those told by another rank."""
     from torch.distributed import DistNetworkError
 
     text = str(error)
+    if getattr(error, "of_another_rank", False):
+        return True
     return isinstance(error, DistNetworkError) or (
         isinstance(error, RuntimeError) and any(words in text for words in LOST) and "imed out" not in text
     )
