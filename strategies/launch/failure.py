@@ -86,6 +86,9 @@ class FirstFailure:
         """
         if self.told or self.follows:
             return self.told
+        if isinstance(error, SystemExit) and not error.code:
+            # An end in order, which every rank comes to by itself.
+            return True
         lost = is_lost(error)
         if lost and self._another_failed(seconds=2.0):
             self.follows = True
@@ -210,7 +213,13 @@ def end_with_parent() -> None:
     set_death_signal = 1
     with_libc: Callable[..., int] = ctypes.CDLL(None).prctl
     with_libc(set_death_signal, signal.SIGKILL)
-    agent = os.environ.get(AGENT)
-    if agent is not None and agent != str(os.getppid()):
-        # It died before this was asked for.
-        os._exit(1)
+    agent = os.environ.get(AGENT, "")
+    if agent.isdigit():
+        try:
+            os.kill(int(agent), 0)
+        except ProcessLookupError:
+            # It died before this was asked for.
+            os._exit(1)
+        except PermissionError:
+            # It lives, and belongs to somebody else.
+            pass

@@ -170,9 +170,9 @@ def test_torchruns_ranks_are_used_for_several_runs_and_not_started_again(folder:
 @pytest.mark.full
 def test_fifty_launches_in_a_row_end_with_0(folder: Path) -> None:
     (folder / "script.py").write_text(
-        "from leyden import Trainer\\nfrom of_test import *\\nmodule = Module()\\n"
-        'trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)\\n'
-        "trainer.fit(module, batches(), batches(1))\\nkept = trainer.strategy, trainer._fit\\n"
+        "from leyden import Trainer\nfrom of_test import *\nmodule = Module()\n"
+        'trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)\n'
+        "trainer.fit(module, batches(), batches(1))\nkept = trainer.strategy, trainer._fit\n"
     )
     for number in range(50):
         found = run(["script.py"], folder)
