@@ -124,7 +124,6 @@ class Accelerator(Tracked, Engine):
         self.dataloader_config = options.data
         super().__init__(**options.engine_arguments())
         options.apply(self.strategy)
-        self.strategy.setup_environment()
         atexit.register(_leave, weakref.ref(self))
         self.window.length = self.accumulation.num_steps
         self.prepared_models: list[nn.Module] = []
@@ -415,7 +414,8 @@ class Accelerator(Tracked, Engine):
             return
         self._settle()
         chosen: Any = self.prepared_optimizers if optimizer is None else optimizer
-        for entry in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+        entries: list[Any] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
+        for entry in entries:
             self.strategy.before_step(getattr(entry, "optimizer", entry))
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:

@@ -36,6 +36,15 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
 
 
+def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiplies gradients in place, on each of their devices: with CPU offload there are two."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, own in by_device.items():
+        torch._foreach_mul_(own, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
+
+
 def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0) -> Tensor:
     """Clips gradients to a total norm, over all shards and, beside them, whole parameters.
 
@@ -53,5 +62,5 @@ def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0
     ]
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     factor = (value / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+    multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
     return total

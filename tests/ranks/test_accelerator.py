@@ -530,3 +530,20 @@ def test_gradients_are_sent_in_another_form() -> None:
         assert first == second
         assert first[1] == "True"
     assert len({str(first[0]) for first, _ in results.values()}) == 4
+
+
+def in_a_notebook(value: int) -> tuple[int, str, float]:
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.tensor(float(value + accelerator.process_index)))
+    return accelerator.num_processes, accelerator.mixed_precision, total.item()
+
+
+def test_a_notebook_starts_its_ranks() -> None:
+    from leyden import ConfigurationError, notebook_launcher
+
+    found = notebook_launcher(in_a_notebook, (2,), num_processes=2, mixed_precision="bf16")
+    assert found == (2, "bf16", 5.0)
+    with pytest.raises(ConfigurationError, match="several machines need a script"):
+        notebook_launcher(in_a_notebook, (2,), num_nodes=2)

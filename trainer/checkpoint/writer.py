@@ -86,7 +86,11 @@ class CheckpointWriter:
         self._folder = self._ranks.keep(self._begin)
         self._open = True
         if self._ranks.size > 1:
-            self._ranks.each(self._look)
+            try:
+                self._ranks.each(self._look)
+            except BaseException:
+                self.abort()
+                raise
 
     def _begin(self) -> Path:
         if self._overwrite and os.path.lexists(self._target) and not is_checkpoint(self._target):

@@ -13,7 +13,6 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.launched import read_launched, with_options
-from leyden.trainer.own_loop.comm_hooks import hook_of
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -99,7 +98,7 @@ class Options:
         }
 
     def apply(self, strategy: Strategy) -> None:
-        """Hands the handlers' values to the strategy that was found."""
+        """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
@@ -113,7 +112,10 @@ class Options:
         ddp = self.handlers.get(DistributedDataParallelKwargs)
         if ddp is not None and hasattr(strategy, "ddp_arguments"):
             strategy.ddp_arguments.update(ddp.arguments())
-            strategy.after_wrap = hook_of(ddp)  # type: ignore[attr-defined]
+            strategy.setup_environment()
+            strategy.comm_hook = ddp.hook()  # type: ignore[attr-defined]
+        else:
+            strategy.setup_environment()
 
 
 def _fill(given: dict[str, Any]) -> None:

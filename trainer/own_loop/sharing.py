@@ -13,7 +13,8 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.even import EvenBatches, OwnBatches
 from leyden.trainer.data.rebuild import with_dataset, with_index_sampler
-from leyden.trainer.data.sharding import Order, shard
+from leyden.trainer.data.sharding import Order, Ranks
+from leyden.trainer.data.streams import shard
 from leyden.trainer.own_loop.dispatch import Dispatched, StreamPart
 from leyden.trainer.own_loop.plugins import DataLoaderConfiguration
 
@@ -48,7 +49,7 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
     if isinstance(loader, (list, tuple)):
         return _listed(loader, rank, ranks, config)
     if not _is_indexed(loader):
-        return shard(loader, strategy)
+        return shard(loader, Ranks.of(strategy))
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         return loader

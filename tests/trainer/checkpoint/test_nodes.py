@@ -18,10 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint import nodes
 from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.writer import CheckpointWriter
 
 
 class Net(TrainModule):
@@ -172,3 +175,22 @@ def test_a_machine_that_cannot_take_a_file_stops_the_save(tmp_path: Path) -> Non
     assert all("machine of rank 1" in message for message in messages)
     for machine in (0, 1):
         CheckpointReader(tmp_path / f"machine {machine}" / "checkpoints" / "after").verify()
+
+
+def unseen(folder: str) -> str:
+    machine = on_machines(2)
+    strategy = DDPStrategy()
+    strategy.setup_environment()
+    if machine == 1:
+        # As if it had another disk.
+        Path.is_dir = lambda self: False  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="not seen by every rank") as error:
+        CheckpointWriter(Path(folder, "one"), ranks=Ranks(strategy, folder))
+    strategy.teardown()
+    return str(error.value)
+
+
+def test_a_writer_whose_folder_others_do_not_see_stops_at_once(tmp_path: Path) -> None:
+    first, second = run_world(2, unseen, str(tmp_path))
+    assert "rank 1 could not do its part" in first and "save_on_each_node=True" in second
+    assert list(tmp_path.iterdir()) == []
