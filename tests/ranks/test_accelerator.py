@@ -547,3 +547,23 @@ def test_a_notebook_starts_its_ranks() -> None:
     assert found == (2, "bf16", 5.0)
     with pytest.raises(ConfigurationError, match="several machines need a script"):
         notebook_launcher(in_a_notebook, (2,), num_nodes=2)
+
+
+def printed() -> tuple[str, str]:
+    import contextlib
+    import io
+
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        for number in range(2):
+            print("everywhere", number)
+            accelerator.print("once", number)
+    return out.getvalue(), err.getvalue()
+
+
+def test_a_print_of_every_rank_is_followed_by_one_hint() -> None:
+    (first, no_hint), (second, hint) = run_world(2, printed)
+    assert first == "everywhere 0\nonce 0\neverywhere 1\nonce 1\n" and second == "everywhere 0\neverywhere 1\n"
+    assert no_hint == "" and hint.count("accelerator.print(...) prints once") == 1
