@@ -47,6 +47,7 @@ def differences(found: nn.Module, expected: nn.Module) -> list[str]:
 RUNS: list[tuple[Any, ...]] = [
     ("count_bytes", 4),
     ("run_again",),
+    ("fail_midway",),
     ("save_by_mistake",),
     ("ignore_a_module", None, "norm"),
     ("ignore_a_module", 0.05, "norm"),
@@ -144,6 +145,30 @@ def run_again() -> tuple[list[str], bool]:
 def test_a_module_runs_again(answers: Answers) -> None:
     """Trained, validated and trained on it equals one run; validation leaves shards behind, not gathered parameters."""
     assert answers("run_again") == [([], True)] * 2
+
+
+def fail_midway() -> list[str]:
+    """A step that fails between forward and backward of a block, then the same module trained; against one that never failed."""
+    modules = []
+    for fails in (True, False):
+        torch.manual_seed(0)
+        module, strategy = Regression(), FSDPStrategy()
+        strategy.setup_environment()
+        strategy.setup_modules([module])
+        if fails:
+            block = module.net.blocks[1]
+            handle = block.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                strategy.setup_step(module.training_step, module)(batches(1, *place())[0], 0)
+            handle.remove()
+            strategy.teardown()
+        trainer().fit(module, batches(3, *place()))
+        modules.append(module)
+    return differences(*modules)
+
+
+def test_a_module_whose_run_failed_starts_anew(answers: Answers) -> None:
+    assert answers("fail_midway") == [[], []]
 
 
 # saving by mistake --------------------------------------------------------------------------------------------------------
