@@ -361,16 +361,17 @@ class FSDPStrategy(ProcessGroupStrategy):
         grads = [local(p.grad) for p in stepped.values() if p.grad is not None]
         multiply(grads, factor)
 
-    def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
-        self.before_step(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def clip_parameters(
+        self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        parameters = [p for p in parameters if p.grad is not None]
         if algorithm == "value":
-            grads = [local(p.grad) for p in parameters]
+            grads = [local(p.grad) for p in parameters if p.grad is not None]
             if grads:
                 torch._foreach_clamp_min_(grads, -value)
                 torch._foreach_clamp_max_(grads, value)
             return None
-        return clip_norm(parameters, value)
+        return clip_norm(parameters, value, norm_type)
 
     # state ------------------------------------------------------------------------------------------------------------
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:

@@ -73,6 +73,8 @@ class Arguments:
     sync_batchnorm: bool = False
     reload_dataloaders_every_n_epochs: int = 0
     default_root_dir: str = "."
+    even_batches: bool = False
+    global_batch_size: int | None = None
     sample_rng: bool = False
     allow_replay: bool = False
 
@@ -155,10 +157,12 @@ def _check(arguments: Arguments) -> None:
             "inference_mode",
             "use_distributed_sampler",
         ),
-        *("detect_anomaly", "barebones", "sync_batchnorm", "sample_rng", "allow_replay"),
+        *("detect_anomaly", "barebones", "sync_batchnorm", "even_batches", "sample_rng", "allow_replay"),
     ):
         if not isinstance(getattr(arguments, name), bool):
             raise ConfigurationError(f"{name}={getattr(arguments, name)!r}: use True or False.")
+    if arguments.global_batch_size is not None:
+        _whole("global_batch_size", arguments.global_batch_size, 1)
     if not isinstance(arguments.fast_dev_run, bool):
         _whole("fast_dev_run", arguments.fast_dev_run, 0)
     _check_validation(arguments)

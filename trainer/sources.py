@@ -10,7 +10,8 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
-from leyden.trainer.data.sharding import shard
+from leyden.trainer.data.sharding import Ranks
+from leyden.trainer.data.streams import shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule
@@ -75,7 +76,7 @@ class Sources:
         if arguments.overfit_batches:
             loader = without_shuffle(loader)
         check_not_empty(loader, "train")
-        loader = self._sharded(self.trainer.strategy.wrap_loader(loader))
+        loader = self._sharded(self.trainer.strategy.wrap_loader(loader), True)
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         if count == 0:
@@ -87,12 +88,19 @@ class Sources:
         self.sizes["train"] = count
         return cursor, count if known else None
 
-    def _sharded(self, loader: Any) -> Any:
-        """This rank's share of a loader, where there are several ranks."""
-        strategy = self.trainer.strategy
-        if strategy.data_size == 1 or not self.trainer.arguments.use_distributed_sampler:
+    def _sharded(self, loader: Any, trains: bool) -> Any:
+        """This rank's share of a loader, where there are several ranks, or a global batch to keep."""
+        strategy, arguments = self.trainer.strategy, self.trainer.arguments
+        even, whole = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
+        if strategy.data_size == 1 and whole is None:
             return loader
-        return shard(loader, strategy)
+        foreign = not arguments.use_distributed_sampler
+        # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
+        return shard(loader, Ranks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
+
+    def limited(self, length: int) -> int | None:
+        """How many of so many training batches `limit_train_batches` leaves."""
+        return batches_of(self.trainer.arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
         """The loaders of an evaluation, each with its limit; none where validation is not wanted or has no step."""
@@ -118,7 +126,7 @@ class Sources:
                 check_not_empty(loader, kind)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
-            cursor = LoaderCursor(self.trainer.strategy.wrap_loader(loader))
+            cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader), False))
             count = 0 if limit == 0 else batches_of(limit, cursor.length, name)
             result.append((cursor, most if count is None or (most is not None and most < count) else count))
         self.sizes[kind] = [count for _, count in result]

@@ -23,7 +23,12 @@ from leyden import Callback, Trainer, TrainModule
 from leyden.strategies.fsdp import FSDPStrategy
 from leyden.strategies.sharding.shards import whole
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "use_distributed_sampler": False,
+}
 
 
 class Block(nn.Module):

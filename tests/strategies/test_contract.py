@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,9 +109,14 @@ STRATEGIES: dict[str, Make] = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
+# In the full run only: the process group of one rank lasts as long as the process.
+@pytest.fixture(params=[*STRATEGIES, pytest.param("ddp", marks=pytest.mark.full)])
 def make(request: pytest.FixtureRequest) -> Make:
     """Makes a strategy; an engine is told how to clip."""
+    if request.param == "ddp":
+        from leyden.strategies.ddp import DDPStrategy
+
+        return lambda **clip: DDPStrategy()
     return STRATEGIES[request.param]
 
 
@@ -405,7 +409,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def ranks_against_one(name: str) -> list[str]:
     """What each of these trainings leaves otherwise than one process that is given the batches of both ranks."""
-    rank, wrong = int(os.environ["RANK"]), []
+    wrong: list[str] = []
     for configure, accumulate, clip, weighs in [
         (adamw, 1, {}, False),
         (scheduled, 4, {"clip": 0.1, "algorithm": "norm"}, False),
@@ -418,7 +422,7 @@ def ranks_against_one(name: str) -> list[str]:
         plain = copy.deepcopy(module)
         batches = data(20, sizes=(4, 4, 2, 2) if weighs else (4,))
         run = Trainer(strategy=name, max_epochs=2, accumulate_grad_batches=accumulate, **QUIET, **trainer_clip(clip))
-        run.fit(module, batches[rank::2], data(3))
+        run.fit(module, batches, data(3))
         joined = [
             (torch.cat([x for x, _ in pair]), torch.cat([y.expand(len(x), 1) for x, y in pair]))
             for pair in zip(batches[::2], batches[1::2], strict=True)
@@ -449,7 +453,7 @@ def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
 
     module = type("Recording", (Regression,), {hook: recorder(hook) for hook in names})(adamw)
     run = Trainer(strategy=name, max_epochs=1, accumulate_grad_batches=2, **QUIET)
-    run.fit(module, data(3))
+    run.fit(module, data(6))
     strategy = run.strategy
     strategy.setup_environment()
     rank = strategy.global_rank

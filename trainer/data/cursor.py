@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from operator import itemgetter
 from typing import Any
 
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, set_rng_state
 from leyden.trainer.data.sample_rng import with_sample_rng
-from leyden.trainer.data.sources import State, source_of
+from leyden.trainer.data.sharding import Ranks, shard_indices
+from leyden.trainer.data.sources import State, TorchSource, source_of
 
 END = object()
 
@@ -44,7 +46,8 @@ class LoaderCursor:
         self.loader = with_sample_rng(loader) if sample_rng else loader
         self.length = length_of(self.loader)
         self.epoch: int | None = None
-        self._source = source_of(self.loader, allow_replay)
+        self._full, self._offset = self.length, 0
+        self._whole = self._source = source_of(self.loader, allow_replay)
         self.shares = self._source.shares
         self._watched: _Watched | None = None
 
@@ -54,7 +57,7 @@ class LoaderCursor:
         Args:
             epoch: told to whatever of loader, samplers and data set has `set_epoch`; None to tell nobody.
         """
-        self.epoch = epoch
+        self.epoch, self._source, self.length, self._offset = epoch, self._whole, self._full, 0
         self._watched = None
         iterator = self._source.start(epoch)
         return self._watch(iterator, 0) if self._is_watched else iterator
@@ -66,6 +69,7 @@ class LoaderCursor:
         """
         state = {"epoch": self.epoch, "batches": batches, "ahead": None}
         watched = self._watched
+        batches += self._offset
         if watched is not None and watched.drawn == batches + 1:
             # The place from before the batch that is looked at, and the numbers from before it was loaded.
             return {**state, "source": watched.position, "ahead": plain_state(watched.rng)}
@@ -81,11 +85,15 @@ class LoaderCursor:
         """
         self.epoch = epoch
         self._watched = None
-        batches = state["batches"]
-        iterator = self._source.resume(epoch, state["source"])
+        source, batches = state["source"], state["batches"]
+        # One process goes on with the batches of a stream that ranks had shared: it has done others than they.
+        self._offset = 0 if self.shares else source.get("inner", source)["batches"] - batches
+        iterator = self._resumed(epoch, source if self.shares else source.get("inner", source))
+        length = self._source.length_after(source)
+        self.length = None if length is None else length - self._offset
         if not self._is_watched:
             return iterator
-        watched = self._watch(iterator, batches)
+        watched = self._watch(iterator, batches + self._offset)
         if state["ahead"] is not None:
             # Loaded with the numbers that it was loaded with before; those of the checkpoint come after it.
             set_rng_state(state["ahead"])
@@ -113,6 +121,17 @@ class LoaderCursor:
     def filler(self) -> Any:
         """A batch whose result will not count, for a rank that has none."""
         return self._source.filler()
+
+    def _resumed(self, epoch: int | None, state: State) -> Iterator[Any]:
+        """By batches, or by samples where the batches of the saved run were others, for the rest of the epoch."""
+        whole = self._whole
+        if self.shares or not isinstance(whole, TorchSource) or not whole.goes_by_samples(state):
+            self._source = whole
+            return whole.resume(epoch, state)
+        from leyden.trainer.data.sharded import ShardedSource
+
+        self._source = ShardedSource(shard_indices(whole.loader, Ranks()))
+        return map(itemgetter(0), self._source.resume(epoch, state))
 
     def rest_state(self, ended: bool = True) -> State:
         """What the loader carries from one epoch to the next: generators and states of its own.

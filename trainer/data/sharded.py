@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from leyden.trainer.data.rng import isolated_rng
-from leyden.trainer.data.sharding import NOTHING, RankBatches, Share, stateful_of
+from leyden.trainer.data.sharding import NOTHING, RankBatches, Share, alike, stateful_of
 from leyden.trainer.data.sources import State, TorchSource
 
 END = object()
@@ -40,7 +40,6 @@ class ShardedSource(TorchSource):
     def __init__(self, loader: DataLoader[Any], allow_replay: bool = False) -> None:
         super().__init__(loader, allow_replay)
         self.batches: RankBatches = loader.batch_sampler  # type: ignore[assignment]
-        self._origin = (0, 0)
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         self.set_epoch(epoch)
@@ -68,9 +67,22 @@ class ShardedSource(TorchSource):
             loader.generator = own
 
     def position(self, batches: int) -> State:
-        begun, drawn = self._origin
-        drawn += (batches - begun) * self.batches.span
-        return {**super().position(batches), "order": self.batches.order.state, "drawn": drawn}
+        return {**super().position(batches), "order": self.batches.order.state}
+
+    @property
+    def span(self) -> int:
+        return self.batches.span
+
+    def length_after(self, state: State) -> int | None:
+        try:
+            return int(state["batches"]) + self.batches.batches_after(state["drawn"])
+        except (TypeError, NotImplementedError):
+            return None
+
+    def ahead(self, batches: int) -> State | None:
+        # The order is agreed upon when it is drawn, as in an epoch that begins.
+        drawn = batches * self.span
+        return {"batches": batches, "before": self._remember(), "generators": {}, "order": None, "drawn": drawn}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         self._restore_seed(state)
@@ -79,14 +91,32 @@ class ShardedSource(TorchSource):
         self._rewind(state["before"])
         self._origin = (state["batches"], state["drawn"])
         self.loader._iterator = None
-        order = self.batches.order
-        order.begin(state["order"], state["drawn"])
-        if state["order"] is not None:
+        order, place = self.batches.order, state.get("order")
+        if "order" not in state:
+            place = self._place_of_one_process(state["before"])
+        order.begin(place, state["drawn"])
+        if place is not None:
             order.start()
         iterator = self._iterate(draws=not state["before"]["again"])
         self.had_workers = self.loader.persistent_workers
         self.generators.restore(state["generators"])
         return iterator
+
+    def _place_of_one_process(self, before: State) -> State:
+        """Where the random numbers stood when a plain loader drew its order: it draws a seed for workers, too."""
+        order, loader = self.batches.order, self.loader
+        start = order.now()
+        if before["again"]:
+            return start
+        if self.batches.of_batches:
+            iter(order.sampler)
+            if alike(order.now(), start):
+                self._rewind(before)
+            elif loader.num_workers == 0:
+                return start
+        # What draws at once does so a second time for workers, after the seed.
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+        return order.now()
 
     def filler(self) -> Any:
         with isolated_rng([self.loader]):

@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from leyden.strategies.base import Strategy
 from leyden.trainer.data.generators import Generators
@@ -82,8 +83,9 @@ class Order:
         self._generators = Generators(_Holder(sampler))
         self._fixed = can_slice(sampler)
         self._iterator: Iterator[Any] | None = None
+        self._opened: Iterator[Any] | None = None
         self._stream: State = {}
-        self._skip = 0
+        self._resumes, self._skip = False, 0
 
     def begin(self, state: State | None = None, skip: int = 0) -> None:
         """Begins anew at the next draw.
@@ -92,7 +94,8 @@ class Order:
             state: what `self.state` was in a run that this one goes on from; None to agree on one.
             skip: what that run had drawn.
         """
-        self.state, self._skip, self._iterator = state, skip, None
+        self.state, self._skip, self._resumes = state, skip, state is not None
+        self._iterator = self._opened = None
 
     def draw(self, count: int) -> list[Any]:
         """The next `count` of the order; fewer at its end."""
@@ -126,32 +129,52 @@ class Order:
         set_live_state(own)
         return drawn
 
+    def open(self) -> None:
+        """Makes the sampler's iterator when a plain loader would: some draw their order at this moment."""
+        if self._resumes:
+            return
+        self.state = self._iterator = None
+        mine = self.now()
+        agreed = self._agree(mine)
+        self._set(agreed)
+        self._opened = iter(self.sampler)
+        if alike(self.now(), agreed):
+            set_rng_state(mine["rng"])
+        else:
+            self.state, self._iterator = agreed, self._opened
+            self._return(mine["rng"], agreed["rng"])
+
     def _start(self) -> None:
-        resumes, mine = self.state is not None, self._now()
+        mine = self.now()
         # Where nothing is drawn there is nothing to agree upon.
         state = self.state = self.state or (mine if type(self.sampler) in IN_ORDER else self._agree(mine))
+        self._set(state)
+        if self._skip and self._fixed:
+            iterator = tail_of(self.sampler, self._skip)
+        else:
+            iterator = self._opened or iter(self.sampler)
+            next(itertools.islice(iterator, self._skip, self._skip), None)
+        # A sampler of torch's draws all that it needs of the global generators for its first index.
+        self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+        self._return(mine["rng"], {} if self._resumes else state["rng"])
+        self._opened = None
+
+    def _set(self, state: State) -> None:
         set_rng_state(state["rng"])
         self._generators.restore(state["generators"])
         keeper = stateful_of(self.sampler)
         if keeper is not None and state["sampler"] is not None:
             keeper.load_state_dict(state["sampler"])
-        skip = self._skip
-        if skip and self._fixed:
-            iterator = tail_of(self.sampler, skip)
-        else:
-            iterator = iter(self.sampler)
-            next(itertools.islice(iterator, skip, skip), None)
-        # A sampler of torch's draws all that it needs of the global generators for its first index.
-        self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
+
+    def _return(self, own: State, agreed: State) -> None:
+        """After a draw: a rank's own random numbers, moved on where they stood at those that were drawn from."""
         self._stream = live_state(devices=False)
         after = plain_state(self._stream)
-        own = mine["rng"]
-        goes_on = (
-            [] if resumes else [name for name in own if name in after and alike(own[name], state["rng"].get(name))]
-        )
-        set_rng_state({**own, **{name: after[name] for name in goes_on}})
+        moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]
+        set_rng_state({**own, **{name: after[name] for name in moved}})
 
-    def _now(self) -> State:
+    def now(self) -> State:
+        """The random numbers of this rank from which the order would be drawn now."""
         keeper = stateful_of(self.sampler)
         return {
             "rng": rng_state(devices=False),
@@ -188,29 +211,37 @@ class RankBatches:
     """The index sampler of one rank's loader: its block of each global batch.
 
     Args:
-        order: of all ranks; of samples, or of batches where `batch_size` is None.
+        order: of all ranks; of samples, or of the batches of a user's own batch sampler.
         rank: this rank among the data ranks.
         ranks: their number.
-        batch_size: samples of each rank in a global batch. None where the user's own batch sampler makes the batches:
-            `ranks` consecutive ones are the global batch.
+        batch_size: samples of each rank in a global batch. None where the order is one of batches, by a user's own batch
+            sampler: `ranks` consecutive ones are a global batch.
         drop_last: leave out a global batch that is not full.
+        span: what a global batch takes of the order; `batch_size` of each rank if left out.
+        even: repeat samples of the last global batch until every rank has as many.
 
     Attributes:
         shares: of each global batch whose indices were drawn and whose batch was not yet taken.
     """
 
-    def __init__(self, order: Order, rank: int, ranks: int, batch_size: int | None, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        order: Order,
+        rank: int,
+        ranks: int,
+        batch_size: int | None,
+        drop_last: bool = False,
+        span: int | None = None,
+        even: bool = False,
+    ) -> None:
         self.order = order
         self.sampler = order.sampler
         self.rank, self.ranks = rank, ranks
-        self.batch_size, self.drop_last = batch_size, drop_last
+        self.batch_size, self.of_batches = batch_size, batch_size is None
+        self.span = span or ranks * (batch_size or 1)
+        self.drop_last, self.even = drop_last, even
         self.shares: deque[Share] = deque()
         self._last: list[Any] = []
-
-    @property
-    def span(self) -> int:
-        """What a global batch takes of the order."""
-        return self.ranks * (self.batch_size or 1)
 
     def __len__(self) -> int:
         return self.batches_of(len(self.sampler))  # type: ignore[arg-type]
@@ -219,13 +250,25 @@ class RankBatches:
         """Global batches of so much of the order."""
         return count // self.span if self.drop_last else -(-count // self.span)
 
+    def batches_after(self, drawn: int) -> int:
+        """Global batches of what is left of the order."""
+        return self.batches_of(max(0, len(self.sampler) - drawn))  # type: ignore[arg-type]
+
     def __iter__(self) -> Iterator[list[Any]]:
+        if self.of_batches:
+            self.order.open()
+        return self._groups()
+
+    def _groups(self) -> Iterator[list[Any]]:
         self.shares.clear()
         while True:
             drawn = self.order.draw(self.span)
             if not drawn or (self.drop_last and len(drawn) < self.span):
                 return
-            if self.batch_size is None:
+            if self.even and len(drawn) % self.ranks:
+                missing = self.ranks - len(drawn) % self.ranks
+                drawn += list(itertools.islice(itertools.cycle(drawn), missing))
+            if self.of_batches:
                 here = drawn[self.rank] if self.rank < len(drawn) else []
                 total = sum(len(batch) for batch in drawn)
             else:
@@ -233,7 +276,7 @@ class RankBatches:
             self.shares.append(Share(len(here), total))
             # Only the last global batch can leave a rank without a sample.
             if not here:
-                self._last = self._last or (drawn if self.batch_size else drawn[0])
+                self._last = self._last or (drawn[0] if self.of_batches else drawn)
                 return
             self._last = here
             yield here
@@ -246,34 +289,57 @@ class RankBatches:
         return loader.collate_fn(samples)
 
 
-def shard_indices(loader: DataLoader[Any], rank: int, ranks: int, agree: Callable[[State], State]) -> DataLoader[Any]:
-    """A copy of a DataLoader over a data set with an index, which loads one rank's share of each global batch.
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Who shares a loader, and how.
 
-    Args:
-        loader: makes batches, by `batch_size` or a batch sampler.
-        rank: this rank among the data ranks.
-        ranks: their number.
+    Attributes:
+        rank: this one among the data ranks.
+        size: their number.
         agree: gives every rank what rank 0 hands in.
+        total: the sums over ranks of a few whole numbers.
+        gather: the objects of all ranks.
+        even: pad the last global batch with repeats.
+        global_batch: samples of a global batch, in place of the loader's batch_size × ranks.
     """
+
+    rank: int = 0
+    size: int = 1
+    agree: Callable[[State], State] = lambda state: state
+    total: Callable[[list[int]], list[int]] = lambda counts: counts
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    even: bool = False
+    global_batch: int | None = None
+
+    @classmethod
+    def of(cls, strategy: Strategy, even: bool = False, global_batch: int | None = None) -> Ranks:
+        """The data ranks of a strategy."""
+
+        def total(counts: list[int]) -> list[int]:
+            summed = strategy.reduce(torch.tensor(counts), strategy.host_group, "sum")
+            return [int(count) for count in summed.tolist()]
+
+        gather = strategy.all_gather_object
+        return cls(strategy.data_rank, strategy.data_size, strategy.broadcast, total, gather, even, global_batch)
+
+
+def shard_indices(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
+    """A copy of a DataLoader over a data set with an index, which loads one rank's share of each global batch."""
     batches: Any = loader.batch_sampler
-    if type(batches) is BatchSampler:
-        order = Order(batches.sampler, agree)
-        return with_index_sampler(loader, RankBatches(order, rank, ranks, batches.batch_size, batches.drop_last))
-    return with_index_sampler(loader, RankBatches(Order(batches, agree), rank, ranks, None))
+    rank, size, even = ranks.rank, ranks.size, ranks.even
+    if type(batches) is not BatchSampler:
+        order = Order(batches, ranks.agree)
+        return with_index_sampler(loader, RankBatches(order, rank, size, None, even=even))
+    order = Order(batches.sampler, ranks.agree)
+    index_sampler = RankBatches(order, rank, size, batches.batch_size, batches.drop_last, ranks.global_batch, even)
+    return with_index_sampler(loader, index_sampler)
 
 
-def shard(loader: Any, strategy: Strategy) -> Any:
-    """What one rank reads of a loader.
-
-    Args:
-        loader: any iterable of batches.
-        strategy: tells rank and number of data ranks, and how they talk.
-    """
-    rank, ranks, agree = strategy.data_rank, strategy.data_size, strategy.broadcast
-    if (
+def is_indexed(loader: Any) -> bool:
+    """True for a DataLoader that reads its data set by index, in the way of torch's own."""
+    return (
         isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
         and loader.batch_sampler is not None
         and type(loader).__iter__ is DataLoader.__iter__
-    ):
-        return shard_indices(loader, rank, ranks, agree)
-    return loader
+    )

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.generators import Generators, parts_of
@@ -87,6 +87,10 @@ class Source(ABC):
     def restore_rest(self, state: State) -> None:
         """Takes what `rest` gave; the next call is `start`."""
         self.generators.restore(state["generators"])
+
+    def length_after(self, state: State) -> int | None:
+        """Batches of an epoch that goes on at a place, with those before it; None where the loader does not know."""
+        return length_of(self.loader)
 
     def filler(self) -> Any:
         """A batch whose result will not count, for a rank that has none; leaves no trace in random numbers."""
@@ -204,6 +208,7 @@ class TorchSource(Source):
         super().__init__(loader, allow_replay)
         self.is_iterable = isinstance(loader.dataset, IterableDataset)
         self._iterator: Any = None
+        self._origin = (0, 0)
         self.had_workers = False
         """Persistent workers were begun in an earlier epoch, maybe of a run that this one goes on from."""
 
@@ -217,6 +222,7 @@ class TorchSource(Source):
 
     def start(self, epoch: int | None) -> Iterator[Any]:
         self.set_epoch(epoch)
+        self._origin = (0, 0)
         self.before = self._remember()
         if self.before["again"] and self.loader._iterator is None:
             return self._build(0, self.before)
@@ -226,6 +232,9 @@ class TorchSource(Source):
 
     def position(self, batches: int) -> State:
         state = super().position(batches)
+        if not self.is_iterable:
+            begun, drawn = self._origin
+            state["drawn"] = drawn + (batches - begun) * self.span
         if self._iterator is not None:
             # After a last batch that is not full the data set may stand at the begin of its next pass already.
             state["ended"] = getattr(self._iterator._dataset_fetcher, "ended", False)
@@ -234,9 +243,22 @@ class TorchSource(Source):
             state["sample_seed"] = self.loader.dataset.seed
         return state
 
+    @property
+    def span(self) -> int:
+        """What a batch takes of the order: samples, or one batch of a user's own batch sampler."""
+        batches: Any = self.loader.batch_sampler
+        return int(batches.batch_size) if type(batches) is BatchSampler else 1
+
+    def goes_by_samples(self, state: State) -> bool:
+        """True for a place in global batches of another size than this loader's: of another number of ranks, mostly."""
+        if self.is_iterable or self.loader.batch_sampler is None or "drawn" not in state:
+            return False
+        return "order" in state or bool(state["drawn"] != state["batches"] * self.span)
+
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         before = state["before"]
         self._restore_seed(state)
+        self._origin = (state["batches"], state.get("drawn", state["batches"] * self.span))
         self.set_epoch(epoch)
         self.before = before
         self._rewind(before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -12,8 +13,10 @@ import torch
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Pass
 from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.hooks import overrides
 from leyden.trainer.logs import LOADER_SUFFIX, Value, read_back
+from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.module import TrainModule, step_arguments
 
 if TYPE_CHECKING:
@@ -78,9 +81,16 @@ class EvaluationLoop:
         logs.tick = -1
         ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
-        for batch_idx, batch in enumerate(itertools.islice(cursor.start(), limit)):
+        batches: Iterator[Any] = itertools.islice(cursor.start(), limit)
+        if cursor.shares:
+            batches = map(itemgetter(0), batches)
+        for batch_idx, batch in enumerate(batches):
             if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
+            if batch is NOTHING:
+                if not trainer.strategy.replicates:
+                    self._keep_step(index, cursor, batch_idx)
+                continue
             if transfer is not None:
                 batch = transfer(batch, index)
             logs.batch, logs.tick = batch, batch_idx
@@ -103,6 +113,21 @@ class EvaluationLoop:
         if logs.tick == -1:
             logs.idle.add((self.stage, which[0] if which else -1))
         return True
+
+    def _keep_step(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
+        """Runs a batch that counts for nothing, since the other ranks' forward passes wait for this one."""
+        trainer = self.trainer
+        filler = cursor.filler()
+        if filler is None:
+            raise ConfigurationError(
+                f"strategy={trainer.strategy.name!r} needs every rank in each {self.stage} batch, and a rank has none to run: give "
+                "the loader a length, or as many batches on each rank."
+            )
+        if trainer.transfer is not None:
+            filler = trainer.transfer(filler, index)
+        extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
+        with without_trace(trainer):
+            trainer.strategy.evaluate(self.step, filler, extra)
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders carry from one pass to the next, such as generators of their own."""

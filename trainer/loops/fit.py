@@ -19,6 +19,7 @@ from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.differences import check_batches
 from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -67,6 +68,11 @@ class FitLoop:
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
         self.accelerator.manual = not module.automatic_optimization
         self._draws = draws_itself(module.training_step)
+        if self._draws and self.trainer.strategy.data_size > 1:
+            raise ConfigurationError(
+                "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take the batch as "
+                "an argument, or run on one device."
+            )
         if self._draws and self.trainer.accumulation is not None:
             raise ConfigurationError(
                 "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "
@@ -168,6 +174,7 @@ class FitLoop:
         assert self.cursor is not None
         self._window_start = 0
         self._iterator = self.cursor.start(progress.epoch)
+        self._limit_batches()
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
 
@@ -264,6 +271,7 @@ class FitLoop:
         window = self.accelerator.window
         window.index -= 1
         window.closes = True
+        self.trainer.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
         self.accelerator.end_batch()
         self._after_step(True)
@@ -336,6 +344,7 @@ class FitLoop:
         """Validates; False if a signal broke it off, so that it is still to be done."""
         assert self.validation is not None
         self.note_time()
+        self.trainer.strategy.synchronize_buffers()
         self.progress.seconds_at_validation = self.progress.seconds
         undo = self._undo_validation()
         done = False
@@ -421,6 +430,13 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
+            check_batches(self.trainer.strategy, self.num_batches)
+
+    def _limit_batches(self) -> None:
+        """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
+        assert self.cursor is not None
+        if self.cursor.length is not None:
+            self.num_batches = self.trainer.sources.limited(self.cursor.length)
 
     def _load_validation_data(self, again: bool = False) -> None:
         if self.validation is not None and not again:
@@ -524,6 +540,7 @@ class FitLoop:
         assert self.cursor is not None
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
+            self._limit_batches()
         elif inside:
             # Only the place was left out of what is restored: the epoch begins anew.
             progress.batch, progress.phase, inside = 0, "epoch_start", False

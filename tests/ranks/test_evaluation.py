@@ -1,0 +1,210 @@
+"""Evaluation on ranks: validation, test and predict see each sample exactly once, whatever the batch size."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.ddp import DDPStrategy
+
+SAMPLES = 103
+SIZES = (7, 25, 103, 200)
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "max_epochs": 1,
+    "num_sanity_val_steps": 0,
+}
+
+
+class Counting(TrainModule):
+    """Notes the samples that hooks and steps see, in each stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.net = nn.Linear(1, 1)
+        self.register_buffer("forwards", torch.zeros(()))
+        self.seen: list[int] = []
+        self.stepped: list[int] = []
+
+    def _note(self, batch: list[Tensor]) -> Tensor:
+        index = batch[0]
+        self.forwards += 1
+        self.stepped.append(len(index))
+        return self.net(index[:, None] / 100).squeeze(1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.net(batch[0][:, None].float()).mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("mean", self._note(batch).mean())
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("mean", self._note(batch).mean())
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self._note(batch)
+        return batch[0]
+
+    def on_validation_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen += batch[0].tolist()
+
+    def on_test_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen += batch[0].tolist()
+
+    def on_predict_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.seen += batch[0].tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def numbers(size: int, samples: int = SAMPLES, **options: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(samples)), size, **options)
+
+
+def in_group(function: Any) -> Any:
+    dist.init_process_group("gloo")
+    try:
+        return function()
+    finally:
+        dist.destroy_process_group()
+
+
+# each sample once --------------------------------------------------------------------------------------------------------
+def evaluate_all() -> list[Any]:
+    def run() -> list[Any]:
+        found = []
+        for size in SIZES:
+            for stage in ("validate", "test", "predict"):
+                module = Counting()
+                result = getattr(Trainer(strategy="ddp", **QUIET), stage)(module, numbers(size))
+                if stage == "predict":
+                    result = [batch.tolist() for batch in result]
+                found.append((size, stage, module.seen, result))
+        return found
+
+    return in_group(run)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_sample_is_seen_once(ranks: int) -> None:
+    results = run_world(ranks, evaluate_all)
+    alone = Trainer(**QUIET).test(Counting(), numbers(10), verbose=False)[0]["mean"]
+    for case in zip(*results, strict=True):
+        size, stage = case[0][:2]
+        seen = [index for _, _, seen, _ in case for index in seen]
+        assert sorted(seen) == list(range(SAMPLES)), (size, stage)
+        assert max(len(seen) for _, _, seen, _ in case) <= -(-SAMPLES // (size * ranks)) * size
+        for _, _, _, result in case:
+            if stage == "predict":
+                assert [index for batch in result for index in batch] == list(range(SAMPLES)), size
+            else:
+                assert result[0]["mean"] == pytest.approx(alone, abs=1e-6), (size, stage)
+
+
+# predict -----------------------------------------------------------------------------------------------------------------
+def predict_variants() -> Any:
+    def run() -> Any:
+        trainer = Trainer(strategy="ddp", **QUIET)
+        several = trainer.predict(Counting(), [numbers(4, 10), numbers(3, 2), numbers(5, 31)])
+        assert several is not None
+        main = trainer.predict(Counting(), numbers(8, 21), gather="main")
+        left = trainer.predict(Counting(), numbers(8, 21), return_predictions=False)
+        flat = [[index for batch in outputs for index in batch.tolist()] for outputs in several]
+        return flat, main if main is None else [batch.tolist() for batch in main], left
+
+    return in_group(run)
+
+
+def test_predictions_of_several_loaders_and_on_the_main_rank_alone() -> None:
+    results = run_world(4, predict_variants)
+    for rank, (several, main, left) in enumerate(results):
+        assert several == [list(range(10)), list(range(2)), list(range(31))]
+        assert left is None
+        if rank:
+            assert main is None
+        else:
+            assert [index for batch in main for index in batch] == list(range(21))
+
+
+# strategies whose forward passes wait for each other ---------------------------------------------------------------------
+class InStep(DDPStrategy):
+    """Every forward pass of an evaluation needs all ranks, as FSDP's does."""
+
+    replicates = False
+
+    def evaluate(self, step_fn: Any, batch: Any, extra: tuple[Any, ...]) -> Any:
+        together = torch.ones(())
+        dist.all_reduce(together)
+        assert together == self.world_size
+        return super().evaluate(step_fn, batch, extra)
+
+
+def evaluate_in_step() -> list[Any]:
+    def run() -> list[Any]:
+        found = []
+        for size, samples in ((1, 103), (8, 35), (40, 103), (2, 3), (2, 1)):
+            module = Counting()
+            before = torch.get_rng_state()
+            values = Trainer(strategy=InStep(), **QUIET).validate(module, numbers(size, samples), verbose=False)
+            same_rng = bool((before == torch.get_rng_state()).all())
+            calls = len(module.stepped)
+            found.append((samples, module.seen, calls, float(module.forwards), values[0]["mean"], same_rng))
+        return found
+
+    return in_group(run)  # type: ignore[no-any-return]
+
+
+def test_ranks_that_must_keep_in_step_run_batches_that_leave_no_trace() -> None:
+    results = run_world(4, evaluate_in_step)
+    fillers = 0
+    for case in zip(*results, strict=True):
+        samples = case[0][0]
+        assert sorted(index for part in case for index in part[1]) == list(range(samples))
+        # Every rank ran as many steps; those of fillers left the buffer, and the epoch's value, as they were.
+        assert len({calls for _, _, calls, _, _, _ in case}) == 1
+        fillers += sum(calls - int(forwards) for _, _, calls, forwards, _, _ in case)
+        alone = Trainer(**QUIET).validate(Counting(), numbers(samples, samples), verbose=False)[0]["mean"]
+        assert [value for *_, value, _ in case] == pytest.approx([alone] * 4, abs=1e-6)
+        assert len({same_rng for *_, same_rng in case}) == 1
+    assert fillers == 1 + 1 + 1 + 3
+
+
+# a signal ----------------------------------------------------------------------------------------------------------------
+class Interrupted(Counting):
+    """Rank 1 gets a signal at its third batch. How soon the others hear of it is tested in test_decisions.py."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        if batch_idx == 2 and dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def interrupted() -> Any:
+    def run() -> Any:
+        module = Interrupted()
+        try:
+            Trainer(strategy="ddp", **QUIET).validate(module, numbers(1, 400), verbose=False)
+        except BaseException as error:
+            return type(error).__name__, len(module.seen)
+        return "no error", len(module.seen)
+
+    return in_group(run)
+
+
+def test_a_signal_on_one_rank_ends_the_pass_on_all_at_the_same_batch() -> None:
+    results = run_world(2, interrupted)
+    assert {error for error, _ in results} == {"SystemExit"}
+    assert len({batches for _, batches in results}) == 1 and results[0][1] < 200

@@ -1,0 +1,395 @@
+"""One global order for any number of ranks: blocks, shares, and places that a run on other ranks goes on from."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.combined import CombinedLoader
+from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.rng import rng_state, seed_everything, set_rng_state
+from leyden.trainer.data.sharding import NOTHING, Ranks, Share, block
+from leyden.trainer.data.streams import shard
+
+SIZE = 103
+Loader = DataLoader[Any]
+
+
+class Indices(Dataset[Tensor]):
+    def __init__(self, size: int = SIZE) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Drawing(Sampler[int]):
+    """Draws from every global generator during the whole epoch."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SIZE))
+        while left:
+            number = int(torch.randint(1000, ())) + random.randrange(1000) + int(np.random.randint(1000))
+            yield left.pop(number % len(left))
+
+
+class Owning(Sampler[int]):
+    """Draws from a generator of its own, which lives on from epoch to epoch."""
+
+    def __init__(self, seed: int = 7) -> None:
+        self.rng = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(SIZE).tolist())
+
+
+class Buckets(Sampler[list[int]]):
+    """A user's batch sampler, with batches of different sizes in another order each time."""
+
+    def __len__(self) -> int:
+        return 21
+
+    def __iter__(self) -> Iterator[list[int]]:
+        bounds = [*range(0, SIZE - 3, 5), SIZE - 1, SIZE]
+        batches = [list(range(a, b)) for a, b in itertools.pairwise(bounds)]
+        return iter([batches[number] for number in torch.randperm(len(batches)).tolist()])
+
+
+KINDS: dict[str, Callable[[int], Loader]] = {
+    "in order": lambda size: DataLoader(Indices(), size),
+    "shuffled": lambda size: DataLoader(Indices(), size, shuffle=True),
+    "own generator": lambda size: DataLoader(Indices(), size, shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "replacement": lambda size: DataLoader(Indices(), size, sampler=RandomSampler(Indices(), True, 103)),
+    "subset": lambda size: DataLoader(Indices(), size, sampler=SubsetRandomSampler(range(103))),
+    "weighted": lambda size: DataLoader(Indices(), size, sampler=WeightedRandomSampler([1.0] * 103, 103)),
+    "draws on": lambda size: DataLoader(Indices(), size, sampler=Drawing()),
+    "owns": lambda size: DataLoader(Indices(), size, sampler=Owning()),
+    "list": lambda size: DataLoader(Indices(), size, sampler=list(range(102, -1, -1))),
+    "batches": lambda size: DataLoader(Indices(), batch_sampler=Buckets()),
+}
+
+
+class World:
+    """Ranks in one process, each with random numbers of its own; rank 0 begins first, as it tells the others."""
+
+    def __init__(self, make: Callable[[int], Loader], ranks: int, batch_size: int, **options: Any) -> None:
+        self.ranks, self.told = ranks, [{}]
+        self.cursors = [
+            LoaderCursor(
+                shard(make(batch_size), Ranks(rank, ranks, self._agree(rank), **options), asks=False)
+                if ranks > 1
+                else make(batch_size)
+            )
+            for rank in range(ranks)
+        ]
+        self.states: list[Any] = []
+        for rank in range(ranks):
+            seed_everything(1 if rank == 0 else 50 + rank)
+            self.states.append(rng_state())
+
+    def _agree(self, rank: int) -> Callable[[Any], Any]:
+        def agree(state: Any) -> Any:
+            if rank == 0:
+                self.told[0] = state
+            return self.told[0]
+
+        return agree
+
+    def as_rank(self, rank: int, function: Callable[[], Any]) -> Any:
+        set_rng_state(self.states[rank])
+        result = function()
+        self.states[rank] = rng_state()
+        return result
+
+    def begin(self, epoch: int, place: Any = None) -> None:
+        def start(rank: int) -> Iterator[Any]:
+            cursor = self.cursors[rank]
+            return cursor.start(epoch) if place is None else cursor.resume(epoch, copy.deepcopy(place))
+
+        now = list(self.states)
+        self.iterators = [self.as_rank(rank, lambda rank=rank: start(rank)) for rank in range(self.ranks)]
+        if place is not None:
+            self.states = now
+
+    def read(self, count: int | None = None) -> list[list[int]]:
+        """Global batches, put together from the ranks' blocks; checks what the shares say."""
+        found: list[list[int]] = []
+        while count is None or len(found) < count:
+            drawn = [
+                self.as_rank(rank, lambda rank=rank: next(self.iterators[rank], None)) for rank in range(self.ranks)
+            ]
+            if self.ranks == 1:
+                drawn = [(batch, Share(len(batch), len(batch))) if batch is not None else None for batch in drawn]
+            if drawn[0] is None:
+                assert drawn == [None] * self.ranks
+                return found
+            blocks = [[] if batch is NOTHING else batch.tolist() for batch, _ in drawn]
+            whole = [index for part in blocks for index in part]
+            assert [(share.here, share.total) for _, share in drawn] == [(len(part), len(whole)) for part in blocks]
+            found.append(whole)
+        return found
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [index for batch in batches for index in batch]
+
+
+def test_blocks_cover_a_batch_in_order() -> None:
+    for count in range(40):
+        for ranks in (1, 2, 3, 8):
+            parts = [list(range(count))[block(count, rank, ranks)] for rank in range(ranks)]
+            assert flat(parts) == list(range(count))
+            sizes = [len(part) for part in parts]
+            assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_order_is_that_of_one_process_for_two_epochs(kind: str) -> None:
+    def order(ranks: int) -> list[list[list[int]]]:
+        world = World(KINDS[kind], ranks, 24 // ranks)
+        epochs = []
+        for epoch in range(2):
+            world.begin(epoch)
+            epochs.append(world.read())
+        assert [cursor.length for cursor in world.cursors] == [len(epochs[0])] * ranks
+        return epochs
+
+    alone = order(1)
+    for ranks in (2, 4):
+        found = order(ranks)
+        if kind == "draws on":
+            # Its draws are interleaved with nothing here, so its first epoch is the same.
+            alone, found = alone[:1], found[:1]
+        if kind != "batches":
+            assert found == alone
+        assert [flat(epoch) for epoch in found] == [flat(epoch) for epoch in alone]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)], ids=str)
+def test_a_place_is_found_again_by_as_many_ranks_and_by_others(kind: str, ranks: tuple[int, int]) -> None:
+    before, after = ranks
+    if kind == "draws on" and before == 1:
+        pytest.skip("one process refuses to find its place: its draws are interleaved with training's")
+    world = World(KINDS[kind], before, 6)
+    world.begin(0)
+    done = world.read(3)
+    place = world.cursors[0].state_dict(3)
+    rest = world.read()
+    resumed = World(KINDS[kind], after, 6)
+    resumed.states[0] = world.states[0]
+    resumed.begin(0, place)
+    found = resumed.read()
+    assert flat(found) == flat(rest)
+    if kind not in ("replacement", "weighted"):
+        assert sorted(flat(done) + flat(found)) == list(range(SIZE))
+    assert {cursor.length for cursor in resumed.cursors} == {3 + len(found)}
+    # The next place is counted in samples too.
+    again = World(KINDS[kind], before, 6)
+    again.begin(0, resumed.cursors[0].state_dict(5))
+    assert flat(again.read()) == flat(found[2:])
+
+
+def test_another_batch_size_goes_on_with_the_next_sample() -> None:
+    world = World(KINDS["shuffled"], 1, 6)
+    world.begin(0)
+    world.read(3)
+    place, rest = world.cursors[0].state_dict(3), world.read()
+    resumed = World(KINDS["shuffled"], 1, 10)
+    resumed.begin(0, place)
+    found = resumed.read()
+    assert flat(found) == flat(rest) and len(found[0]) == 10
+    assert resumed.cursors[0].length == 3 + len(found)
+    resumed.begin(1)
+    assert len(resumed.read()) == resumed.cursors[0].length == 11
+
+
+def test_a_global_batch_is_kept_on_another_number_of_ranks() -> None:
+    for ranks in (2, 3, 4):
+        world = World(KINDS["shuffled"], ranks, 6, global_batch=10)
+        world.begin(0)
+        assert [len(batch) for batch in world.read()] == [10] * 10 + [3]
+
+
+def test_even_batches_repeat_samples_of_the_last_one() -> None:
+    for ranks, last in ((2, [96, 97, 98, 99, 100, 101, 102, 96]), (4, [96, 97, 98, 99, 100, 101, 102, 96])):
+        world = World(KINDS["in order"], ranks, 24 // ranks, even=True)
+        world.begin(0)
+        assert world.read()[-1] == last
+    world = World(
+        lambda size: DataLoader(Indices(), batch_sampler=BatchSampler(SequentialSampler(range(5)), 2, False)), 2, 0
+    )
+    world.begin(0)
+    assert world.read() == [[0, 1, 2, 3], [4]]
+
+
+def test_a_global_batch_that_is_not_full_is_dropped() -> None:
+    for ranks in (2, 4):
+        world = World(lambda size: DataLoader(Indices(), size, drop_last=True), ranks, 24 // ranks)
+        world.begin(0)
+        assert flat(world.read()) == list(range(96))
+        assert world.cursors[0].length == 4
+
+
+def test_workers_of_different_ranks_draw_other_numbers_and_the_first_those_of_one_process() -> None:
+    def make(size: int) -> Loader:
+        return DataLoader(Noise(), size, num_workers=1)
+
+    found = []
+    for ranks in (1, 2):
+        world = World(make, ranks, 8)
+        world.states = [world.states[0]] * ranks
+        world.begin(0)
+        for rank in range(ranks):
+            drawn = world.as_rank(rank, lambda rank=rank, world=world: next(world.iterators[rank]))
+            found.append(drawn if ranks == 1 else drawn[0])
+    alone, first, second = found
+    assert torch.equal(alone, first)
+    assert not torch.equal(first, second)
+
+
+class Noise(Indices):
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(())
+
+
+# streams -----------------------------------------------------------------------------------------------------------------
+class Stream(IterableDataset[Tensor]):
+    """Gives 0, 1, … in an order drawn from the global generators as it goes; knows its place."""
+
+    def __init__(self, size: int = 53) -> None:
+        self.size = size
+        self.left: list[int] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        if self.left is None:
+            self.left = list(range(self.size))
+        while self.left:
+            yield torch.tensor(self.left.pop(random.randrange(len(self.left))))
+        self.left = None
+
+
+class Halves(IterableDataset[Tensor]):
+    """Each worker gives its part of 53 samples."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = torch.utils.data.get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter([torch.tensor(index) for index in range(number, 53, count)])
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return reversed(list(super().__iter__()))
+
+
+STREAMS: dict[str, Callable[[int], Any]] = {
+    "iterable": lambda size: DataLoader(Stream(), size),
+    "workers": lambda size: DataLoader(Halves(), size, num_workers=2),
+    "list": lambda size: [torch.arange(start, min(start + size, 53)) for start in range(0, 53, size)],
+    "own __iter__": lambda size: OwnIteration(Indices(53), size),
+    "no batches": lambda size: DataLoader([torch.tensor([n]) for n in range(53)], batch_size=None),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_ranks_take_turns_at_the_batches_of_a_stream(kind: str) -> None:
+    for ranks in (2, 4):
+        alone, world = World(STREAMS[kind], 1, 5), World(STREAMS[kind], ranks, 5)
+        for epoch in range(2 if kind != "iterable" else 1):
+            alone.begin(epoch)
+            world.begin(epoch)
+            expected, found = alone.read(), world.read()
+            assert flat(found) == flat(expected) and sorted(flat(found)) == list(range(53))
+            assert len(found) == -(-len(expected) // ranks)
+            assert world.cursors[0].length in (None, len(found))
+
+
+@pytest.mark.parametrize("kind", ["iterable", "list", "no batches"])
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1), (2, 2), (2, 4), (4, 2)], ids=str)
+def test_the_place_in_a_stream_is_found_by_other_ranks(kind: str, ranks: tuple[int, int]) -> None:
+    before, after = ranks
+    world = World(STREAMS[kind], before, 5)
+    world.begin(0)
+    done = world.read(2)
+    place = copy.deepcopy(world.cursors[0].state_dict(2))
+    stands = world.states[0]
+    rest = world.read()
+    resumed = World(STREAMS[kind], after, 5)
+    resumed.states[0] = stands
+    resumed.begin(0, place)
+    found = resumed.read(1)
+    place = copy.deepcopy(resumed.cursors[0].state_dict(3))
+    found += resumed.read()
+    assert sorted(flat(done) + flat(found)) == list(range(53))
+    if (kind, after) != ("iterable", 1):
+        # One process draws from its own random numbers again, and not from the stream's.
+        assert flat(found) == flat(rest)
+    assert resumed.cursors[0].length in (None, 2 + len(found))
+    again = World(STREAMS[kind], after, 5)
+    again.begin(0, place)
+    assert sorted(flat(again.read())) == sorted(flat(found[1:]))
+
+
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
+    def make(size: int) -> Any:
+        return CombinedLoader([DataLoader(Indices(23), size), DataLoader(Indices(11), size)], mode)
+
+    alone = list(make(3))
+    cursors = [LoaderCursor(shard(make(3), Ranks(rank, 2), asks=False)) for rank in range(2)]
+    pairs = zip(*(cursor.start(0) for cursor in cursors), strict=True)
+    found = [batch for pair in pairs for batch, _ in pair if batch is not NOTHING]
+    assert len(found) == len(alone)
+    assert all(str(one) == str(other) for one, other in zip(found, alone, strict=True))
+
+
+def test_a_distributed_sampler_of_the_user_is_not_sharded_again() -> None:
+    def loader(count: int, rank: int) -> Loader:
+        return DataLoader(Indices(), 8, sampler=DistributedSampler(Indices(), count, rank))
+
+    own = loader(2, 1)
+    assert shard(own, Ranks(1, 2)) is own
+    with pytest.raises(ConfigurationError, match=r"rank 1 of 2, and this is rank 1 of 4"):
+        shard(own, Ranks(1, 4))
+
+
+def test_a_global_batch_size_needs_a_loader_that_is_sharded_by_samples() -> None:
+    with pytest.raises(ConfigurationError, match="global_batch_size=8 needs a DataLoader"):
+        shard([torch.zeros(2)], Ranks(0, 2, global_batch=8))
