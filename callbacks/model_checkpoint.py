@@ -69,6 +69,8 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: `every_n_epochs` saves at the end of training epochs, not of validations. None: at
             epoch ends where there is one validation at the end of each epoch, or none at all.
         enable_version_counter: a name that is taken gets `-v1` and so on; False replaces what stands there.
+        save_on_each_node: where several machines share no folder, each keeps whole checkpoints of its own. fit refuses to
+            start on such machines without it; where they share the folder it changes nothing.
 
     Raises:
         ConfigurationError: for an argument or a combination that cannot be; at a save if `monitor` was never logged.
@@ -109,6 +111,7 @@ class ModelCheckpoint(Callback):
         every_n_epochs: int | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        save_on_each_node: bool = False,
     ) -> None:
         _check(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.fspath(dirpath))
@@ -124,6 +127,9 @@ class ModelCheckpoint(Callback):
         self.mode = mode
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
+        self.save_on_each_node = save_on_each_node
+        self.saves_on_each_node = False
+        """The machines of this run share no folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
         self._every_n_train_steps, self._every_n_epochs, self._interval = _triggers(
             every_n_train_steps, every_n_epochs, train_time_interval
@@ -223,12 +229,19 @@ class ModelCheckpoint(Callback):
 
     # when -------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        chosen = self._given_dirpath
-        if chosen is None:
-            chosen = os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
-        self.dirpath = trainer.strategy.broadcast(chosen)
+        chosen = self.folder_of(trainer)
+        self.dirpath = chosen if self.saves_on_each_node else trainer.strategy.broadcast(chosen)
         if stage == "fit" and not trainer.fast_dev_run:
-            Ranks(trainer.strategy, self.dirpath).first(self._make_folder)
+            self._ranks(trainer).keep(self._make_folder)
+
+    def folder_of(self, trainer: Trainer) -> str:
+        """Where it saves in a run of that Trainer."""
+        if self._given_dirpath is not None:
+            return self._given_dirpath
+        return os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
+
+    def _ranks(self, trainer: Trainer) -> Ranks:
+        return Ranks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
 
     def _make_folder(self) -> None:
         """A folder that cannot be made is better known now than after the first epoch."""
@@ -241,7 +254,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
             self._saved_at = time.monotonic()
-        if trainer.is_global_zero:
+        if self._ranks(trainer).is_keeper:
             self._delete_doomed()
 
     def on_train_batch_end(
@@ -312,15 +325,16 @@ class ModelCheckpoint(Callback):
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
         path = self._path(values, ranks) if ranks or self.save_last else None
         # Only the first rank surely sees the folder, so its word counts.
-        ranks, path = trainer.strategy.broadcast((ranks, path))
-        if path is None:
+        ranks, name = trainer.strategy.broadcast((ranks, path and os.path.basename(path)))
+        if name is None:
             return
+        path = os.path.join(self.dirpath or "", name)
         with self._rolling_back(), self._making_room(trainer, path):
             self._book(path, trainer.global_step, ranks)
             written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
             if written != path:
                 self._rename(path, written)
-        if trainer.is_global_zero:
+        if self._ranks(trainer).is_keeper:
             self._link_last(written, values)
             self._delete_doomed()
         else:
@@ -489,14 +503,15 @@ class ModelCheckpoint(Callback):
     @contextmanager
     def _making_room(self, trainer: Trainer, path: str) -> Iterator[None]:
         """Moves aside what is to be replaced, until the new one is committed. If killed, the next run puts it back."""
-        aside = Ranks(trainer.strategy, path).first(lambda: self._move_aside(path))
+        everyone = self._ranks(trainer)
+        aside = everyone.keep(lambda: self._move_aside(path))
         try:
             yield
         except BaseException:
-            if aside is not None and trainer.is_global_zero:
+            if aside is not None and everyone.is_keeper:
                 os.rename(aside, path)
             raise
-        if aside is not None and trainer.is_global_zero:
+        if aside is not None and everyone.is_keeper:
             shutil.rmtree(aside, ignore_errors=True)
 
     def _move_aside(self, path: str) -> Path | None:

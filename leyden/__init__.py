@@ -31,6 +31,11 @@ _HOMES = {
     "find_executable_batch_size": "leyden.trainer.own_loop.memory",
     "release_memory": "leyden.trainer.own_loop.memory",
     "skip_first_batches": "leyden.trainer.own_loop.loader",
+    "FullyShardedDataParallelPlugin": "leyden.trainer.own_loop.plugins",
+    "LocalSGD": "leyden.trainer.own_loop.local_sgd",
+    "get_logger": "leyden.trainer.own_loop.rank_logging",
+    "notebook_launcher": "leyden.trainer.own_loop.notebook",
+    "set_seed": "leyden.trainer.own_loop.seeds",
 }
 
 if TYPE_CHECKING:
@@ -44,17 +49,22 @@ if TYPE_CHECKING:
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.module import TrainModule as TrainModule
     from leyden.trainer.own_loop.loader import skip_first_batches as skip_first_batches
+    from leyden.trainer.own_loop.local_sgd import LocalSGD as LocalSGD
     from leyden.trainer.own_loop.memory import find_executable_batch_size as find_executable_batch_size
     from leyden.trainer.own_loop.memory import release_memory as release_memory
+    from leyden.trainer.own_loop.notebook import notebook_launcher as notebook_launcher
     from leyden.trainer.own_loop.plugins import AutocastKwargs as AutocastKwargs
     from leyden.trainer.own_loop.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from leyden.trainer.own_loop.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+    from leyden.trainer.own_loop.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from leyden.trainer.own_loop.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
     from leyden.trainer.own_loop.plugins import GradScalerKwargs as GradScalerKwargs
     from leyden.trainer.own_loop.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from leyden.trainer.own_loop.plugins import ProfileKwargs as ProfileKwargs
     from leyden.trainer.own_loop.plugins import ProjectConfiguration as ProjectConfiguration
+    from leyden.trainer.own_loop.rank_logging import get_logger as get_logger
     from leyden.trainer.own_loop.ranks import PartialState as PartialState
+    from leyden.trainer.own_loop.seeds import set_seed as set_seed
     from leyden.trainer.own_loop.tracking import GeneralTracker as GeneralTracker
     from leyden.trainer.trainer import Trainer as Trainer
 

@@ -62,8 +62,12 @@ def find_strategy(
             strategy.precision = precision
     elif strategy not in NAMES:
         raise ConfigurationError(f"strategy={strategy!r} is not known in this version. {nearest(strategy, NAMES)}")
-    elif strategy == "auto":
-        strategy, devices = _auto(accelerator, devices, num_nodes)
+    else:
+        if strategy != "single_device" and _is_one_by_default(accelerator, devices, num_nodes):
+            print("leyden: an interactive session runs on one device; give devices=… for more.")
+            devices = 1
+        if strategy == "auto":
+            strategy = _auto(accelerator, devices, num_nodes)
     if strategy == "single_device":
         return SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
     if isinstance(strategy, str):
@@ -74,23 +78,23 @@ def find_strategy(
     return strategy
 
 
-def _auto(accelerator: str, devices: Any, num_nodes: int) -> tuple[str, Any]:
+def _is_one_by_default(accelerator: str, devices: Any, num_nodes: int) -> bool:
+    """True where "auto" would start ranks that nobody in a notebook asked for."""
+    left_open = is_interactive() and num_nodes == 1 and parse_devices(devices) is None and rank_environment() is None
+    return left_open and len(find_devices(accelerator, devices)) > 1
+
+
+def _auto(accelerator: str, devices: Any, num_nodes: int) -> str:
     """The name for ranks that are started, or planned by the arguments."""
     place = rank_environment()
     if place is not None:
         # One rank alone needs no group; arguments that ask for more are told of it.
         wanted = parse_devices(devices)
         count = len(wanted) if isinstance(wanted, list) else wanted or 1
-        return ("ddp" if place.world_size * count * num_nodes > 1 else "single_device"), devices
-    several = len(find_devices(accelerator, devices)) * num_nodes > 1
-    if not several:
-        return "single_device", devices
-    if not is_interactive():
-        return "ddp", devices
-    if parse_devices(devices) is None and num_nodes == 1:
-        print("leyden: an interactive session runs on one device; give devices=… for more.")
-        return "single_device", 1
-    return "ddp_notebook", devices
+        return "ddp" if place.world_size * count * num_nodes > 1 else "single_device"
+    if len(find_devices(accelerator, devices)) * num_nodes == 1:
+        return "single_device"
+    return "ddp_notebook" if is_interactive() else "ddp"
 
 
 def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:

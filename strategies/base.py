@@ -20,6 +20,8 @@ from leyden.strategies.precision import Precision
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from leyden.strategies.launch.environment import RankEnvironment
+
 T = TypeVar("T")
 StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
@@ -170,6 +172,8 @@ class Strategy(ABC):
     """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
     num_nodes: int = 1
     """Machines that take part."""
+    before_forward: Callable[[Window], None] | None = None
+    """What a strategy does before the forward of a training batch, without a frame on the way to the user's step."""
     start_method: str = "script"
     """How ranks are started that nobody has started yet: "script", "spawn", "fork" or "notebook"."""
 
@@ -231,6 +235,9 @@ class Strategy(ABC):
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
+    def join(self, place: RankEnvironment | None) -> None:
+        """Takes a place among ranks that were started after this strategy was made."""
+
     def setup_environment(self) -> None:
         """Makes the device current and joins the process group; raises where the precision cannot run there."""
         self.precision.check(self.root_device)
@@ -279,6 +286,15 @@ class Strategy(ABC):
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
         return step_fn
 
+    def synchronize(self, module: nn.Module) -> None:
+        """Gives every rank the weights and buffers of rank 0; called once they are restored, before optimizers are made."""
+
+    def synchronize_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, before an evaluation within fit."""
+
+    def synchronize_batchnorm(self) -> None:
+        """Asks for the statistics of batch norm over all ranks, before modules are set up. One device sees every sample anyway."""
+
     def wrap_forward(self, module: nn.Module) -> nn.Module:
         """What a loop of one's own calls in the place of a module that is set up: DDP gives its wrapper."""
         return module
@@ -308,6 +324,8 @@ class Strategy(ABC):
         Returns:
             What the step function returned: the user's own value, its loss never scaled.
         """
+        if self.before_forward is not None:
+            self.before_forward(window)
         context = self.precision.forward_context
         if context is None:
             outputs = step_fn(batch, *extra)
@@ -408,6 +426,9 @@ class Strategy(ABC):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Backward of a loss that the user divided himself (manual optimisation, loops of one's own)."""
         self.precision.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def sync_gradients(self) -> None:
+        """Averages over the ranks the gradients of a window that ended before its last batch was known to be the last."""
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiplies every gradient that an optimizer steps by a factor, on the device."""

@@ -2,61 +2,169 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from leyden.strategies.base import BackwardHooks, Window, read_loss
+from leyden.strategies.base import Window, read_loss
+from leyden.strategies.comm_hooks import find_comm_hook
+from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.process_group import ProcessGroupStrategy
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 T = TypeVar("T")
+OWN = ("module", "device_ids", "output_device", "dim", "process_group")
+"""Arguments of DistributedDataParallel that the strategy itself decides."""
 
 
 class DDPStrategy(ProcessGroupStrategy):
     """torch's DistributedDataParallel.
 
+    The training step is the forward that DDP wraps; evaluation calls the bare module. Gradients are sent in the backward that
+    closes an accumulation window, and in no other.
+
     Args:
-        **kwargs: those of `ProcessGroupStrategy`, and DistributedDataParallel's own.
+        ddp_comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", or a hook of torch's. The state of PowerSGD is not in
+            checkpoints.
+        ddp_comm_state: the hook's state.
+        ddp_comm_wrapper: wraps the hook, as torch's `fp16_compress_wrapper`.
+        devices: those of `ProcessGroupStrategy`, and so on with num_nodes, precision, process_group_backend, timeout and
+            start_method.
+        **kwargs: those, and every argument of DistributedDataParallel: find_unused_parameters, static_graph, bucket_cap_mb,
+            gradient_as_bucket_view, broadcast_buffers, … In manual optimisation find_unused_parameters is True unless it is given,
+            since one backward of several seldom reaches every parameter.
+
+    Raises:
+        ConfigurationError: for an argument that neither of them has.
+
+    Example:
+        >>> DDPStrategy(static_graph=True).ddp_arguments
+        {'static_graph': True}
     """
 
     name = "ddp"
 
-    def __init__(self, find_unused_parameters: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *,
+        ddp_comm_hook: str | Callable[..., Any] | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", *OWN}
+        self.ddp_arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in theirs}
+        known = [name for name in inspect.signature(ProcessGroupStrategy.__init__).parameters if name != "self"]
+        for name in kwargs:
+            if name in OWN:
+                raise ConfigurationError(f"DDPStrategy({name}=…): the strategy decides this one; leave it out.")
+            if name not in known:
+                raise ConfigurationError(
+                    f"DDPStrategy has no argument {name!r}. {nearest(name, sorted({*theirs, *known}))}"
+                )
         super().__init__(**kwargs)
-        self.ddp_arguments: dict[str, Any] = {"find_unused_parameters": find_unused_parameters}
+        self.comm_hook = find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.ddp: DistributedDataParallel | None = None
         self.wrapped: list[DistributedDataParallel] = []
         """The modules that a loop of one's own calls."""
+        self.sync_batchnorm = False
+        self._holds_back = False
+        self._manual = False
+
+    # modules ----------------------------------------------------------------------------------------------------------
+    def synchronize_batchnorm(self) -> None:
+        if self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
+            )
+        self.sync_batchnorm = True
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        if self.sync_batchnorm:
+            convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
+            modules = [convert(module) for module in modules]
+        return super().setup_modules(modules)
+
+    def synchronize(self, module: nn.Module) -> None:
+        ignored = _ignored(module)
+        with torch.no_grad():
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+                if name not in ignored:
+                    dist.broadcast(tensor.detach(), 0)
+
+    def synchronize_buffers(self) -> None:
+        if self.ddp is None or not self.ddp.broadcast_buffers:
+            return
+        with torch.no_grad():
+            for buffer in self.ddp.modules_buffers:
+                dist.broadcast(buffer.detach(), 0)
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
-        if getattr(step_fn, "__name__", "") != "training_step":
+        trains = any(p.requires_grad for p in module.parameters())
+        if getattr(step_fn, "__name__", "") != "training_step" or not trains:
             return step_fn
-        self.ddp = DistributedDataParallel(_Stepped(module, step_fn), **self.ddp_arguments)
-        return self.ddp
+        self._manual = not getattr(module, "automatic_optimization", True)
+        arguments = dict(self.ddp_arguments)
+        if self._manual:
+            arguments.setdefault("find_unused_parameters", True)
+            if arguments.get("static_graph"):
+                raise ConfigurationError(
+                    "static_graph=True cannot be used with manual optimisation, where each step may have another graph."
+                )
+        stepped = _Stepped(module, step_fn)
+        if self._manual:
+            stepped.register_forward_pre_hook(self._expect_no_backward)
+        self.ddp = ddp = DistributedDataParallel(stepped, **arguments)
+        self.before_forward = self._choose_sync
+        if self.comm_hook is not None:
+            ddp.register_comm_hook(*self.comm_hook)
+        return ddp
 
-    def forward_backward(
-        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
-    ) -> Any:
-        assert self.ddp is not None
-        self.ddp.require_backward_grad_sync = window.closes
-        return super().forward_backward(step_fn, batch, extra, window, hooks)
+    def teardown(self) -> None:
+        if self.ddp is not None:
+            # Whoever may still hold the DDP object, its reducer must not outlive the process group (gloo aborts then).
+            for name in ("reducer", "logger"):
+                self.ddp.__dict__.pop(name, None)
+        self.ddp = self.before_forward = None
+        self.forget_wrapped()
+        super().teardown()
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    def _choose_sync(self, window: Window) -> None:
+        ddp = self.ddp
+        assert ddp is not None
+        # A static graph is learned in a first backward that is synced; torch aborts otherwise.
+        learns = ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued
+        ddp.require_backward_grad_sync = (window.closes and not self._holds_back) or learns
+
+    def sync_gradients(self) -> None:
+        parameters = [
+            p for group in self.optimizers for part in group.param_groups for p in part["params"] if p.requires_grad
+        ]
+        for parameter in {id(p): p for p in parameters}.values():
+            has = torch.tensor([parameter.grad is not None], dtype=torch.uint8)
+            dist.all_reduce(has, dist.ReduceOp.MAX, group=self.host_group)
+            if not has:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            parameter.grad.div_(self.world_size)
+            dist.all_reduce(parameter.grad)
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = window.closes
         if self._graph_matters and filler is not None:
             # Which parameters a batch uses is a part of what DDP exchanges.
-            loss, _ = read_loss(self.forward(step_fn, filler, extra))
+            loss, _ = read_loss(super().forward(step_fn, filler, extra))
             zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         else:
-            zero = self.ddp(_SKIP)
+            zero = self._zero_loss(self.ddp)
         self.skip_items(window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
@@ -65,15 +173,60 @@ class DDPStrategy(ProcessGroupStrategy):
         arguments = self.ddp_arguments
         return bool(arguments.get("find_unused_parameters") or arguments.get("static_graph"))
 
+    def _zero_loss(self, ddp: DistributedDataParallel) -> Tensor:
+        """A loss of 0 in place of a training step, which makes DDP send every bucket."""
+        stepped = ddp.module
+        step = stepped.forward
+        stepped.forward = stepped.zero
+        try:
+            loss: Tensor = ddp()
+        finally:
+            stepped.forward = step
+        return loss
+
+    def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        """Manual optimisation: DDP sends the buffers, and is told of each backward by `backward`."""
+        if self.ddp is not None:
+            self.ddp.require_backward_grad_sync = self.ddp.require_forward_param_sync = True
+        context = self.precision.forward_context
+        if context is None:
+            return step_fn(batch, *extra)
+        with context():
+            return step_fn(batch, *extra)
+
+    def _expect_no_backward(self, module: nn.Module, args: Any) -> None:
+        """Between DDP's own start and the step: the backward passes lie inside of the step, and none follows it."""
+        assert self.ddp is not None
+        self.ddp.require_backward_grad_sync = False
+
+    def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        return super().forward(step_fn, batch, extra)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        if self._manual and self.ddp is not None and not self._holds_back:
+            # DDP would do this when the forward has ended, which here is after every backward in it.
+            self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
+        super().backward(loss, **kwargs)
+
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        wrapped = [self.ddp] if self.ddp is not None else self.wrapped
-        return super().gradient_sync(True) if enabled else _without_sync(wrapped)
+        return self._gradient_sync(enabled)
+
+    @contextmanager
+    def _gradient_sync(self, enabled: bool) -> Iterator[None]:
+        before, self._holds_back = self._holds_back, not enabled
+        try:
+            with _without_sync([] if enabled else self.wrapped):
+                yield
+        finally:
+            self._holds_back = before
 
     # a loop of one's own ----------------------------------------------------------------------------------------------
     def wrap_forward(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module
         wrapped = WrappedModule(module, **self.ddp_arguments)
+        if self.comm_hook is not None:
+            wrapped.register_comm_hook(*self.comm_hook)
         self.wrapped.append(wrapped)
         return wrapped
 
@@ -103,11 +256,6 @@ class DDPStrategy(ProcessGroupStrategy):
 
         wrapped: list[Any] = [module for module in modules if isinstance(module, DistributedDataParallel)]
         return Join(wrapped) if wrapped else super().joining(modules)
-
-    def teardown(self) -> None:
-        self.ddp = None
-        self.forget_wrapped()
-        super().teardown()
 
 
 class WrappedModule(DistributedDataParallel):
@@ -144,16 +292,20 @@ class _Stepped(nn.Module):
     def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
-        self._step = step
+        # The step itself, so that no frame of ours stands between DDP and the user.
+        self.forward = step
+        ignored = _ignored(module)
+        if ignored:
+            self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in ignored]
 
-    def forward(self, *args: Any) -> Any:
-        if args == (_SKIP,):
-            trainable = (p for p in self.module.parameters() if p.requires_grad)
-            return _Zero.apply(*trainable)  # type: ignore[no-untyped-call]
-        return self._step(*args)
+    def zero(self) -> Tensor:
+        trainable = (p for p in self.module.parameters() if p.requires_grad)
+        return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
 
 
-_SKIP = "a rank without a sample"
+def _ignored(module: nn.Module) -> set[str]:
+    """Names that the user has told DDP to leave alone, by torch's own method."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 class _Zero(torch.autograd.Function):
@@ -167,6 +319,3 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
         return tuple(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
-
-
-__all__: Sequence[str] = ["DDPStrategy"]

@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 DRAWS = frozenset({Tensor.normal_, Tensor.uniform_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_})
+COMPUTED = frozenset({"constant_", "ones_", "zeros_", "eye_", "dirac_"})
+IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class EmptyInit(TorchFunctionMode):
@@ -20,4 +22,11 @@ class EmptyInit(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return args[0] if func in DRAWS else func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func == IS_META:
+            # Those of torch.nn.init that draw until the values fit leave a meta tensor alone.
+            return True
+        drawn = getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ not in COMPUTED
+        if func in DRAWS or drawn:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

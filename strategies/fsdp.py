@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
@@ -19,7 +20,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.sharding.fsdp1_names import Translation
-from leyden.strategies.sharding.gradients import check_optimizer, clip_norm
+from leyden.strategies.sharding.gradients import check_optimizer, clip_norm, multiply
 from leyden.strategies.sharding.guard import guard_shards
 from leyden.strategies.sharding.plan import Plan, offload_of, policy_of
 from leyden.strategies.sharding.policy import WrapPolicy, choose
@@ -29,6 +30,7 @@ from leyden.strategies.sharding.shards import (
     check_sharded,
     local,
     prefetch_forward,
+    restart,
     shard_like,
     whole,
 )
@@ -111,8 +113,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         mesh = settings["device_mesh"]
         self.device_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
         self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
-        if mesh is not None:
+        if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
             self.name = "hsdp"
+        self.sync_batchnorm = False
         self.plan = Plan()
         """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
@@ -203,6 +206,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if earlier is not None:
             earlier.check_same(policy)
             self.plan = earlier
+            restart(roots)
         else:
             self._shard_anew(module, roots, ignored, policy)
         self._roots += [root for root in roots if isinstance(root, FSDPModule)]
@@ -214,6 +218,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     ) -> None:
         assert self.device_mesh is not None
         settings = self.settings
+        if self.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
         self.precision.convert_module(module)
         groups = choose(module, settings["auto_wrap_policy"], ignored)
@@ -247,6 +253,20 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
         for root in self._roots:
             root.reshard()
+
+    def synchronize_batchnorm(self) -> None:
+        """Asks for the statistics of batch norm over all ranks."""
+        if self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
+            )
+        self.sync_batchnorm = True
+
+    def synchronize_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, which a checkpoint has."""
+        for module in self.modules:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
 
     def end_evaluation(self) -> None:
         self._reshard_roots()
@@ -339,20 +359,19 @@ class FSDPStrategy(ProcessGroupStrategy):
     def scale_gradients(self, factor: Tensor | float) -> None:
         stepped = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
         grads = [local(p.grad) for p in stepped.values() if p.grad is not None]
-        if grads:
-            on_device = factor.to(grads[0].device, non_blocking=True) if isinstance(factor, Tensor) else factor
-            torch._foreach_mul_(grads, on_device)
+        multiply(grads, factor)
 
-    def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
-        self.before_step(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def clip_parameters(
+        self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        parameters = [p for p in parameters if p.grad is not None]
         if algorithm == "value":
-            grads = [local(p.grad) for p in parameters]
+            grads = [local(p.grad) for p in parameters if p.grad is not None]
             if grads:
                 torch._foreach_clamp_min_(grads, -value)
                 torch._foreach_clamp_max_(grads, value)
             return None
-        return clip_norm(parameters, value)
+        return clip_norm(parameters, value, norm_type)
 
     # state ------------------------------------------------------------------------------------------------------------
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.environment import rank_environment
-from leyden.strategies.launch.failure import FirstFailure, end_with_parent
+from leyden.strategies.launch.environment import RankEnvironment, rank_environment
+from leyden.strategies.launch.failure import FirstFailure, end_with_parent, leave_stdin_to_rank_0
 from leyden.strategies.precision import Precision
 
 T = TypeVar("T")
@@ -105,6 +105,10 @@ class ProcessGroupStrategy(Strategy):
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
 
+    def join(self, place: RankEnvironment | None) -> None:
+        """Takes a place among ranks that were started after this strategy was made."""
+        self.place = place
+
     @property
     def local_devices(self) -> list[torch.device]:
         return self.devices
@@ -145,6 +149,8 @@ class ProcessGroupStrategy(Strategy):
             self._join(self.process_group_backend or ("nccl" if device.type == "cuda" else "gloo"))
         if self.host_group is None:
             self.host_group = _host_group(self.timeout)
+        if _first_failure is not None:
+            _first_failure.begin_run()
         super().setup_environment()
 
     def _join(self, backend: str) -> None:
@@ -155,6 +161,7 @@ class ProcessGroupStrategy(Strategy):
         and hangs, tried with torch 2.13).
         """
         end_with_parent()
+        leave_stdin_to_rank_0(self.global_rank)
         place = self.place
         arguments: dict[str, Any] = {}
         if place is None:
@@ -171,7 +178,7 @@ class ProcessGroupStrategy(Strategy):
         # atexit would not do: multiprocessing ends its children without it.
         multiprocessing.util.Finalize(None, _leave, exitpriority=100)
         if self.world_size > 1:
-            _watch(self.global_rank)
+            _watch(self.global_rank, self.world_size)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
@@ -180,6 +187,8 @@ class ProcessGroupStrategy(Strategy):
         super().teardown()
         # Objects such as DDP's reducer hold on to the group; they must be gone before it is.
         gc.collect()
+        if _first_failure is not None and not _first_failure.told:
+            _first_failure.end_run()
 
     # collectives ------------------------------------------------------------------------------------------------------
     def barrier(self) -> None:
@@ -202,12 +211,14 @@ class ProcessGroupStrategy(Strategy):
         return found
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        size = dist.get_world_size(group)
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, tensor.detach().contiguous(), group=group)
-        return torch.stack(parts)
+        if sync_grads and tensor.requires_grad:
+            gathered: Tensor = _GatherWithGradient.apply(tensor, group)  # type: ignore[no-untyped-call]
+            return gathered
+        return _gather(tensor.detach(), group)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean") -> Tensor:
+        if reduction not in REDUCTIONS:
+            raise ConfigurationError(f"reduction={reduction!r} is not known. {nearest(reduction, REDUCTIONS)}")
         total = tensor.detach().clone()
         dist.all_reduce(total, REDUCTIONS[reduction], group=group)
         return total / dist.get_world_size(group) if reduction in ("mean", "avg") else total
@@ -226,14 +237,35 @@ class ProcessGroupStrategy(Strategy):
         return answer
 
 
+def _gather(tensor: Tensor, group: Any) -> Tensor:
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.stack(parts)
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """all_gather; its gradient is that of this rank's part in the losses of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total[dist.get_rank(ctx.group)], None
+
+
 # The process group is the process's own, and so is what belongs to it.
 _first_failure: FirstFailure | None = None
 _host: Any = None
 
 
-def _watch(rank: int) -> None:
+def _watch(rank: int, size: int) -> None:
     global _first_failure
-    _first_failure = FirstFailure(dist.distributed_c10d._get_default_store(), rank)
+    _first_failure = FirstFailure(dist.distributed_c10d._get_default_store(), rank, size)
 
 
 def _host_group(timeout: timedelta) -> Any:

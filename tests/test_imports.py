@@ -28,7 +28,13 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.metrics",
     ),
     ("leyden.callbacks",),
-    ("leyden.trainer.accelerator", "leyden.trainer.engine", "leyden.trainer.prepared", "leyden.trainer.own_loop"),
+    (
+        "leyden.trainer.accelerator",
+        "leyden.trainer.engine",
+        "leyden.trainer.prepared",
+        "leyden.trainer.own_loop",
+        "leyden.trainer.launched",
+    ),
     ("leyden.trainer",),
     ("leyden.trainer.cli", "leyden.trainer.tuning"),
 )

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +31,9 @@ from leyden.trainer.own_loop.plugins import (
     ProjectConfiguration,
 )
 from leyden.trainer.own_loop.ranks import PartialState
+from leyden.trainer.own_loop.seeds import synchronise
 from leyden.trainer.own_loop.tracking import Tracked
 from leyden.trainer.prepared import PreparedOptimizer, PreparedScheduler, parameters_of
-
-T = TypeVar("T")
 
 
 class Accelerator(Tracked, Engine):
@@ -300,6 +299,7 @@ class Accelerator(Tracked, Engine):
             *models: what is trained; named for readers and for scripts that were written for others.
         """
         self._checks.in_accumulate(models)
+        self.write_due()
         self._open_batch()
         self._in_window = True
         try:
@@ -308,9 +308,8 @@ class Accelerator(Tracked, Engine):
         finally:
             self._in_window = False
             self.end_batch()
-        if self._due is not None and not self.window.is_open:
-            path, self._due = self._due, None
-            self._write_state(path)
+        if not self._reading:
+            self.write_due()
 
     def _open_batch(self) -> None:
         window, steps = self.window, self.accumulation.num_steps
@@ -466,6 +465,11 @@ class Accelerator(Tracked, Engine):
         self._checks.in_pass()
         self._reading.append(loader)
 
+    def synchronise_rng(self) -> None:
+        """Before a pass: what `rng_types` names is set to rank 0's."""
+        if self.options.rng_types:
+            synchronise(self.strategy, self.options.rng_types)
+
     def end_loader(self, loader: PreparedLoader) -> None:
         """A pass over a loader is over, or was broken off."""
         if loader in self._reading:
@@ -482,7 +486,8 @@ class Accelerator(Tracked, Engine):
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Writes a checkpoint of all that was prepared and registered, complete or not at all; see `docs/checkpoints.md`.
 
-        Inside an accumulation window it is written when that window closes, so that it never holds half a gradient.
+        Inside an accumulation window it is written when that window's last batch is done with (the loader is asked for the
+        next), so that it never holds half a gradient.
 
         Args:
             output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and not
@@ -502,10 +507,13 @@ class Accelerator(Tracked, Engine):
             self.asked_at = self.asked_of.position if self.asked_of is not None else 0
             return str(path)
         self.asked_of = None
-        return self._write_state(path)
-
-    def _write_state(self, path: Path) -> str:
         return str(states.save(self, path))
+
+    def write_due(self) -> None:
+        """Writes the checkpoint that was asked for inside a window, once that is closed and its last batch is done with."""
+        if self._due is not None and not self.window.is_open:
+            path, self._due = self._due, None
+            states.save(self, path)
 
     def load_state(
         self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None, strict: bool = True, **_: Any
@@ -582,10 +590,6 @@ class Accelerator(Tracked, Engine):
         """
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             save_object(obj, f, safe_serialization or None)
-
-    def find(self, kind: type[T]) -> T | None:
-        """The handler of a kind that was given; None if there was none."""
-        return self.options.handlers.get(kind)
 
 
 def _leave(accelerator: weakref.ref[Accelerator]) -> None:

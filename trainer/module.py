@@ -323,12 +323,13 @@ class TrainModule(Hyperparameters, nn.Module):
             on_epoch: reduced over the epoch, weighted by batch size. Default: True in evaluation and epoch hooks.
             reduce_fx: "mean", "sum", "max", "min", or a function of the stacked values.
             enable_graph: keep the autograd graph of the value of this step.
-            sync_dist: epoch values are reduced over the ranks unless this is False, step values are this rank's own.
+            sync_dist: epoch values are reduced over the ranks unless this is False. Step values are this rank's own in any
+                case, unlike Lightning's for True: no step waits for a logger.
             sync_dist_group: process group to reduce in; None for all ranks that see different data.
             add_dataloader_idx: append `/dataloader_idx_i` where there are several loaders.
             batch_size: weight of the value in a mean; found from the batch if left out.
             metric_attribute: accepted for scripts written for Lightning; metrics are known by themselves.
-            rank_zero_only: log on rank 0 only.
+            rank_zero_only: log on rank 0 only; no other rank knows the value.
 
         Raises:
             ConfigurationError: if the value is no single number, the hook belongs to no epoch, or the arguments changed.

@@ -20,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
 from leyden.trainer.hooks import overrides
+from leyden.trainer.launched import as_launched
 from leyden.trainer.module import TrainModule
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -126,6 +127,23 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
             raise ConfigurationError(f"configure_callbacks returned a {type(callback).__name__}: return callbacks.")
     replaced = {type(callback) for callback in extra}
     return [callback for callback in callbacks if type(callback) not in replaced] + extra
+
+
+def unwrapped(model: Any) -> tuple[TrainModule, Any]:
+    """The module itself, and the compiled one around it: its steps are compiled in that one's way.
+
+    Raises:
+        ConfigurationError: if it is no TrainModule.
+    """
+    model = as_launched(model)
+    inner = getattr(model, "_orig_mod", None)
+    compiled, model = (None, model) if inner is None else (model, inner)
+    if not isinstance(model, TrainModule):
+        is_class = isinstance(model, type)
+        given = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
+        hint = f"give an instance, {model.__name__}()" if is_class else "subclass leyden.TrainModule"
+        raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {given}: {hint}.")
+    return model, compiled
 
 
 def check_steps(module: TrainModule, stage: str) -> None:

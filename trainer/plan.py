@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -21,19 +21,19 @@ def five_lines(trainer: Trainer, start: str) -> str:
         trainer: a Trainer whose training data is loaded.
         start: what the run starts from.
     """
-    ranks = trainer.world_size
-    strategy = trainer.strategy
+    ranks, strategy = trainer.world_size, trainer.strategy
+    readers = strategy.data_size
     sizes = _batch_sizes(trainer.sources.train_loader)
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
-    total = str(sum(sizes) * ranks * accumulated) if sizes else "?"
+    total = str(sum(sizes) * readers * accumulated) if sizes else "?"
     details = f": {strategy.details}" if strategy.details else ""
     folder = trainer.log_dir or trainer.default_root_dir
     return "\n".join(
         (
             f"devices     {ranks} × {strategy.root_device}, {ranks} rank{'s' if ranks > 1 else ''}",
             f"strategy    {strategy.name}, precision {strategy.precision.name}{details}",
-            f"batch       {per_rank} per rank × {ranks} × {accumulated} accumulated = {total}",
+            f"batch       {per_rank} per rank × {readers} × {accumulated} accumulated = {total}",
             f"run folder  {folder}",
             f"start       {start}",
         )
@@ -97,9 +97,22 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
     return type(error)(message)
 
 
-def device_mismatch_hint(error: BaseException) -> str | None:
-    """What to do about a batch that stayed on another device, or None where the error is another one."""
+def in_better_words(trainer: Trainer, error: BaseException) -> BaseException:
+    """The error, or one that says what to do where more is known than its words."""
+    if is_out_of_memory(error):
+        return out_of_memory(trainer, error)
+    hint = _hint(error)
+    return error if hint is None else ConfigurationError(f"{hint} The error was: {error}")
+
+
+def _hint(error: BaseException) -> str | None:
+    """What to do about an error of torch's whose words do not say it; None for any other."""
     text = str(error)
+    if isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
+        return (
+            "Some parameters took no part in the loss, and DDP waits for their gradients: use "
+            "strategy='ddp_find_unused_parameters_true', or freeze them (requires_grad = False)."
+        )
     if "got mixed torch.Tensor and DTensor" in text:
         return (
             "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it from "

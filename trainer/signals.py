@@ -25,10 +25,12 @@ class Signals:
         self.interruption: BaseException | None = None
         """What is raised for it when the run has ended in order."""
         self._previous: dict[int, Any] = {}
-        self._pid = os.getpid()
+        self._pid = 0
 
     def __enter__(self) -> Signals:
         self.received = self.interruption = self.pending = None
+        # Of the run, not of this object's maker: a rank may have been forked since.
+        self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.getsignal(number)

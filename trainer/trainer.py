@@ -15,14 +15,13 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import launching, plan
+from leyden.trainer import differences, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.hooks import Hooks
-from leyden.trainer.launched import as_launched
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
@@ -33,12 +32,12 @@ from leyden.trainer.parts import (
     accumulation_of,
     build_callbacks,
     check_steps,
-    described,
     loggers_of,
     merge_callbacks,
     precision_of,
     runtime_settings,
     seconds_of,
+    unwrapped,
 )
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.progress import Progress
@@ -172,6 +171,8 @@ class Trainer(TrainerView):
             devices=arguments.devices,
             num_nodes=arguments.num_nodes,
         )
+        if arguments.sync_batchnorm:
+            self.strategy.synchronize_batchnorm()
         self.callbacks = build_callbacks(arguments)
         self.loggers = loggers_of(self.callbacks)
         self.accumulation = accumulation_of(self.callbacks)
@@ -389,7 +390,7 @@ class Trainer(TrainerView):
         loaders: dict[str, Any],
     ) -> None:
         """Takes the module of this run, and makes what belongs to one run anew."""
-        module = self._unwrap(model)
+        module, self._compiled = unwrapped(model)
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
                 "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."
@@ -429,7 +430,10 @@ class Trainer(TrainerView):
             module.configure_model()
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
-        return checkpoints.restore_weights(self, reader, goal)
+        differences.check_module(self, stage)
+        saved = checkpoints.restore_weights(self, reader, goal)
+        self.strategy.synchronize(module)
+        return saved
 
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
@@ -438,6 +442,7 @@ class Trainer(TrainerView):
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
             self.accelerator.check_parameters([self.module])
+            differences.check_optimizers(self)
         else:
             self.accelerator.prepare_optimizers([self.module], self.optimizers)
         self.hooks.fire_all("on_fit_start")
@@ -485,23 +490,20 @@ class Trainer(TrainerView):
 
     def _fail(self, error: BaseException) -> None:
         """Tells everyone of an error, then raises it, in words that say what to do where more is known."""
-        if error is not self.signals.interruption:
-            first = self.strategy.report_failure(error, plan.where(self))
-            for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
-                try:
-                    listener(error)
-                except Exception as second:
-                    warnings.warn(
-                        f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2
-                    )
-            if not first:
-                # Another rank's error ended this run, and it is told there.
-                raise SystemExit(1) from None
-        if plan.is_out_of_memory(error):
-            raise plan.out_of_memory(self, error) from error
-        hint = plan.device_mismatch_hint(error)
-        if hint is not None:
-            raise ConfigurationError(f"{hint} The error was: {error}") from error
+        if error is self.signals.interruption:
+            return
+        better = plan.in_better_words(self, error)
+        is_first = self.strategy.report_failure(better, plan.where(self))
+        for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
+            try:
+                listener(error)
+            except Exception as second:
+                warnings.warn(f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2)
+        if not is_first:
+            # Another rank's error ended this run, and it is told there.
+            raise SystemExit(1) from None
+        if better is not error:
+            raise better from error
 
     def _tell_listeners(self, error: BaseException) -> None:
         self.hooks.fire_all("on_exception", error)
@@ -554,17 +556,6 @@ class Trainer(TrainerView):
             if datamodule is None and loaders is None:
                 datamodule = self.datamodule
         return model, loaders, datamodule
-
-    def _unwrap(self, model: nn.Module) -> TrainModule:
-        """The module itself; of a compiled one, the steps are compiled in its way."""
-        self._compiled, model = None, as_launched(model)
-        inner = getattr(model, "_orig_mod", None)
-        if inner is not None:
-            self._compiled, model = model, inner
-        if not isinstance(model, TrainModule):
-            hint = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
-            raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {described(model)}: {hint}.")
-        return model
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module in the form in which the loop calls it: bare, compiled, profiled or checked."""

@@ -209,6 +209,11 @@ class TrainerView:
         return Path(own) if own else Path(self.default_root_dir) / "checkpoints"
 
     @property
+    def saves_on_each_node(self) -> bool:
+        """True if every machine keeps checkpoints of its own, since they share no folder."""
+        return any(callback.saves_on_each_node for callback in self.checkpoint_callbacks)
+
+    @property
     def early_stopping_callbacks(self) -> list[EarlyStopping]:
         from leyden.callbacks.early_stopping import EarlyStopping
 

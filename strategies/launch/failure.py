@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -27,19 +28,21 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 class FirstFailure:
     """Lets one rank of all tell its error, and ends the others. Lives as long as the process.
 
-    The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already; a
-    thread of each rank looks once in a while, since a rank may wait for the failed one where nothing would ever wake it.
+    The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already. While a
+    run lasts, a thread of each rank looks once in a while, since a rank may wait for the failed one where nothing would ever
+    wake it.
 
     Args:
-        store: of the process group; a connection of its own is made.
+        store: of the process group; connections of its own are made.
         rank: of this process.
+        size: ranks in all.
         interval: seconds between two looks.
     """
 
-    def __init__(self, store: Any, rank: int, interval: float = 0.5) -> None:
+    def __init__(self, store: Any, rank: int, size: int, interval: float = 0.5) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.rank = rank
+        self.rank, self.size = rank, size
         self.told = False
         """This rank's error is the first, and was told."""
         self.follows = False
@@ -48,11 +51,28 @@ class FirstFailure:
         self._store = PrefixStore(prefix, store.clone())
         self._watched = PrefixStore(prefix, store.clone())
         self._interval = interval
+        self._run = 0
+        self._looks = False
+        self._looking = threading.Lock()
         self._done = threading.Event()
         self._hook = sys.excepthook
         sys.excepthook = self._at_exit
         self._thread = threading.Thread(target=self._watch, name="leyden-failure", daemon=True)
         self._thread.start()
+
+    def begin_run(self) -> None:
+        """Looks from now on for what other ranks tell."""
+        if not self._looks:
+            self._run += 1
+            self._looks = True
+
+    def end_run(self) -> None:
+        """Looks no more, so that rank 0, which may hold the store, can go."""
+        with self._looking:
+            looked, self._looks = self._looks, False
+        if looked:
+            with suppress(RuntimeError):
+                self._store.add(f"ended/{self._run}", 1)
 
     def report(self, error: BaseException, where: str = "") -> bool:
         """Tells the other ranks of an error.
@@ -66,45 +86,51 @@ class FirstFailure:
         """
         if self.told or self.follows:
             return self.told
+        if isinstance(error, SystemExit) and not error.code:
+            # An end in order, which every rank comes to by itself.
+            return True
         lost = is_lost(error)
         if lost and self._another_failed(seconds=2.0):
             self.follows = True
             return False
-        text = f"rank {self.rank}{', ' + where if where else ''}: {_last_line(error)}"
-        first = self._claim(text)
+        place = f"rank {self.rank}{', ' + where if where else ''}"
+        text = f"{place}: {_last_line(error)}"
+        first = self._claim(text, lost)
+        # Whoever started the ranks says how one ended that is gone without a word.
         self.told = first and not (lost and AGENT in os.environ)
         self.follows = not self.told
         if first:
             _write_error_file(text, error, lost)
-        if self.told and hasattr(error, "add_note"):
-            error.add_note(
-                f"leyden: this was rank {self.rank}{', ' + where if where else ''}; the other ranks are ended."
-            )
-        elif self.told:
-            print(
-                f"leyden: rank {self.rank}{', ' + where if where else ''} failed; the other ranks are ended.",
-                file=sys.stderr,
-            )
+        if self.told:
+            _add_note(error, f"leyden: this was {place}; the other ranks are ended.")
         return self.told
 
     def close(self) -> None:
-        """Ends the thread, before the store goes."""
+        """Ends the thread, before the store goes; rank 0 waits until nobody looks any more."""
+        self.end_run()
         self._done.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        self._thread.join(5.0)
         if sys.excepthook == self._at_exit:
             sys.excepthook = self._hook
+        if self.rank == 0 and self._run:
+            self._wait_for_others(2.0 if self.follows else 8.0)
 
-    def _claim(self, text: str) -> bool:
+    def _wait_for_others(self, seconds: float) -> None:
+        end, pause = time.monotonic() + seconds, threading.Event()
+        with suppress(RuntimeError):
+            while self._store.add(f"ended/{self._run}", 0) < self.size and time.monotonic() < end:
+                pause.wait(0.02)
+
+    def _claim(self, text: str, lost: bool) -> bool:
         try:
             return bool(self._store.compare_set(KEY, "", text) == text.encode())
         except RuntimeError:
-            # The store went with rank 0; whoever started the ranks says how that one ended.
-            return False
+            # The store went with rank 0: an error of this rank's own is told all the same.
+            return not lost
 
     def _another_failed(self, seconds: float) -> bool:
         """Waits for the word of a rank that failed: a lost connection is noticed before the rank that is gone has told why."""
-        end = time.monotonic() + seconds
+        end, pause = time.monotonic() + seconds, threading.Event()
         while True:
             try:
                 if self._store.check([KEY]):
@@ -113,17 +139,19 @@ class FirstFailure:
                 return True
             if time.monotonic() > end:
                 return False
-            self._done.wait(0.05)
+            pause.wait(0.05)
 
     def _watch(self) -> None:
         while not self._done.wait(self._interval):
             try:
-                failed = self._watched.check([KEY])
+                with self._looking:
+                    failed = self._looks and self._watched.check([KEY])
             except RuntimeError:
                 # Without a store nothing can be told, and collectives fail by themselves.
                 return
             if failed and not self.told:
                 if not self._done.wait(GRACE) and not self.told:
+                    self.end_run()
                     sys.stdout.flush()
                     sys.stderr.flush()
                     os._exit(1)
@@ -136,13 +164,23 @@ class FirstFailure:
 
 
 def is_lost(error: BaseException) -> bool:
-    """True for the errors that the end of another rank makes in this one's collectives."""
+    """True for the errors that the end of another rank makes in this one's collectives, and those told by another rank."""
     from torch.distributed import DistNetworkError
 
     text = str(error)
+    if getattr(error, "of_another_rank", False):
+        return True
     return isinstance(error, DistNetworkError) or (
         isinstance(error, RuntimeError) and any(words in text for words in LOST) and "imed out" not in text
     )
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    """Ends the traceback with a line of ours; before Python 3.11 errors take no notes, and it stands above the traceback."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        print(note, file=sys.stderr)
 
 
 def _last_line(error: BaseException) -> str:
@@ -161,6 +199,13 @@ def _write_error_file(text: str, error: BaseException, lost: bool) -> None:
         json.dump({"message": message}, file)
 
 
+def leave_stdin_to_rank_0(rank: int) -> None:
+    """Ranks of one agent share its standard input, where a breakpoint of rank 0 reads; the others find it empty."""
+    if rank > 0 and AGENT in os.environ:
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+
+
 def end_with_parent() -> None:
     """Lets this rank be killed when its agent is, so that nobody is left behind. Linux only; elsewhere ranks end at their next collective."""
     if not sys.platform.startswith("linux") or not (os.environ.get(STARTER) or os.environ.get("TORCHELASTIC_RUN_ID")):
@@ -168,7 +213,13 @@ def end_with_parent() -> None:
     set_death_signal = 1
     with_libc: Callable[..., int] = ctypes.CDLL(None).prctl
     with_libc(set_death_signal, signal.SIGKILL)
-    agent = os.environ.get(AGENT)
-    if agent is not None and agent != str(os.getppid()):
-        # It died before this was asked for.
-        os._exit(1)
+    agent = os.environ.get(AGENT, "")
+    if agent.isdigit():
+        try:
+            os.kill(int(agent), 0)
+        except ProcessLookupError:
+            # It died before this was asked for.
+            os._exit(1)
+        except PermissionError:
+            # It lives, and belongs to somebody else.
+            pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -59,6 +60,7 @@ class MixedPrecision(Precision):
         self._device_type = "cpu"
         self._stepped = False
         self._skips = 0
+        self._registered: WeakSet[Optimizer] = WeakSet()
         self._unscaled: set[int] = set()
         self._done: set[int] = set()
         """Optimizers that stepped, or whose step was skipped, since the last update of the scale."""
@@ -84,7 +86,9 @@ class MixedPrecision(Precision):
             self.scaler = GradScaler(self._device_type, **self._scaler_arguments)  # type: ignore[arg-type]
 
     def register(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None:
+        # A fit that goes on registers its optimizers again.
+        if self.scaler is not None and optimizer not in self._registered:
+            self._registered.add(optimizer)
             # The hook runs only if the scaler really steps: no second read-back is needed to learn that.
             optimizer.register_step_post_hook(self._note_step)
 

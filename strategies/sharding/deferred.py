@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from leyden.strategies.empty_init import IS_META
 from leyden.strategies.errors import ConfigurationError
 
-IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 META, CPU = torch.device("meta"), torch.device("cpu")
 CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)
 """These take values from Python, which a tensor on the meta device would lose: they are made on the CPU and then noted."""
@@ -64,7 +64,7 @@ class Deferred:
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
-        self._known: set[int] = set()
+        self._known: dict[int, torch.UntypedStorage] = {}
 
     @contextmanager
     def recording(self, draws: bool = True) -> Iterator[None]:
@@ -73,7 +73,7 @@ class Deferred:
         Args:
             draws: False leaves what is drawn at random as memory comes, for weights that a checkpoint will bring.
         """
-        with _Record(self, draws), _Constants(), META:
+        with _Record(self, draws), _Constants(draws), META:
             yield
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
@@ -105,13 +105,22 @@ class Deferred:
 
     def note(self, function: Any, args: Any, kwargs: Any, outputs: Any, state: Tensor | None) -> None:
         """Takes in an operation on meta tensors."""
-        found = tree_flatten(outputs)[0]
         inputs = {_key(t) for t in tree_flatten((args, kwargs))[0] if _is_meta(t)}
-        made = {_key(t) for t in found if _is_meta(t)} - inputs
+        made = {_key(t) for t in tree_flatten(outputs)[0] if _is_meta(t)} - inputs
         changes = made | _written(function, args, kwargs)
-        if changes:
-            self._known |= made
-            self._operations.append(_Operation(function, args, kwargs, found, inputs, changes, state))
+        if not changes:
+            return
+        # As recipes: a parameter's memory may be exchanged later, by a conversion of its module.
+        args, kwargs, outputs = tree_map(self._described, (args, kwargs, outputs))
+        self._operations.append(_Operation(function, args, kwargs, tree_flatten(outputs)[0], inputs, changes, state))
+
+    def _described(self, item: Any) -> Any:
+        if not _is_meta(item):
+            return item
+        recipe = Recipe.of(item)
+        # While it is held on to, no other storage takes its address.
+        self._known[recipe.storage] = item.untyped_storage()
+        return recipe
 
 
 class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -134,11 +143,15 @@ class _Record(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Constants(TorchFunctionMode):
+    def __init__(self, draws: bool) -> None:
+        super().__init__()
+        self.draws = draws
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == IS_META:
-            # Some of torch.nn.init leave a meta tensor as it is, which would go unnoticed here.
-            return False
+            # Some of torch.nn.init leave a meta tensor as it is, which would go unnoticed here; without draws they may.
+            return not self.draws
         if func in CONSTANTS and torch.device(kwargs.get("device") or META) == META:
             return func(*args, **{**kwargs, "device": CPU}).to(META)
         return func(*args, **kwargs)
@@ -163,24 +176,24 @@ def _draw(function: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _repeat(operation: _Operation, storages: dict[int, torch.UntypedStorage]) -> None:
     """Runs a noted operation for real, on tensors of the CPU."""
-    args, kwargs = _on_cpu((operation.args, operation.kwargs), lambda t: Recipe.of(t).cut(storages[_key(t)]))
+    args, kwargs = _on_cpu((operation.args, operation.kwargs), lambda recipe: recipe.cut(storages[recipe.storage]))
     if operation.state is not None:
         generator = kwargs.get("generator")
         if generator is not None:
             kwargs = {**kwargs, "generator": torch.Generator()}
         (kwargs["generator"] if generator is not None else torch.default_generator).set_state(operation.state)
     outputs = tree_flatten(operation.function(*args, **kwargs))[0]
-    for meta, real in zip(operation.outputs, outputs, strict=True):
-        if _is_meta(meta) and _key(meta) in operation.changes - operation.reads:
-            if real.stride() != meta.stride():
-                real = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=CPU).copy_(real)
-            storages[_key(meta)] = real.untyped_storage()
+    for recipe, real in zip(operation.outputs, outputs, strict=True):
+        if isinstance(recipe, Recipe) and recipe.storage in operation.changes - operation.reads:
+            if real.stride() != recipe.strides:
+                real = torch.empty_strided(recipe.shape, recipe.strides, dtype=recipe.dtype, device=CPU).copy_(real)
+            storages[recipe.storage] = real.untyped_storage()
 
 
-def _on_cpu(tree: Any, make: Callable[[Tensor], Tensor]) -> Any:
+def _on_cpu(tree: Any, make: Callable[[Any], Tensor]) -> Any:
     def convert(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            return make(item) if _is_meta(item) else item
+        if isinstance(item, Recipe) or _is_meta(item):
+            return make(item)
         return CPU if isinstance(item, torch.device) and item.type == "meta" else item
 
     return tree_map(convert, tree)
@@ -202,5 +215,4 @@ def _is_meta(item: Any) -> bool:
 
 
 def _key(tensor: Tensor) -> int:
-    # A storage stays at its address as long as one of the noted tensors holds on to it.
     return int(tensor.untyped_storage()._cdata)

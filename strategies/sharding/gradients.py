@@ -16,6 +16,7 @@ from leyden.strategies.sharding.shards import local, whole
 UNSHARDABLE = {
     "Adafactor": "takes means over rows and columns, of which a rank has only some",
     "Muon": "orthogonalises whole matrices, of which a rank has only some rows",
+    "Rprop": "writes to single elements by an index, which torch cannot do on shards",
     "LBFGS": "takes products over all parameters, and evaluates the loss again",
     "SparseAdam": "needs sparse gradients, which are not sharded",
 }
@@ -35,20 +36,31 @@ def check_optimizer(optimizer: Optimizer) -> None:
             )
 
 
-def clip_norm(parameters: Sequence[nn.Parameter], value: float) -> Tensor:
+def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiplies gradients in place, on each of their devices: with CPU offload there are two."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, own in by_device.items():
+        torch._foreach_mul_(own, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
+
+
+def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0) -> Tensor:
     """Clips gradients to a total norm, over all shards and, beside them, whole parameters.
 
     Returns:
         The norm before clipping, the same on every rank.
     """
-    kinds: dict[Any, list[nn.Parameter]] = {}
+    kinds: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     if len(kinds) < 2:
-        return whole(nn.utils.clip_grad_norm_(parameters, value))
+        return whole(nn.utils.clip_grad_norm_(parameters, value, norm_type))
     # torch cannot stack norms of different meshes.
-    norms = [whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None])) for own in kinds.values()]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
+    norms = [
+        whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type)) for own in kinds.values()
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
     factor = (value / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+    multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
     return total

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -56,7 +57,10 @@ class Plan:
         kinds = Counter(self.groups.values())
         groups = " + ".join([*(f"{count} {kind}" for kind, count in kinds.items()), "root"])
         held = "/".join(_short(dtype) for dtype in self.dtypes)
-        parts = [f"{groups} over {' × '.join(map(str, self.mesh))} ranks", f"{held} shards"]
+        parts = [
+            f"{groups} over {' × '.join(map(str, self.mesh))} rank{'s' if math.prod(self.mesh) > 1 else ''}",
+            f"{held} shards",
+        ]
         if self.policy.param_dtype is not None:
             parts.append(f"gathered in {_short(self.policy.param_dtype)}")
         if self.policy.reduce_dtype is not None:

@@ -251,3 +251,23 @@ def test_a_resume_goes_on_with_the_devices_random_numbers(
     resumed = Digits()
     fit(resumed, saved, max_epochs=2)
     assert_same_weights(resumed, whole)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_ddp_in_an_nccl_world_of_one(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+    """The group of one rank stays for the process, as in every run on ranks."""
+    expected = by_hand(digits, precision, epochs=2)
+    torch.manual_seed(3)
+    module = Digits()
+    fitted = trainer(
+        tmp_path,
+        strategy="ddp",
+        max_epochs=2,
+        precision=precision,
+        accumulate_grad_batches=3,
+        gradient_clip_val=1.0,
+        deterministic=True,
+    )
+    fitted.fit(module, DataLoader(digits, 64, shuffle=True))
+    assert torch.distributed.get_backend() == "nccl" and fitted.strategy.name == "ddp"
+    assert_same_weights(expected, module)

@@ -235,3 +235,274 @@ def test_a_resume_on_ranks_goes_on_exactly(tmp_path: Path, stop: int) -> None:
     for rank, (seen, weights) in enumerate(run_world(2, resumed, str(tmp_path), stop)):
         assert seen == whole[rank][0][2 * stop :]
         assert weights == whole[rank][1]
+
+
+def by_fully_shard(accumulation: int) -> list[Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo")
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    model, _ = build()
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    for part in (model[0], model[2], model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    data = numbers()
+    for _ in range(2):
+        for index in range(4):
+            x, y = data[4 * index + 2 * rank : 4 * index + 2 * rank + 2]
+            length = min(accumulation, 4 - index // accumulation * accumulation)
+            closes = (index + 1) % accumulation == 0 or index == 3
+            model.set_requires_gradient_sync(closes)  # type: ignore[operator]
+            loss = F.mse_loss(model(x), y)
+            (loss / length if length > 1 else loss).backward()
+            if closes:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+    found = plain(p.full_tensor() for p in model.parameters())
+    del model, optimizer
+    dist.destroy_process_group()
+    return found
+
+
+def test_weights_are_those_of_hand_written_fsdp() -> None:
+    ours, theirs = run_world(2, by_accelerator, "no", 3, "fsdp"), run_world(2, by_fully_shard, 3)
+    assert ours == theirs
+
+
+def fsdp_state(folder: str) -> tuple[list[Any], list[Any], list[str]]:
+    from leyden import Accelerator, FullyShardedDataParallelPlugin
+
+    def run(seed: int) -> tuple[Any, nn.Module]:
+        plugin = FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", auto_wrap_policy="NO_WRAP")
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin)
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        # The optimizer comes first, and is told what took the place of its parameters.
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+        model = accelerator.prepare(model)
+        if seed:
+            accelerator.load_state(f"{folder}/saved")
+        for step in range(2):
+            with accelerator.autocast():
+                loss = F.mse_loss(model(torch.ones(2, 4)), torch.zeros(2, 1))
+            accelerator.backward(loss)
+            assert accelerator.clip_grad_norm_(model.parameters(), 1.0).item() > 0
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0 and not seed:
+                accelerator.save_state(f"{folder}/saved")
+            if seed:
+                break
+        accelerator.save_model(model, f"{folder}/model")
+        return accelerator, model
+
+    first, model = run(0)
+    again, other = run(1)
+    assert first.distributed_type == "FSDP"
+    one, two = first.get_state_dict(model), again.get_state_dict(other)
+    return plain(one.values()), plain(two.values()), list(one)
+
+
+def test_fsdp_is_saved_and_resumed(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for straight, resumed_, names in run_world(2, fsdp_state, str(tmp_path)):
+        assert straight == resumed_
+        assert names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert plain(load_file(tmp_path / "model" / "model.safetensors")[name] for name in names) == straight
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Numbers, some of them, without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Any:
+        yield from (torch.tensor([float(number)]) for number in range(self.count))
+
+
+def streamed() -> dict[str, Any]:
+    from leyden import Accelerator, DataLoaderConfiguration, LocalSGD, find_executable_batch_size
+
+    found: dict[str, Any] = {}
+    for name, config, loader in (
+        ("stream", DataLoaderConfiguration(), DataLoader(Stream(9), 2)),
+        ("own", DataLoaderConfiguration(even_batches=False), DataLoader(Stream(7), 2)),
+        ("dispatched", DataLoaderConfiguration(dispatch_batches=True), DataLoader(Stream(9), 2)),
+        ("split", DataLoaderConfiguration(dispatch_batches=True, split_batches=True), DataLoader(Stream(9), 4)),
+        ("list", DataLoaderConfiguration(), [torch.full((1, 1), float(number)) for number in range(5)]),
+        (
+            "seeded",
+            DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
+            DataLoader(range(8), 2, shuffle=True),
+        ),
+    ):
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        prepared, own, seen = accelerator.prepare(loader), [], []
+        for batch in prepared:
+            own.append(batch.flatten().tolist())
+            if name != "own":
+                seen += accelerator.gather_for_metrics(batch).flatten().tolist()
+        found[name] = (own, seen)
+    torch.manual_seed(0)
+    model, optimizer = build()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    apart = []
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local_sgd:
+        for step in range(3):
+            accelerator.backward(model(torch.full((1, 4), accelerator.process_index + step + 1.0)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            local_sgd.step()
+            apart.append(next(model.parameters()).tolist())
+    found["apart"] = (apart, next(model.parameters()).tolist())
+    found["sizes"] = []
+
+    @find_executable_batch_size(starting_batch_size=8)
+    def train(batch_size: int) -> int:
+        found["sizes"].append(batch_size)
+        if accelerator.process_index == 1 and batch_size > 2:
+            raise MemoryError("only here")
+        return batch_size
+
+    train()
+    return found
+
+
+def test_streams_lists_and_data_that_rank_0_hands_out() -> None:
+    first, second = run_world(2, streamed)
+    assert first["stream"][0] == [[0.0, 1.0], [4.0, 5.0], [8.0, 0.0]]
+    assert second["stream"][0] == [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
+    assert first["own"][0] + second["own"][0] == [[0.0, 1.0], [4.0, 5.0], [2.0, 3.0], [6.0]]
+    assert first["dispatched"][0] == [[0.0, 1.0], [4.0, 5.0], [8.0, 0.0]]
+    assert second["split"][0] == [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
+    assert (first["list"][0], second["list"][0]) == ([[0.0], [2.0], [4.0]], [[1.0], [3.0], [0.0]])
+    for found in (first, second):
+        for name in ("stream", "dispatched", "split"):
+            assert found[name][1] == [float(number) for number in range(9)], name
+        assert sorted(found["seeded"][1]) == list(range(8))
+        assert found["sizes"] == [8, 4, 2]
+    assert first["seeded"][1] == second["seeded"][1]
+    apart = [a != b for a, b in zip(first["apart"][0], second["apart"][0], strict=True)]
+    assert apart == [True, False, True]
+    assert first["apart"][1] == second["apart"][1]
+
+
+def mismatched(kind: str) -> str:
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    accelerator.gather(torch.ones(2))
+    if kind == "missing" and rank == 1:
+        return "left"
+    try:
+        if kind == "other" and rank == 1:
+            accelerator.reduce(torch.ones(2))
+        dtype = torch.float64 if kind == "dtype" and rank == 1 else torch.float32
+        accelerator.gather({"x": torch.ones(2 + (kind == "shape" and rank), dtype=dtype)})
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "shape",
+            ["rank 0: gather({x: float32[2]}) at ", "rank 1: gather({x: float32[3]}) at ", "test_accelerator.py:"],
+        ),
+        ("dtype", ["rank 1: gather({x: float64[2]})"]),
+        ("other", ["rank 0: gather(", "rank 1: reduce(float32[2])"]),
+    ],
+)
+def test_debug_mode_names_a_mismatch(kind: str, words: list[str]) -> None:
+    for message in run_world(2, mismatched, kind, environ=DEBUG, timeout=30):
+        assert all(word in message for word in words), message
+
+
+def test_debug_mode_names_a_rank_that_is_missing() -> None:
+    environ = {"ACCELERATE_DEBUG_MODE": "true", "LEYDEN_DEBUG_TIMEOUT": "3"}
+    first, second = run_world(2, mismatched, "missing", environ=environ, timeout=30)
+    assert "rank 0 came to gather at " in first and "rank 1 did not within 3 s" in first
+    assert second == "left"
+
+
+def generative(by_leyden: bool) -> list[Any]:
+    """WGAN-GP: the critic is run three times and differentiated twice before one backward."""
+    from leyden import Accelerator
+
+    torch.manual_seed(2)
+    generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+    critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizers: Any = torch.optim.Adam(generator.parameters()), torch.optim.Adam(critic.parameters())
+    backward: Any = torch.Tensor.backward
+    if by_leyden:
+        accelerator = Accelerator(cpu=True)
+        made, judged, *optimizers = accelerator.prepare(generator, critic, *optimizers)
+        backward, rank = accelerator.backward, accelerator.process_index
+    else:
+        dist.init_process_group("gloo")
+        made, judged, rank = DistributedDataParallel(generator), DistributedDataParallel(critic), dist.get_rank()
+    torch.manual_seed(10 + rank)
+    for _ in range(3):
+        real, fake = torch.randn(3, 4), made(torch.randn(3, 3))
+        between = (0.5 * real + 0.5 * fake.detach()).requires_grad_()
+        [gradient] = torch.autograd.grad(judged(between).sum(), between, create_graph=True)
+        penalty = ((gradient.norm(dim=1) - 1) ** 2).mean()
+        backward(judged(fake.detach()).mean() - judged(real).mean() + 10 * penalty)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        backward(-judged(fake).mean())
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        optimizers[1].zero_grad()
+    found = plain([*generator.parameters(), *critic.parameters()])
+    if not by_leyden:
+        del made, judged
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_gan_with_gradient_penalty_on_ranks() -> None:
+    ours, theirs = run_world(2, generative, True), run_world(2, generative, False)
+    assert ours == theirs and ours[0] == ours[1]
+
+
+def test_a_method_of_a_model_on_ranks_is_refused_where_it_would_train(tmp_path: Path) -> None:
+    assert run_world(2, asked_for_methods) == [(True, [1.0], "accelerator.unwrap_model(model).loss")] * 2
+
+
+class WithLoss(nn.Linear):
+    config = "settings"
+
+    def loss(self, x: Any) -> Any:
+        return self(x).sum()
+
+
+def asked_for_methods() -> tuple[bool, list[float], str]:
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(WithLoss(1, 1))
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(0.0)
+        value = [model.loss(torch.ones(1, 1)).item()]
+    try:
+        _ = model.loss
+    except AttributeError as error:
+        return (
+            model.config == "settings" and not hasattr(model, "loss"),
+            value,
+            str(error).split(", or ")[1].split(" ")[0],
+        )
+    return False, value, ""

@@ -287,14 +287,20 @@ SCORES = (3.0, 2.0, 2.5, 2.5, 1.0)
 def stopped_early(folder: str) -> dict[str, Any]:
     """A fit that early stopping ends in its fourth epoch."""
     stopping = EarlyStopping("score", patience=2)
+    best = ModelCheckpoint(monitor="score", filename="{epoch}-{score:.1f}")
     arguments = {"max_epochs": 9, "default_root_dir": folder, "log_every_n_steps": 2, "num_sanity_val_steps": 1}
-    trainer = Trainer(**QUIET | arguments | {"logger": [CSVLogger(), TensorBoardLogger()]}, callbacks=[stopping])
+    trainer = Trainer(
+        **QUIET | arguments | {"logger": [CSVLogger(), TensorBoardLogger()], "enable_checkpointing": True},
+        callbacks=[stopping, best],
+    )
     trainer.fit(Model(SCORES), batches(4), batches(2))
     return {
         "step": trainer.global_step,
         "reason": stopping.stopping_reason_message,
         "best": float(stopping.best_score),
         "log_dir": trainer.log_dir,
+        "best path": best.best_model_path,
+        "kept": sorted(best.best_k_models),
         "score": float(trainer.callback_metrics["score"]),
     }
 
@@ -305,6 +311,8 @@ def test_early_stopping_ends_all_ranks_and_loggers_write_once(tmp_path: Path) ->
     first, second = run_world(2, stopped_early, str(tmp_path))
     assert first == second
     assert (first["step"], first["best"], first["score"]) == (16, 2.0, 2.5)
+    assert first["best path"] == str(tmp_path / "checkpoints" / "epoch=1-score=2.0")
+    assert [str(path) for path in (tmp_path / "checkpoints").iterdir()] == first["kept"] == [first["best path"]]
     folder = Path(first["log_dir"])
     assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
     with (folder / "metrics.csv").open() as file:

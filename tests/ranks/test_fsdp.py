@@ -96,6 +96,7 @@ class Case:
     clip: tuple[float, str] | None = None
     precision: str = "32-true"
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    autocast: bool = True
     offload: bool = False
     checkpoint: bool = False
     replicate: int = 1
@@ -128,7 +129,7 @@ def by_hand(case: Case) -> dict[str, Any]:
             optimizer.zero_grad()
             for i, (x, y) in enumerate(window):
                 net.set_requires_gradient_sync(i == len(window) - 1)
-                with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed"):
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed" and case.autocast):
                     loss = F.mse_loss(net(x), y)
                 (loss / len(window)).backward()
             if case.clip is not None and case.clip[1] == "norm":
@@ -178,12 +179,15 @@ def compare(cases: dict[str, Case]) -> dict[str, list[str]]:
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+# As torch's examples have it: no autocast, and each group converts what it is given.
+ALONE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 CASES = {
     "plain": Case(),
     "accumulation": Case(accumulate=4),
     "norm": Case(clip=(0.05, "norm")),
     "value": Case(clip=(0.005, "value"), accumulate=3),
     "bf16": Case(precision="bf16-mixed", policy=BF16, accumulate=4, clip=(0.1, "norm")),
+    "bf16 by policy alone": Case(precision="bf16-mixed", policy=ALONE, autocast=False, accumulate=3),
     "offload": Case(offload=True, clip=(0.05, "norm")),
     "checkpoint": Case(checkpoint=True, accumulate=4),
     "shard_grad_op": Case(reshard=False, accumulate=4),

@@ -114,10 +114,10 @@ def built(late: bool, precision: str) -> tuple[bool, list[str], list[str]]:
     return module.late, changed, trained
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_the_values_of_a_plain_build(late: bool) -> None:
+@pytest.mark.parametrize(("late", "precision"), [(True, "64-true"), (False, "bf16-mixed")])
+def test_the_values_of_a_plain_build(late: bool, precision: str) -> None:
     """With draws that depend on values (trunc_normal_), everything drawn anew at the end, buffers, and a tied weight."""
-    assert run_world(2, built, late, "32-true") == [(True, [], [])] * 2
+    assert run_world(2, built, late, precision) == [(True, [], [])] * 2
 
 
 def peak_above(build: str) -> tuple[float, float]:
@@ -194,3 +194,29 @@ def test_modules_that_the_user_put_on_meta() -> None:
     assert np.array_equal(first["0.weight"], expected.weight.detach().numpy())
     with pytest.raises(AssertionError, match="'weight' of a Bare is on the meta device(.|\\n)*reset_parameters"):
         run_world(2, by_hand_on_meta, "bare")
+
+
+def resume_on_meta(folder: str) -> list[str]:
+    """Goes on, in a module that was never whole, from the middle of a run; gives back what a straight run has otherwise."""
+    trainers = [
+        Trainer(strategy=FSDPStrategy(), max_epochs=2, max_steps=steps, default_root_dir=folder, **QUIET)
+        for steps in (-1, 4, -1)
+    ]
+    torch.manual_seed(4)
+    straight, half = Language(late=False), Language(late=False)
+    half.load_state_dict(straight.state_dict())
+    trainers[0].fit(straight, tokens())
+    trainers[1].fit(half, tokens())
+    path = trainers[1].save_checkpoint(Path(folder) / "half")
+    torch.manual_seed(99)
+    with trainers[2].init_module(empty_init=True):
+        late = Language(late=False)
+    assert all(p.is_meta for p in late.parameters())
+    trainers[2].fit(late, tokens(), ckpt_path=path)
+    assert late.net.head.weight is late.net.embed.weight
+    pairs = zip(straight.state_dict().items(), late.state_dict().values(), strict=True)
+    return [name for (name, a), b in pairs if not torch.equal(whole(a), whole(b))]
+
+
+def test_a_checkpoint_goes_on_in_a_module_that_was_never_whole(tmp_path: Path) -> None:
+    assert run_world(2, resume_on_meta, str(tmp_path)) == [[], []]

@@ -96,9 +96,10 @@ def run_world(
         if kind == "returned":
             results.append(value)
         elif may_fail and kind != "hangs":
-            results.append(value.splitlines()[-1] if kind == "raised" else process.exitcode)
+            results.append(value[0] if kind == "raised" else process.exitcode)
         else:
-            failures.append(f"rank {rank} {kind} (exit code {process.exitcode})\n{value or ''}")
+            text = value[1] if kind == "raised" else ""
+            failures.append(f"rank {rank} {kind} (exit code {process.exitcode})\n{text}")
     assert not failures, "\n\n".join(failures)
     return results
 
@@ -117,7 +118,7 @@ def _rank(sender: Any, file: str, name: str, args: tuple[Any, ...], variables: d
         answer = ("returned", getattr(module, name)(*args))
     except SystemExit:
         raise
-    except BaseException:
-        answer = ("raised", traceback.format_exc())
+    except BaseException as error:
+        answer = ("raised", (f"{type(error).__name__}: {error}", traceback.format_exc()))
     sender.send(answer)
     sender.close()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.world import run_world
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
@@ -108,9 +109,14 @@ STRATEGIES: dict[str, Make] = {
 }
 
 
-@pytest.fixture(params=STRATEGIES)
+# In the full run only: the process group of one rank lasts as long as the process.
+@pytest.fixture(params=[*STRATEGIES, pytest.param("ddp", marks=pytest.mark.full)])
 def make(request: pytest.FixtureRequest) -> Make:
     """Makes a strategy; an engine is told how to clip."""
+    if request.param == "ddp":
+        from leyden.strategies.ddp import DDPStrategy
+
+        return lambda **clip: DDPStrategy()
     return STRATEGIES[request.param]
 
 
@@ -391,3 +397,96 @@ def test_init_module_in_the_precision_of_the_trainer(make: Make, trainer: Any) -
 def test_what_a_strategy_must_say() -> None:
     with pytest.raises(TypeError, match="root_device"):
         Strategy()  # type: ignore[abstract]
+
+
+# several ranks --------------------------------------------------------------------------------------------------------------
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def ranks_against_one(name: str) -> list[str]:
+    """What each of these trainings leaves otherwise than one process that is given the batches of both ranks."""
+    wrong: list[str] = []
+    for configure, accumulate, clip, weighs in [
+        (adamw, 1, {}, False),
+        (scheduled, 4, {"clip": 0.1, "algorithm": "norm"}, False),
+        (two, 3, {"clip": 0.01, "algorithm": "value"}, False),
+        (scheduled, 3, {}, True),
+    ]:
+        torch.manual_seed(0)
+        module = Regression(configure, weighs)
+        module.net[2] = nn.Identity()
+        plain = copy.deepcopy(module)
+        batches = data(20, sizes=(4, 4, 2, 2) if weighs else (4,))
+        run = Trainer(strategy=name, max_epochs=2, accumulate_grad_batches=accumulate, **QUIET, **trainer_clip(clip))
+        run.fit(module, batches, data(3))
+        joined = [
+            (torch.cat([x for x, _ in pair]), torch.cat([y.expand(len(x), 1) for x, y in pair]))
+            for pair in zip(batches[::2], batches[1::2], strict=True)
+        ]
+        single = Trainer(
+            strategy="single_device", max_epochs=2, accumulate_grad_batches=accumulate, **QUIET, **trainer_clip(clip)
+        )
+        single.fit(plain, joined)
+        assert run.global_step == single.global_step
+        for (label, expected), found in zip(plain.named_parameters(), module.parameters(), strict=True):
+            if not torch.allclose(expected, whole(found.detach()), atol=1e-5):
+                wrong.append(f"{configure.__name__} × {accumulate}: {label}")
+    return wrong
+
+
+def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
+    calls: list[str] = []
+    names = (
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+        "on_train_batch_end",
+    )
+
+    def recorder(hook: str) -> Callable[..., None]:
+        return lambda self, *args: calls.append(hook)
+
+    module = type("Recording", (Regression,), {hook: recorder(hook) for hook in names})(adamw)
+    run = Trainer(strategy=name, max_epochs=1, accumulate_grad_batches=2, **QUIET)
+    run.fit(module, data(6))
+    strategy = run.strategy
+    strategy.setup_environment()
+    rank = strategy.global_rank
+    wrong = []
+    mine = torch.tensor([1.0, 2.0]) * (rank + 1)
+    checks = {
+        "place": (strategy.data_rank, strategy.data_size, strategy.world_size) == (rank, 2, 2),
+        "all_gather": strategy.all_gather(mine).tolist() == [[1.0, 2.0], [2.0, 4.0]],
+        "broadcast": strategy.broadcast({"of": rank}, src=1) == {"of": 1},
+        "objects": strategy.all_gather_object(rank) == [0, 1],
+        "mean": strategy.reduce(mine).tolist() == [1.5, 3.0],
+        "sum": strategy.reduce(mine, reduction="sum").tolist() == [3.0, 6.0],
+        "max": strategy.reduce(mine, reduction="max").tolist() == [2.0, 4.0],
+        "min": strategy.reduce(mine, reduction="min").tolist() == [1.0, 2.0],
+        "untouched": mine.tolist() == [rank + 1, 2 * (rank + 1)],
+        "any": strategy.any(rank == 1) and not strategy.any(False),
+        "flags": strategy.exchange_flags([rank == 0, False])() == [True, False],
+    }
+    strategy.barrier()
+    wrong += [label for label, fine in checks.items() if not fine]
+    strategy.teardown()
+    strategy.teardown()
+    assert strategy.modules == [] == strategy.optimizers
+    return calls, wrong
+
+
+def both(name: str) -> tuple[list[str], list[str], list[str]]:
+    return (ranks_against_one(name), *hooks_and_collectives(name))
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_strategies_of_several_ranks(name: str) -> None:
+    backward = ["on_before_backward", "on_after_backward"]
+    last = [*backward, "on_before_optimizer_step", "on_train_batch_end"]
+    hooks = ["on_before_zero_grad", *backward, "on_train_batch_end", *last, "on_before_zero_grad", *last]
+    assert run_world(2, both, name) == [([], hooks, [])] * 2

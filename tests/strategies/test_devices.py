@@ -74,5 +74,8 @@ def test_auto_means_one_device_in_an_interactive_session_and_says_so(
     monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
     assert find_strategy("auto", "auto").name == "single_device"
     assert "runs on one device; give devices=" in capsys.readouterr().out
+    named = find_strategy("ddp_notebook", "auto")
+    assert (named.name, named.world_size, named.awaits_ranks) == ("ddp", 1, False)
+    assert "runs on one device" in capsys.readouterr().out
     asked = find_strategy("auto", "auto", 2)
     assert (asked.name, asked.start_method, asked.world_size) == ("ddp", "notebook", 2)

@@ -125,3 +125,13 @@ def test_a_strategy_keeps_its_precision_unless_one_is_given() -> None:
 def test_a_device_that_cannot_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="mps has no float64: use precision='32-true', or accelerator='cpu'"):
         find_precision("64").check(torch.device("mps"))
+
+
+def test_an_optimizer_is_hooked_once() -> None:
+    """A fit that goes on registers its optimizers again."""
+    precision = MixedPrecision("16")
+    precision.check(torch.device("cpu"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    for _ in range(3):
+        precision.register(optimizer)
+    assert len(optimizer._optimizer_step_post_hooks) == 1

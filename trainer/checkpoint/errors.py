@@ -26,6 +26,12 @@ class CheckpointError(LeydenError):
         self.reason = reason
 
 
+class OtherRankError(CheckpointError):
+    """Another rank could not do its part of a checkpoint; that rank's own error is the one that tells."""
+
+    of_another_rank = True
+
+
 class UnsupportedStateError(ConfigurationError, TypeError):
     """State of a kind that a checkpoint cannot hold.
 

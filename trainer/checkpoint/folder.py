@@ -35,7 +35,9 @@ def newest(
 
     ranks = Ranks() if ranks is None else ranks
     damaged: list[CheckpointError] = []
-    for path, reason in ranks.first(lambda: _newest_first(Path(folder))):
+    ranks.keep(lambda: staging.sweep(Path(folder)))
+    for name, reason in ranks.first(lambda: _newest_first(Path(folder))):
+        path = Path(folder, name)
         try:
             if reason is not None:
                 raise CheckpointError(*reason)
@@ -52,11 +54,10 @@ def newest(
     return None
 
 
-def _newest_first(folder: Path) -> list[tuple[Path, tuple[str, str] | None]]:
-    """The checkpoints that seem to be there, each with the file and the reason for which it is none."""
-    staging.sweep(folder)
+def _newest_first(folder: Path) -> list[tuple[str, tuple[str, str] | None]]:
+    """The names of checkpoints that seem to be there, each with the file and the reason for which it is none."""
     return [
-        (path, (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
+        (path.name, (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
         for path, found in reversed(_ordered(folder))
     ]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from leyden.strategies.base import Strategy
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.errors import OtherRankError
 
 T = TypeVar("T")
 
@@ -22,29 +22,45 @@ class Ranks:
     Args:
         strategy: of the run; None for a process by itself.
         path: the checkpoint, for messages.
+        each_node: every machine keeps a whole checkpoint in a folder of its own; else all see one folder.
 
     Attributes:
         rank: of this process, from 0.
         size: how many there are.
+        share: this rank's number, and how many there are, of those that see the same folder.
+        keeper: the rank that looks after that folder: 0, or the first of this machine.
+        is_keeper: it is this one.
+        keepers: the keepers of all folders.
 
     Example:
         >>> Ranks().gather("mine")
         ['mine']
     """
 
-    def __init__(self, strategy: Strategy | None = None, path: str | os.PathLike[str] = "checkpoint") -> None:
+    def __init__(
+        self,
+        strategy: Strategy | None = None,
+        path: str | os.PathLike[str] = "checkpoint",
+        each_node: bool = False,
+    ) -> None:
         together = strategy is not None and strategy.is_joined and strategy.world_size > 1
         self._strategy = strategy if together else None
         self._path = Path(path)
         self._over = False
         self.rank = 0 if self._strategy is None else self._strategy.global_rank
         self.size = 1 if self._strategy is None else self._strategy.world_size
+        local, here = self.rank, self.size
+        if self._strategy is not None and each_node:
+            local, here = self._strategy.local_rank, self.size // self._strategy.num_nodes
+        self.share = (local, here)
+        self.keeper, self.is_keeper = self.rank - local, local == 0
+        self.keepers = list(range(0, self.size, here))
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks.
 
         Raises:
-            CheckpointError: if one of them has told an error; names the rank.
+            OtherRankError: if one of them has told an error; names the rank.
         """
         return [value] if self._strategy is None else self._exchange(value, None)
 
@@ -57,6 +73,16 @@ class Ranks:
         found: list[Any] = self.gather(self._told(work) if self.rank == 0 else None)
         result: T = found[0]
         return result
+
+    def keep(self, work: Callable[[], T]) -> T:
+        """The rank that looks after a folder does the work, and all that see the folder are given what came of it."""
+        found: list[Any] = self.gather(self._told(work) if self.is_keeper else None)
+        result: T = found[self.keeper]
+        return result
+
+    def send(self, value: T, source: int) -> T:
+        """Gives every rank the value of one; an error is for the next `gather`."""
+        return value if self._strategy is None else self._strategy.broadcast(value, source)
 
     def tell(self, error: BaseException) -> None:
         """Tells the others of an error, once, where they do not know of it yet. It is the caller's to raise."""
@@ -82,5 +108,5 @@ class Ranks:
         for rank, (_, failure) in enumerate(found):
             if failure is not None:
                 self._over = True
-                raise CheckpointError(self._path, f"rank {rank} could not do its part: {failure}")
+                raise OtherRankError(self._path, f"rank {rank} could not do its part: {failure}")
         return [value for value, _ in found]

@@ -329,7 +329,7 @@ def open_verified(path: str | os.PathLike[str], ranks: Ranks, full: bool = True)
     def look() -> tuple[str, str] | None:
         try:
             readers.append(CheckpointReader(path))
-            readers[0].verify(ranks.rank, ranks.size) if full else readers[0].verify_sizes()
+            readers[0].verify(*ranks.share) if full else readers[0].verify_sizes()
         except CheckpointError as error:
             return str(error.path), error.reason
         return None

@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from leyden.strategies.base import Strategy
+from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.safefile import memory_of
+from leyden.trainer.checkpoint.tensors import is_sharded
 from leyden.trainer.data.rng import seeded_state
 
 
@@ -48,8 +52,40 @@ def read_rank(reader: CheckpointReader, strategy: Strategy, module: nn.Module) -
         **first,
         "logs": merged_logs([state["logs"] for state in states], empty=rank > 0),
         "metrics": merged_metrics([state["metrics"] for state in states], module, empty=rank > 0),
+        "buffers": {},
         "rng": first["rng"] if rank == 0 else seeded_state(rank_seed(first.get("seed", 0), step, rank)),
     }
+
+
+def own_buffers(module: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+    """The module's buffers in which this rank differs from rank 0, whose are those of the checkpoint.
+
+    So it is with the statistics of batch norm, to which each rank adds its own batches.
+    """
+    if ranks.size == 1:
+        return {}
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    buffers = {
+        name: value
+        for name, value in module.state_dict().items()
+        if name not in known and isinstance(value, Tensor) and value.layout is torch.strided and not is_sharded(value)
+    }
+    digests = {name: _digest(value) for name, value in buffers.items()}
+    first = ranks.gather(digests)[0]
+    return {name: value for name, value in buffers.items() if digests[name] != first.get(name)}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(memory_of(tensor.detach().cpu().contiguous())).digest()
+
+
+@torch.no_grad()
+def load_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Gives a rank back what `own_buffers` found."""
+    state = module.state_dict() if buffers else {}
+    for name, value in buffers.items():
+        if name in state:
+            state[name].copy_(value)
 
 
 def rank_seed(seed: int, step: int, rank: int) -> int:

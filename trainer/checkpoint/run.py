@@ -17,10 +17,11 @@ from leyden.trainer.checkpoint.codec import check_encodable
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
-from leyden.trainer.checkpoint.regrouped import read_rank, saved_ranks
+from leyden.trainer.checkpoint.regrouped import load_buffers, own_buffers, read_rank, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state
 from leyden.trainer.logs import metric_states
@@ -123,11 +124,12 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     Returns:
         The reader, None to begin anew; and the words for it.
     """
+    settle_nodes(trainer)
     if goal.path is None:
         return None, "anew"
     if goal.continues:
         return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
-    ranks = Ranks(trainer.strategy, trainer.checkpoint_folder)
+    ranks = Ranks(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
     path = _find(trainer, goal, ranks)
     if path is None:
         return None, "anew (there is no checkpoint yet)"
@@ -141,6 +143,23 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if "rng" in goal.parts and saved_ranks(reader) not in (0, trainer.strategy.data_size):
         exact += f"; saved by {saved_ranks(reader)} rank(s): random numbers of ranks from 1 on are seeded anew"
     return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+
+
+def settle_nodes(trainer: Trainer) -> None:
+    """Finds out where several machines share the folders of checkpoints.
+
+    Raises:
+        ConfigurationError: if fit would save into folders that are not shared, and was not told to.
+    """
+    for callback in trainer.checkpoint_callbacks if trainer.strategy.num_nodes > 1 else ():
+        folder = callback.folder_of(trainer)
+        callback.saves_on_each_node = not is_shared(folder, Ranks(trainer.strategy, folder))
+        if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":
+            raise ConfigurationError(
+                f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
+                "(default_root_dir or dirpath), or give ModelCheckpoint(save_on_each_node=True): every machine then keeps "
+                "whole checkpoints of its own."
+            )
 
 
 def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
@@ -193,7 +212,8 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
             "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
         )
     strategy, progress = trainer.strategy, trainer.progress
-    with CheckpointWriter(path, ranks=Ranks(strategy, path)) as writer:
+    ranks = Ranks(strategy, path, trainer.saves_on_each_node)
+    with CheckpointWriter(path, ranks=ranks) as writer:
         for logger in trainer.loggers:
             logger.save()
         if loop is not None and trainer.state.stage == "fit":
@@ -209,7 +229,9 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
             writer.state("schedulers", _schedulers(trainer))
             writer.state("callbacks", state["callbacks"])
             writer.state("user", state["user"])
-            writer.state(f"rank-{strategy.data_rank}", rank_state(trainer, loop, progress), of_rank=True)
+            buffers = own_buffers(trainer.module, ranks)
+            own = {"buffers": buffers, **rank_state(trainer, loop, progress)}
+            writer.state(f"rank-{strategy.data_rank}", own, of_rank=True)
         hparams = _hparams(trainer)
         if hparams:
             writer.state("hparams", hparams)
@@ -293,6 +315,8 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
         if saved.user is not None:
             trainer.hooks.module_only("on_load_checkpoint", saved.user["checkpoint"])
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
+        if saved.rank is not None:
+            load_buffers(trainer.module, saved.rank.get("buffers", {}))
     if trainer.state.stage == "fit" and saved.user is not None and "callbacks" in goal.parts:
         if trainer.datamodule is not None and saved.user["datamodule"]:
             trainer.datamodule.load_state_dict(saved.user["datamodule"])

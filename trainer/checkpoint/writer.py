@@ -34,6 +34,7 @@ from leyden.trainer.checkpoint.manifest import (
     Manifest,
     unsafe,
 )
+from leyden.trainer.checkpoint.nodes import ship
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.safefile import entry_of, write_file, write_tensors
 from leyden.trainer.checkpoint.shards import Table, file_name, spread, whole_table
@@ -82,10 +83,14 @@ class CheckpointWriter:
         self._plan: dict[str, str] = {}
         self._open = False
         self._ranks = Ranks() if ranks is None else ranks
-        self._folder = self._ranks.first(self._begin)
+        self._folder = self._ranks.keep(self._begin)
         self._open = True
         if self._ranks.size > 1:
-            self._ranks.each(self._look)
+            try:
+                self._ranks.each(self._look)
+            except BaseException:
+                self.abort()
+                raise
 
     def _begin(self) -> Path:
         if self._overwrite and os.path.lexists(self._target) and not is_checkpoint(self._target):
@@ -100,7 +105,9 @@ class CheckpointWriter:
     def _look(self) -> None:
         if not self._folder.is_dir():
             raise CheckpointError(
-                self._folder, "is not seen by every rank: put checkpoints into a folder that all machines share."
+                self._folder,
+                "is not seen by every rank: put checkpoints into a folder that all machines share, or give "
+                "ModelCheckpoint(save_on_each_node=True).",
             )
 
     def __enter__(self) -> Self:
@@ -281,17 +288,25 @@ class CheckpointWriter:
         """
         self.json(PROGRESS, dict(progress))
         found = self._ranks.gather((self._files, self._plan))
-        path = self._ranks.first(lambda: self._commit(found, progress, world_size, strategy))
+        if len(self._ranks.keepers) > 1:
+            ship([files for files, _ in found], self._folder, self._ranks)
+        manifest = self._ranks.first(lambda: self._manifest(found, progress, world_size, strategy))
+        path = self._ranks.first(lambda: self._commit(manifest))
+        if len(self._ranks.keepers) > 1:
+            # Where other machines keep a folder of their own, it gets the name that it got here.
+            self._target = self._target.with_name(path.name)
+            path = self._ranks.keep(lambda: path if self.is_first else self._commit(manifest, anew=False))
         self._open = False
         return path
 
-    def _commit(
+    def _manifest(
         self,
         found: list[tuple[dict[str, FileEntry], dict[str, str]]],
         progress: Mapping[str, Any],
         world_size: int,
         strategy: str,
-    ) -> Path:
+    ) -> Manifest:
+        """What all have written, looked at from here."""
         for rank, (files, planned) in enumerate(found[1:], 1):
             for stem in planned.keys() | self._plan.keys():
                 if planned.get(stem) != self._plan.get(stem):
@@ -301,23 +316,29 @@ class CheckpointWriter:
                     )
             for name, entry in files.items():
                 self._claim(name)
-                self._check_size(name, entry)
                 self._files[name] = entry
+        return Manifest(
+            files=self._files,
+            save_counter=highest_counter(self._target.parent) + 1,
+            saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
+            progress={key: progress[key] for key in ("epoch", "global_step") if key in progress},
+            world_size=world_size,
+            strategy=strategy,
+            versions={"leyden": _version(), "torch": str(torch.__version__)},
+        )
+
+    def _commit(self, manifest: Manifest, anew: bool = True) -> Path:
+        for name, entry in manifest.files.items():
+            self._check_size(name, entry)
         with self._writing(self._target):
             parent = self._target.parent
-            manifest = Manifest(
-                files=self._files,
-                save_counter=highest_counter(parent) + 1,
-                saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
-                progress={key: progress[key] for key in ("epoch", "global_step") if key in progress},
-                world_size=world_size,
-                strategy=strategy,
-                versions={"leyden": _version(), "torch": str(torch.__version__)},
-            )
             write_file(self._folder / MANIFEST, [manifest.to_bytes()])
-            for folder in {(self._folder / name).parent for name in self._files} | {self._folder}:
+            for folder in {(self._folder / name).parent for name in manifest.files} | {self._folder}:
                 staging.fsync_folder(folder)
-            path = self._replace() if self._overwrite and os.path.lexists(self._target) else self._place()
+            if self._overwrite and os.path.lexists(self._target):
+                path = self._replace()
+            else:
+                path = self._place(anew)
             self._open = False
             staging.fsync_folder(parent)
         return path
@@ -339,11 +360,13 @@ class CheckpointWriter:
         """Removes what was written. After `commit` it does nothing."""
         if self._open:
             self._open = False
-            if self.is_first:
+            if self._ranks.is_keeper:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _place(self) -> Path:
+    def _place(self, anew: bool) -> Path:
         """Renames into the first free name. Another writer may take it in between; then the rename fails."""
+        if not anew and os.path.lexists(self._target):
+            raise CheckpointError(self._target, "is there on this machine, and free on the first one: remove it.")
         for version in itertools.count():
             path = self._target if version == 0 else self._target.with_name(f"{self._target.name}-v{version}")
             if os.path.lexists(path):

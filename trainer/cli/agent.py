@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.cli.rank import TRACE
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ def start(plan: Plan, command: list[str]) -> int:
         os.execvpe(command[0], command, {**os.environ, **plan.variables()})
     if shutil.which(command[0]) is None:
         raise ConfigurationError(f"there is no program {command[0]}: give its path.")
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
     from leyden.strategies.launch.engine import Machines, engine_config, run_engine
 
     kept = plan.engine.log_dir
@@ -44,7 +46,13 @@ def start(plan: Plan, command: list[str]) -> int:
     machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
     config = engine_config(plan.per_machine, machines, str(logs), **_engine(plan, logs))
     told: list[Ended] = []
-    status = run_engine(config, command[0], command[1:], plan.variables(), tell=told.append)
+    try:
+        status = run_engine(config, command[0], command[1:], plan.variables(), tell=told.append)
+    except RendezvousError as error:
+        raise LeydenError(
+            f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not come within "
+            f"{MEETING_SECONDS} s. What its ranks printed tells why; what this machine's ranks left is in {logs}."
+        ) from error
     if told:
         print(block(told[0], _folder(logs, told[0]), shows=plan.engine.log_dir is None), file=sys.stderr, flush=True)
     elif kept is None and not list(logs.glob("*/attempt_1")):

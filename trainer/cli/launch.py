@@ -35,7 +35,7 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
         if isinstance(key.kind, type):
             self.name = {bool: "true|false", int: "number", float: "number"}.get(key.kind, "text")
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+    def get_metavar(self, param: click.Parameter, ctx: click.Context | None = None) -> str:
         return f"[{'|'.join(self.key.kind)}]" if isinstance(self.key.kind, tuple) else self.name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

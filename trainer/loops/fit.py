@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 import warnings
@@ -18,6 +19,7 @@ from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.differences import check_batches
 from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -215,12 +217,9 @@ class FitLoop:
             # Of a run that goes on after its last window: only the end is left to be drawn.
             total = self.progress.batch
         elif total is None:
-            limit = self.trainer.arguments.limit_train_batches
-            for batch, is_last in lookahead(iterator):
-                is_last = is_last or (isinstance(limit, int) and self.progress.batch + 1 >= limit)
-                yield batch, is_last
-                if is_last:
-                    return
+            limit = self._limit_of_unknown()
+            # Nothing is drawn beyond the limit, not even to look at.
+            yield from lookahead(itertools.islice(iterator, None if limit is None else limit - self.progress.batch))
             return
         for number in range(self.progress.batch + 1, total + 1):
             try:
@@ -236,6 +235,11 @@ class FitLoop:
         if self.progress.batch == self.cursor.length:
             # The plain loop's last next(), in which a generator finishes and workers are sent home.
             next(iterator, None)
+
+    def _limit_of_unknown(self) -> int | None:
+        """The most batches that are read of a loader without a length; None for all."""
+        limit = self.trainer.arguments.limit_train_batches
+        return limit if self.num_batches is None and isinstance(limit, int) else None
 
     def _end_epoch(self, complete: bool, cut: bool = False) -> None:
         """Ends an epoch; one that a limit broke off keeps its sums, so that a resume can go on inside it."""
@@ -267,6 +271,7 @@ class FitLoop:
         window = self.accelerator.window
         window.index -= 1
         window.closes = True
+        self.trainer.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
         self.accelerator.end_batch()
         self._after_step(True)
@@ -339,6 +344,7 @@ class FitLoop:
         """Validates; False if a signal broke it off, so that it is still to be done."""
         assert self.validation is not None
         self.note_time()
+        self.trainer.strategy.synchronize_buffers()
         self.progress.seconds_at_validation = self.progress.seconds
         undo = self._undo_validation()
         done = False
@@ -424,6 +430,7 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
+            check_batches(self.trainer.strategy, self.num_batches)
 
     def _limit_batches(self) -> None:
         """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
@@ -444,7 +451,8 @@ class FitLoop:
         if self.cursor is None:
             return None
         inside = progress.phase not in ("epoch_start", "epoch_end")
-        ended = self.num_batches == self.cursor.length and not progress.cut
+        is_limited = self.num_batches != self.cursor.length or progress.batch == self._limit_of_unknown()
+        ended = not is_limited and not progress.cut
         return {
             "place": self.cursor.state_dict(progress.batch) if inside else None,
             "rest": None if inside else self.cursor.rest_state(ended),

@@ -227,7 +227,8 @@ class AutomaticStep(Step):
             self.accelerator.close_window()
             self.strategy.before_step(prepared.optimizer)
             self._before_step(prepared.optimizer)
-            return read_loss(outputs)[0].detach()
+            # Of all ranks, which must choose the same step.
+            return self.strategy.reduce(read_loss(outputs)[0].detach())
 
         self.accelerator.stepped = False
         if self.own_step:

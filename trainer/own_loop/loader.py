@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
+from leyden.trainer.own_loop.dispatch import StreamPart
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -84,13 +85,18 @@ class PreparedLoader:
         # A script that asks to go on at a place means it, whatever it costs its loader.
         self.cursor = LoaderCursor(loader, allow_replay=True)
         self._shares = self.cursor.shares
-        self._counts = getattr(getattr(loader, "batch_sampler", None), "counts", None)
+        self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
+        dataset = getattr(loader, "dataset", None)
+        # Worker processes keep what they know of the stream's end.
+        tells = isinstance(dataset, StreamPart) and getattr(loader, "num_workers", 0) == 0
+        self._stream = dataset if tells else None
 
     def __iter__(self) -> Iterator[Any]:
         return self.read()
 
     def read(self, skip: int | None = None) -> Iterator[Any]:
         """A pass from its batch number `skip` on, or where a checkpoint stands."""
+        self._accelerator.synchronise_rng()
         # Begun now, since a plain loader draws its random numbers when its iterator is made.
         iterator = self._begin(skip)
         return self._give(iterator)
@@ -125,21 +131,22 @@ class PreparedLoader:
         self.iteration += 1
 
     def _give(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        total, move = self.cursor.length, self._move or _as_it_is
+        total, move, accelerator = self.cursor.length, self._move or _as_it_is, self._accelerator
         self.is_active, self._ended = True, False
-        self._accelerator.begin_loader(self)
+        accelerator.begin_loader(self)
         try:
             if total is None:
                 for batch, self.end_of_dataloader in lookahead(iterator):
                     self.position += 1
                     yield move(self._own(batch))
+                    accelerator.write_due()
             else:
                 yield from self._counted(iterator, total, move)
             self.iteration += 1
             self._ended = True
         finally:
             self.is_active = False
-            self._accelerator.end_loader(self)
+            accelerator.end_loader(self)
 
     def _counted(self, iterator: Iterator[Any], total: int, move: Callable[[Any], Any]) -> Iterator[Any]:
         while self.position < total:
@@ -148,6 +155,7 @@ class PreparedLoader:
             try:
                 # Without a name of its own, which would keep the batch in memory through the next one's loading.
                 yield move(self._own(next(iterator)))
+                self._accelerator.write_due()
             except StopIteration:
                 warnings.warn(
                     f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
@@ -159,11 +167,13 @@ class PreparedLoader:
         next(iterator, None)
 
     def _own(self, batch: Any) -> Any:
-        """The batch itself; a sharded loader gives it with the share that it is of all."""
-        if not self._shares:
-            return batch
-        batch, _ = batch
-        self.samples = self._counts.popleft() if self._counts is not None else None
+        """The batch itself, which a sharded loader gives with the share that it is of all."""
+        if self._shares:
+            batch, _ = batch
+        if self._counts is not None:
+            self.samples = self._counts.popleft()
+        elif self._stream is not None:
+            self.samples = self._stream.counts if self.end_of_dataloader else None
         return batch
 
     def state_dict(self) -> State:

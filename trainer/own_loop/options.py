@@ -12,6 +12,7 @@ import torch
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
+from leyden.trainer.launched import read_launched, with_options
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -48,6 +49,7 @@ class Options:
                 raise ConfigurationError(f"Accelerator({name}=…): {what} is not part of this version. Leave it out.")
         if given["dynamo_plugin"] is not None:
             raise ConfigurationError("Accelerator(dynamo_plugin=…): give dynamo_backend='inductor', say.")
+        _fill(given)
         self.device_placement: bool = given["device_placement"]
         self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
@@ -110,6 +112,31 @@ class Options:
         ddp = self.handlers.get(DistributedDataParallelKwargs)
         if ddp is not None and hasattr(strategy, "ddp_arguments"):
             strategy.ddp_arguments.update(ddp.arguments())
+
+
+def _fill(given: dict[str, Any]) -> None:
+    """What `leyden launch` says takes the place of what the script left at its default, and rank 0 says so."""
+    launched = read_launched()
+    if launched is None:
+        return
+    filled: dict[str, Any] = {}
+    if launched.strategy is not None and given["strategy"] == "auto" and given["fsdp_plugin"] is None:
+        filled["strategy"] = launched.strategy
+    if launched.precision is not None and given["mixed_precision"] is None:
+        filled["mixed_precision"] = launched.precision
+    steps = launched.accumulate_grad_batches
+    if steps is not None and given["gradient_accumulation_steps"] == 1 and not given["gradient_accumulation_plugin"]:
+        filled["gradient_accumulation_steps"] = steps
+    if launched.accelerator == "cpu" and not given["cpu"]:
+        filled["cpu"] = True
+    if launched.compile and given["dynamo_backend"] is None:
+        filled["dynamo_backend"] = launched.compile.get("backend", "inductor")
+    if filled and os.environ.get("RANK", "0") == "0":
+        told = ", ".join(f"{name}={value!r}" for name, value in filled.items())
+        print(f"leyden launch fills {told} (from {launched.source})")
+    if "strategy" in filled and launched.options:
+        filled["strategy"] = with_options(filled["strategy"], launched.options)
+    given.update(filled)
 
 
 def _data(given: dict[str, Any]) -> DataLoaderConfiguration:

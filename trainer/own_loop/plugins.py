@@ -215,6 +215,46 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """FSDP, by the names that Accelerate and FSDP1 gave its options; `FSDPStrategy` has them under its own.
+
+    What is left at None keeps the strategy's default. A value that FSDP2 cannot have is refused, with the reason.
+    """
+
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    transformer_cls_names_to_wrap: Sequence[str] | None = None
+    min_num_params: int | None = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    activation_checkpointing: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    fsdp_version: int | None = None
+
+    def build(self) -> Any:
+        """The strategy."""
+        from leyden.strategies.fsdp import FSDPStrategy
+
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if "transformer_cls_names_to_wrap" in given:
+            given["auto_wrap_policy"] = set(given.pop("transformer_cls_names_to_wrap"))
+        if "mixed_precision_policy" in given:
+            given["mp_policy"] = given.pop("mixed_precision_policy")
+        if given.pop("fsdp_version", 2) == 1 and "use_orig_params" not in given:
+            # FSDP1's own layout of parameters is no more; all else has the same numbers.
+            given["use_orig_params"] = True
+        return FSDPStrategy(**given)
+
+
 class Handlers:
     """The handlers of an Accelerator, one of each kind.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.utils.data.distributed import DistributedSampler
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.even import EvenBatches, OwnBatches
-from leyden.trainer.data.rebuild import with_index_sampler
+from leyden.trainer.data.rebuild import with_dataset, with_index_sampler
 from leyden.trainer.data.sharding import Order, Ranks
 from leyden.trainer.data.streams import shard
+from leyden.trainer.own_loop.dispatch import Dispatched, StreamPart
 from leyden.trainer.own_loop.plugins import DataLoaderConfiguration
 
 
@@ -38,8 +40,16 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
     if config.use_seedable_sampler:
         loader = _seedable(loader, torch.initial_seed() if config.data_seed is None else config.data_seed)
     rank, ranks = strategy.data_rank, strategy.data_size
-    if ranks == 1 or not _is_indexed(loader):
-        return loader if ranks == 1 else shard(loader, Ranks.of(strategy))
+    if ranks == 1:
+        return loader
+    if config.dispatch_batches:
+        return Dispatched(loader, strategy, config.split_batches, config.even_batches)
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return _stream(loader, rank, ranks, config)
+    if isinstance(loader, (list, tuple)):
+        return _listed(loader, rank, ranks, config)
+    if not _is_indexed(loader):
+        return shard(loader, Ranks.of(strategy))
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         return loader
@@ -50,13 +60,40 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
                 f"split_batches=True and a {type(batches).__name__} of your own: give the loader a batch_size, or leave it out."
             )
         return with_index_sampler(loader, kind(Order(batches, strategy.broadcast), rank, ranks, None))
-    size, left = divmod(batches.batch_size, ranks if config.split_batches else 1)
-    if left:
-        raise ConfigurationError(
-            f"split_batches=True: a batch of {batches.batch_size} does not divide among {ranks} ranks. Choose a multiple."
-        )
+    size = _own_size(batches.batch_size, ranks, config)
     order = Order(batches.sampler, strategy.broadcast)
     return with_index_sampler(loader, kind(order, rank, ranks, size, batches.drop_last))
+
+
+def _own_size(size: int, ranks: int, config: DataLoaderConfiguration) -> int:
+    if not config.split_batches:
+        return size
+    if size % ranks:
+        raise ConfigurationError(
+            f"split_batches=True: a batch of {size} does not divide among {ranks} ranks. Choose a multiple."
+        )
+    return size // ranks
+
+
+def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderConfiguration) -> DataLoader[Any]:
+    """A stream is read by every rank, which keeps its own blocks of it."""
+    # Without a batch size the data set makes the batches, and each of them is one rank's.
+    given = loader.batch_size or 1
+    size = _own_size(given, ranks, config)
+    part = StreamPart(loader.dataset, rank, ranks, size, config.even_batches, loader.drop_last)
+    changed = with_dataset(loader, part)
+    if size != given:
+        changed = with_index_sampler(changed, BatchSampler(changed.sampler, size, loader.drop_last))
+        vars(changed)["batch_size"] = size
+    return changed
+
+
+def _listed(batches: Sequence[Any], rank: int, ranks: int, config: DataLoaderConfiguration) -> list[Any]:
+    """Of batches that are there already each rank takes every `ranks`-th."""
+    count = len(batches)
+    last = -(-count // ranks) * ranks
+    numbers = range(rank, last if config.even_batches else count, ranks)
+    return [batches[number % count] for number in numbers]
 
 
 def _is_indexed(loader: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -77,6 +78,7 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, logger: Logger, name: str | None = None) -> None:
         self.logger = logger
         self.name = name or type(logger).__name__
+        self._told_of_texts = False
 
     @property
     def tracker(self) -> Any:
@@ -87,13 +89,24 @@ class LoggerTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         texts = {key: value for key, value in values.items() if isinstance(value, str)}
-        writer: Any = self.logger.experiment if texts else None
-        if texts and hasattr(writer, "add_text"):
-            for key, value in texts.items():
-                writer.add_text(key, value, global_step=step, **kwargs)
+        if texts:
+            self._log_texts(texts, step)
             values = {key: value for key, value in values.items() if key not in texts}
         if values:
             self.logger.log_metrics(values, step)
+
+    def _log_texts(self, texts: dict[str, str], step: int | None) -> None:
+        writer: Any = self.logger.experiment
+        if hasattr(writer, "add_text"):
+            for key, value in texts.items():
+                writer.add_text(key, value, global_step=step)
+        elif self.name == "wandb":
+            writer.log(texts)
+        elif not self._told_of_texts:
+            self._told_of_texts = True
+            warnings.warn(
+                f"the tracker {self.name!r} records numbers; {', '.join(texts)} is text and left out.", stacklevel=5
+            )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Records images: arrays of the shape (N, H, W, C), or (N, C, H, W) with `dataformats="NCHW"`."""
@@ -142,7 +155,7 @@ def chosen(log_with: Any) -> list[Any]:
 
     if log_with is None:
         return []
-    entries = [log_with] if isinstance(log_with, (str, GeneralTracker, Logger, type)) else list(log_with)
+    entries = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     found: list[Any] = []
     for entry in entries:
         entry = getattr(entry, "value", entry) if not isinstance(entry, (str, type)) else entry
@@ -225,6 +238,9 @@ class Tracked(Collectives):
     trackers: list[GeneralTracker]
     logging_dir: Any
 
+    def write_due(self) -> None:
+        """See `Accelerator`."""
+
     def follow_with(self, log_with: Any) -> None:
         """Takes what is to be tracked with; nothing is begun before `init_trackers`."""
         self._log_with = chosen(log_with)
@@ -269,6 +285,7 @@ class Tracked(Collectives):
     def end_training(self) -> None:
         """Closes the trackers, once every rank has come here."""
         self._announce("end_training")
+        self.write_due()
         for tracker in self._active_trackers():
             tracker.finish()
         self.strategy.barrier()

@@ -26,6 +26,7 @@ from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.run import ForeignWeights
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "hsdp": 4}
@@ -426,3 +427,19 @@ def test_a_part_is_merged_by_its_own_names(saved: dict[str, Any], tmp_path: Path
     with pytest.raises(ConfigurationError, match=r"no weight .* begins with 'block\.'.*Did you mean 'blocks'"):
         merge(source["path"], file, module_prefix="block")
     assert [path.name for path in file.parent.iterdir()] == ["model.safetensors"]
+
+
+def foreign(path: str) -> dict[str, Any]:
+    strategy = strategy_of("fsdp 2")
+    model = build("fsdp 2", seed=9, meta=True)
+    fill_weights(model, ForeignWeights(Path(path), trust=False), strict=False)
+    found = {name: whole(value).numpy() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    strategy.teardown()
+    return found
+
+
+def test_a_file_of_another_trainer_is_cut_into_shards(saved: dict[str, Any], tmp_path: Path) -> None:
+    file = merge(saved["single"]["path"], tmp_path)
+    expected = saved["single"]["found"]
+    for found in run_world(2, foreign, str(file)):
+        assert all(value.tobytes() == expected[name].tobytes() for name, value in found.items())

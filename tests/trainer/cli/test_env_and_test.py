@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-import leyden
+import leyden as leyden_package
 
 
 def test_env_can_be_pasted(here: Any, tmp_path: Path) -> None:
     text = here("env").stdout
-    assert text.splitlines()[0].split() == ["leyden", leyden.__version__]
+    assert text.splitlines()[0].split() == ["leyden", leyden_package.__version__]
     assert str(torch.__version__) in text
     assert "gloo" in text
     assert "no configuration file at" in text
@@ -28,12 +29,24 @@ def test_env_shows_no_secret(here: Any, environ: dict[str, str], monkeypatch: An
     assert "secret-of-mine" not in here("env").stdout
 
 
-def test_the_self_test_passes_on_two_ranks(leyden: Any, tmp_path: Path) -> None:
+CONFIG = "use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n"
+FSDP = "use_fsdp: true\nfsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 100, fsdp_sharding_strategy: 1}\n"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_the_self_test_passes_on_two_ranks(strategy: str, leyden: Any, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
-    file.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n")
+    file.write_text(CONFIG + (FSDP if strategy == "fsdp" else ""))
     done = leyden("test", "--config_file", file)
     assert done.returncode == 0, done.stderr
     checks = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ok ")]
     assert checks == ["collectives", "parity", "accumulation", "resume", "precision"]
-    assert "2 ranks, ddp on cpu" in done.stdout
+    assert f"2 ranks, {strategy} on cpu" in done.stdout
     assert "bf16-mixed" in done.stdout
+
+
+def test_a_check_that_does_not_hold_ends_the_self_test() -> None:
+    from leyden.trainer.cli.trial import Reporter
+
+    with pytest.raises(leyden_package.LeydenError, match="parity does not hold: the weights differ"):
+        Reporter(leyden_package.Trainer(logger=False)).check("parity", False, "the weights differ")

@@ -173,6 +173,46 @@ def test_two_machines_meet(script: Path, tmp_path: Path, environ: dict[str, str]
     assert told(tmp_path, 1)["sum"] == 2.0
 
 
+def test_machines_that_lose_each_other_are_told_in_a_line(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    from leyden.strategies.launch import engine
+
+    def lost(*_: Any, **__: Any) -> int:
+        raise RendezvousConnectionError("the store has gone")
+
+    monkeypatch.setattr(engine, "run_engine", lost)
+    flags = (
+        "--cpu",
+        "--num_machines",
+        "2",
+        "--rdzv_endpoint",
+        "10.0.0.1:5000",
+        "--preflight_timeout",
+        "0",
+        "-q",
+        "--no_python",
+    )
+    done = here("launch", "--num_processes", "2", *flags, "true")
+    assert done.returncode == 2
+    assert "lost each other at 10.0.0.1:5000 (the store has gone)" in done.stderr
+
+
+@pytest.mark.full
+def test_one_task_of_slurm_on_each_machine_starts_its_ranks(
+    script: Path, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """With the variables that srun sets for one task on each of two machines, of which this host plays both."""
+    slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+    slurm |= {"SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    tasks = [{**environ, **slurm, "SLURM_PROCID": str(node), "SLURM_NODEID": str(node)} for node in (0, 1)]
+    flags = ["--cpu", "--num_processes", "4", "--main_process_port", str(free_port())]
+    ended = run_together([[sys.executable, "-m", "leyden", "launch", *flags, "train.py"]] * 2, tasks, tmp_path)
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert [told(tmp_path, rank)["node"] for rank in range(4)] == ["0", "0", "1", "1"]
+    assert told(tmp_path, 3)["sum"] == 4.0
+
+
 def test_tasks_of_slurm_become_the_ranks(script: Path, tmp_path: Path, environ: dict[str, str]) -> None:
     """With the variables that srun sets for two tasks on one machine."""
     slurm = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from leyden import Trainer, TrainModule
+from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import GradientAccumulation
 from leyden.strategies import SingleDeviceStrategy
 from leyden.trainer.launched import VARIABLES, Launched, launched_arguments
@@ -78,6 +78,20 @@ def test_one_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("RANK", "1")
     assert launched_arguments({})["precision"] == "bf16-mixed"
     assert capsys.readouterr().out == ""
+
+
+def test_a_section_of_the_file_makes_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block,Head"}
+    options |= {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}
+    made = launched_arguments({}, Launched("file", strategy="fsdp", options=options).variables())["strategy"]
+    assert made.name == "fsdp"
+    settings = {name: made.settings[name] for name in ("auto_wrap_policy", "reshard_after_forward", "cpu_offload")}
+    assert settings == {"auto_wrap_policy": {"Block", "Head"}, "reshard_after_forward": False, "cpu_offload": True}
+    # The Trainer refuses what this version does not have, in its words.
+    for name, value in Launched("file", strategy="deepspeed_stage_2", options={"zero_stage": 2}).variables().items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="'deepspeed_stage_2' is not known in this version"):
+        Trainer(logger=False)
 
 
 def test_a_plain_process_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

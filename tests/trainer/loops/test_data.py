@@ -361,3 +361,18 @@ def test_a_batch_of_any_structure_is_converted(Tiny: Any, fit: Any, batches: Any
             return self(batch["x"][0]).mean()
 
     fit(Nested(), [{"x": [torch.ones(1, 2)], "n": torch.arange(2), "s": "a"}], precision="64-true")
+
+
+def test_nothing_is_drawn_beyond_a_limit(Tiny: Any, fit: Any, batches: Any) -> None:
+    """Not even to look whether a batch is the last: whoever draws next finds it."""
+    drawn: list[float] = []
+
+    class Untold:
+        def __iter__(self) -> Iterator[Any]:
+            for batch in batches(5):
+                drawn.append(float(batch[0, 0]))
+                yield batch
+
+    module = Tiny()
+    fit(module, Untold(), limit_train_batches=3, max_epochs=2)
+    assert drawn == module.trained == [0.0, 1.0, 2.0] * 2

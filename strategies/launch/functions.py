@@ -1,0 +1,218 @@
+"""Ranks that run a function of this process: spawned or forked, for notebooks, interactive sessions and tests."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.launch.environment import STARTER
+
+PATIENCE = 10.0
+"""Seconds in which the others may end by themselves after one rank has failed."""
+
+
+class RankTrace(Exception):
+    """The traceback of an error on a rank, as its cause."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def run_function(start_method: str, count: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(*args)` on so many ranks of this machine.
+
+    Args:
+        start_method: "spawn" (everything is pickled, the script's module imported anew), "fork" or "notebook" (both fork).
+        count: ranks.
+        function: called on each, with the variables of its rank set.
+        *args: its arguments.
+
+    Returns:
+        What it gave back on rank 0; tensors as copies on the CPU.
+
+    Raises:
+        ConfigurationError: if CUDA is in use already, and would have to be forked.
+        BaseException: the error of the first rank that failed.
+    """
+    if start_method != "spawn":
+        _check_fork()
+    handed: Any = (function, args)
+    if start_method == "spawn":
+        # As bytes: multiprocessing would give every rank the same memory for the module's parameters, and all would step in it.
+        try:
+            handed = _packed(handed)
+        except Exception as error:
+            raise ConfigurationError(
+                f"start_method='spawn' must pickle the Trainer, the module and the loaders, and could not: {error}. Define classes "
+                "and functions at the top of a file that can be imported, or use strategy='ddp_fork'."
+            ) from error
+    context: Any = multiprocessing.get_context("spawn" if start_method == "spawn" else "fork")
+    port = _free_port()
+    ranks: list[tuple[Any, Any]] = []
+    for rank in range(count):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (sender, rank, count, port, start_method, handed)
+        process = context.Process(target=_rank, args=arguments, name=f"leyden rank {rank}")
+        process.start()
+        sender.close()
+        ranks.append((process, receiver))
+    return _Watch(ranks).result()
+
+
+def _check_fork() -> None:
+    if not hasattr(os, "fork"):
+        raise ConfigurationError("this system cannot fork: use strategy='ddp_spawn'.")
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise ConfigurationError(
+            "CUDA is in use already by this process, and cannot be forked: restart the kernel, and touch no GPU before fit (no "
+            "tensor.cuda(), no torch.cuda call that asks the device); or use strategy='ddp_spawn'."
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class _Watch:
+    """Waits for all ranks; the first error is raised, the others are ended."""
+
+    def __init__(self, ranks: list[tuple[Any, Any]]) -> None:
+        self.processes = [process for process, _ in ranks]
+        self.open = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+        self.answer: bytes | None = None
+        self.failure: tuple[int, Any] | None = None
+        """Rank, and its error, or the exit code of one that gave none."""
+
+    def result(self) -> Any:
+        try:
+            self._wait()
+        except KeyboardInterrupt:
+            # In a notebook only this process gets the signal. Each rank ends its run in order, and raises it again.
+            for process in self.processes:
+                if process.is_alive():
+                    os.kill(process.pid, signal.SIGINT)
+            self._wait()
+            raise
+        finally:
+            _end(self.processes, PATIENCE if self.failure is not None else 60.0)
+        if self.failure is not None:
+            self._raise(*self.failure)
+        assert self.answer is not None
+        return torch.load(io.BytesIO(self.answer), weights_only=False)
+
+    def _wait(self) -> None:
+        deadline: float | None = None
+        while self.open:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = multiprocessing.connection.wait(list(self.open), timeout)
+            if not ready:
+                return
+            for receiver in ready:
+                self._take(receiver)
+            if self.failure is not None and deadline is None:
+                deadline = time.monotonic() + PATIENCE
+
+    def _take(self, receiver: Any) -> None:
+        rank = self.open.pop(receiver)
+        try:
+            kind, value = receiver.recv()
+        except EOFError:
+            self.processes[rank].join(PATIENCE)
+            kind, value = "ended", self.processes[rank].exitcode
+        receiver.close()
+        if kind == "returned":
+            self.answer = value if rank == 0 else self.answer
+        elif self.failure is None or (self.failure[1] == 1 and value != 1):
+            # One that left with 1 and no word only followed another's failure.
+            self.failure = (rank, value)
+
+    def _raise(self, rank: int, value: Any) -> None:
+        if isinstance(value, tuple):
+            packed, text, trace = value
+            error = _unpack(packed) or LeydenError(text)
+            raise error from RankTrace(trace)
+        if isinstance(value, int) and value < 0:
+            name = signal.Signals(-value).name if -value in signal.valid_signals() else "?"
+            raise LeydenError(f"rank {rank} was killed by signal {-value} ({name}); all ranks are ended.")
+        raise LeydenError(f"rank {rank} ended with exit code {value}, and all ranks with it.")
+
+
+def _end(processes: list[Any], patience: float) -> None:
+    """No process is left behind."""
+    deadline = time.monotonic() + patience
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+        process.join()
+
+
+def _rank(sender: Any, rank: int, count: int, port: int, starter: str, handed: Any) -> None:
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(count),
+            "LOCAL_WORLD_SIZE": str(count),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            STARTER: starter,
+        }
+    )
+    if hasattr(os, "setpgrp"):
+        # Ctrl-C in a terminal reaches the caller alone, which passes it on once.
+        os.setpgrp()
+    # A forked OpenMP has lost its threads, and would wait for them.
+    torch.set_num_threads(1 if starter != "spawn" else max(1, (os.cpu_count() or 1) // count))
+    try:
+        function, args = torch.load(io.BytesIO(handed), weights_only=False) if isinstance(handed, bytes) else handed
+        value = function(*args)
+        answer = ("returned", _packed(value) if rank == 0 else None)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        text = f"{type(error).__name__} on rank {rank}: {error}"
+        sender.send(("raised", (_pack(error), text, traceback.format_exc())))
+        # It is told by the caller, who knows the cause.
+        sys.exit(1)
+    sender.send(answer)
+    sender.close()
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _pack(error: BaseException) -> bytes | None:
+    """The error itself, if it survives the way."""
+    try:
+        data = _packed(error)
+        torch.load(io.BytesIO(data), weights_only=False)
+    except Exception:
+        return None
+    return data
+
+
+def _unpack(data: bytes | None) -> BaseException | None:
+    if data is None:
+        return None
+    found = torch.load(io.BytesIO(data), weights_only=False)
+    return found if isinstance(found, BaseException) else None

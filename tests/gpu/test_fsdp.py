@@ -1,0 +1,69 @@
+"""FSDP on a GPU, in an NCCL world of one: against the single device, in bf16 and fp32, and what only a GPU has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.sharding.shards import whole
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
+]
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cuda"}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Regression(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), *(Block(32) for _ in range(3)), nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 16, generator=generator), torch.randn(8, 1, generator=generator)) for _ in range(6)]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-6), ("bf16-mixed", 2e-2)])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_world_of_one_trains_as_the_single_device(precision: str, tolerance: float, offload: bool) -> None:
+    modules = []
+    for strategy in (FSDPStrategy(cpu_offload=offload), "single_device"):
+        torch.manual_seed(0)
+        modules.append(Regression())
+        trainer = Trainer(
+            strategy=strategy,
+            devices=1,
+            precision=precision,
+            max_epochs=2,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+            **QUIET,
+        )
+        trainer.fit(modules[-1], batches())
+    for (name, expected), found in zip(modules[1].named_parameters(), modules[0].parameters(), strict=True):
+        assert isinstance(found, DTensor) and found.device.type == ("cpu" if offload else "cuda")
+        assert torch.allclose(expected.detach().cpu(), whole(found.detach()).cpu(), atol=tolerance), name

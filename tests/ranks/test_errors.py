@@ -1,0 +1,229 @@
+"""When a rank fails: its error once, with rank and step; every rank gone within seconds; nobody left behind; the last checkpoint whole."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.world import run_world
+from torch import Tensor, nn
+
+from leyden import Trainer, TrainModule
+from leyden.callbacks import EarlyStopping, GradientAccumulation
+from leyden.trainer.checkpoint.folder import newest
+
+DEADLINE = 15.0
+"""Seconds after which nobody may be left; a hang ends here, and nothing is measured."""
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from leyden import Trainer, TrainModule
+from leyden.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        if self.trainer.global_step == 5 and self.trainer.global_rank == 1:
+            how = sys.argv[1]
+            if how == "raise":
+                raise ZeroDivisionError("of this rank")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "exit":
+                os._exit(7)
+            if how == "agent":
+                os.kill(int(os.environ["LEYDEN_AGENT"]), signal.SIGKILL)
+                time.sleep(60)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def train_dataloader(self):
+        return DataLoader(torch.ones(400, 4), batch_size=2, num_workers=1 if sys.argv[1] == "agent" else 0)
+
+trainer = Trainer(
+    devices=2, strategy="ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+    callbacks=ModelCheckpoint(every_n_train_steps=1, save_top_k=-1),
+)
+trainer.fit(Module())
+print("after fit")
+"""
+
+
+def members(token: str) -> list[int]:
+    """Processes that were started with this token in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (
+                f"TOKEN={token}".encode() in (entry / "environ").read_bytes()
+                and (entry / "stat").read_text().split()[2] != "Z"
+            ):
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def run_script(how: str, folder: Path) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the script; everybody must be gone."""
+    (folder / "script.py").write_text(SCRIPT)
+    token = uuid.uuid4().hex
+    environ = {**os.environ, "TOKEN": token, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "script.py", how], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
+    )
+    deadline = time.monotonic() + DEADLINE
+    while members(token) and time.monotonic() < deadline:
+        os.sched_yield()
+    assert not members(token), "somebody is left behind"
+    return done.returncode, done.stdout, done.stderr
+
+
+def assert_last_checkpoint_is_whole(folder: Path) -> None:
+    """The newest that verifies was written by the step before the failure."""
+    found = newest(folder / "checkpoints")
+    assert found is not None and "step=5" in found.name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_a_rank_that_raises(tmp_path: Path) -> None:
+    code, out, err = run_script("raise", tmp_path)
+    assert code == 1 and "after fit" not in out
+    assert err.count("ZeroDivisionError: of this rank") == 1
+    assert err.count("Traceback") == 1, err
+    assert "rank 1, step 5 (epoch 0, batch 5) in fit" in err
+    # The line of the user's file.
+    assert 'raise ZeroDivisionError("of this rank")' in err
+    assert "Connection closed" not in err and "SIGTERM" not in err
+    assert_last_checkpoint_is_whole(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("how", "code", "message"),
+    [
+        ("kill", 137, "rank 1 was killed by signal 9 (SIGKILL)"),
+        pytest.param("exit", 7, "rank 1 ended with exit code 7", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_ends_without_a_word(how: str, code: int, message: str, tmp_path: Path) -> None:
+    found, _, err = run_script(how, tmp_path)
+    assert found == code
+    assert err.count(message) == 1 and "Traceback" not in err, err
+    assert_last_checkpoint_is_whole(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_ranks_go_with_their_agent(tmp_path: Path) -> None:
+    code, _, _ = run_script("agent", tmp_path)
+    assert code == -signal.SIGKILL
+    assert_last_checkpoint_is_whole(tmp_path)
+
+
+# what is found at set-up ----------------------------------------------------------------------------------------------
+class Module(TrainModule):
+    def __init__(
+        self, width: int = 3, bias: bool = True, dtype: Any = None, optimizer: str = "SGD", lr: float = 0.1
+    ) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, width, bias=bias, dtype=dtype)
+        self.optimizer, self.lr = optimizer, lr
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch.to(self.net.weight.dtype)).mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.net.parameters(), lr=self.lr)
+
+
+def trainer(**arguments: Any) -> Trainer:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    return Trainer(**{"max_epochs": 1, "strategy": "ddp", "use_distributed_sampler": False, **quiet, **arguments})
+
+
+def fit_apart(module: dict[str, Any], arguments: dict[str, Any], batches: int) -> None:
+    """Rank 1 has another module, other arguments, or fewer batches."""
+    other = os.environ["RANK"] == "1"
+    for name, value in arguments.items():
+        if name == "callbacks":
+            arguments["callbacks"] = [EarlyStopping("loss")] if value == "stopping" else GradientAccumulation(2)
+    fitted = trainer(**arguments if other else {})
+    fitted.fit(Module(**module if other else {}), [torch.ones(2, 4)] * (batches if other else 6))
+
+
+def apart(name: str, message: str, module: Any = None, arguments: Any = None, batches: int = 6, *marks: Any) -> Any:
+    return pytest.param(module or {}, arguments or {}, batches, message, id=name, marks=marks)
+
+
+FULL = pytest.mark.full
+SHAPE = "rank 0 has net.weight (3, 4) float32 trained, and rank 1 has net.weight (5, 4) float32 trained"
+EPOCHS = "rank 0 has the Trainer's max_epochs=1, and rank 1 has the Trainer's max_epochs=2"
+ADAM = "rank 0 has optimizer 0 of type SGD, and rank 1 has optimizer 0 of type Adam"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "batches", "message"),
+    [
+        apart("shape", SHAPE, {"width": 5}),
+        apart(
+            "name",
+            "rank 0 has net.bias (3,) float32 trained, and rank 1 has nothing more",
+            {"bias": False},
+            None,
+            6,
+            FULL,
+        ),
+        apart("dtype", "rank 1 has net.weight (3, 4) float64 trained", {"dtype": torch.float64}, None, 6, FULL),
+        apart("argument", EPOCHS, None, {"max_epochs": 2}),
+        apart("callback", "rank 1 has the callback EarlyStopping", None, {"callbacks": "stopping"}, 6, FULL),
+        apart("optimizer", ADAM, {"optimizer": "Adam"}),
+        apart("option", "lr=0.2", {"lr": 0.2}, None, 6, FULL),
+        apart("batches", "rank 0 has 6 training batches, and rank 1 has 4 training batches", None, None, 4),
+    ],
+)
+def test_ranks_that_differ(module: dict[str, Any], arguments: dict[str, Any], batches: int, message: str) -> None:
+    found = run_world(2, fit_apart, module, arguments, batches, may_fail=True)
+    told = [text for text in found if isinstance(text, str)]
+    # Once: the other rank leaves with 1 and without a word.
+    assert len(told) == 1 and found.count(1) == 1
+    assert told[0].startswith("ConfigurationError: the ranks differ") and message in told[0]
+
+
+def fit_with_free_arguments() -> int:
+    """What only one rank shows may differ."""
+    first = os.environ["RANK"] == "0"
+    fitted = trainer(enable_progress_bar=first, default_root_dir="." if first else "elsewhere")
+    fitted.fit(Module(), [torch.ones(2, 4)] * 3)
+    return fitted.global_step
+
+
+def test_what_one_rank_shows_may_differ() -> None:
+    assert run_world(2, fit_with_free_arguments) == [3, 3]
+
+
+def raise_outside_of_a_run() -> None:
+    fitted = trainer()
+    fitted.fit(Module(), [torch.ones(2, 4)] * 3)
+    if fitted.global_rank == 1:
+        fitted.strategy.report_failure(ValueError("between two runs"))
+        raise ValueError("between two runs")
+    fitted.fit(Module(), [torch.ones(2, 4)] * 3)
+
+
+def test_an_error_between_two_runs_ends_the_others_too() -> None:
+    assert run_world(2, raise_outside_of_a_run, may_fail=True) == [1, "ValueError: between two runs"]

@@ -1,0 +1,172 @@
+"""A run saved under one strategy goes on under any other: the same samples, and the same losses."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+
+# Ranks, and the batch of each: 8 samples make the global batch everywhere.
+LAYOUTS = {"single": (1, 8), "ddp": (2, 4), "fsdp 2": (2, 4), "fsdp 4": (4, 2), "hsdp": (4, 2)}
+QUICK = (("ddp", "ddp"), ("fsdp 2", "fsdp 2"), ("single", "ddp"), ("ddp", "fsdp 2"), ("fsdp 2", "single"))
+# 86 samples are ten batches and one of 6, which divides by none but 2.
+SIZE, SAVED_AT, NEXT = 86, 4, 10
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.second(torch.tanh(self.first(x)))
+        return out
+
+
+class Net(TrainModule):
+    """Notes of each batch which samples it had, and each one's loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(6, 16), Block(), Block(), nn.Linear(16, 3))
+        self.seen: list[tuple[list[int], list[float]]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, index = batch
+        losses = cross_entropy(self.blocks(x), y, reduction="none")
+        self.seen.append((index.tolist(), losses.detach().tolist()))
+        self.log("loss", losses.mean(), on_step=False, on_epoch=True)
+        return losses.mean()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), 0.05, momentum=0.9)
+
+
+def strategy_of(layout: str) -> Any:
+    if layout in ("single", "ddp"):
+        return "single_device" if layout == "single" else "ddp"
+    from leyden.strategies.fsdp import FSDPStrategy
+
+    return FSDPStrategy(auto_wrap_policy={Block}, device_mesh=(2, 2) if layout == "hsdp" else None)
+
+
+def fit(layout: str, folder: str, path: str | None, accumulate: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    generator = torch.Generator().manual_seed(2)
+    data = TensorDataset(
+        torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator), torch.arange(SIZE)
+    )
+    # Within a window of two batches it is time to save all the while; it is done at the window's end.
+    when: dict[str, Any] = {"every_n_train_steps": SAVED_AT}
+    if accumulate > 1:
+        when = {"train_time_interval": timedelta(microseconds=1)}
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy_of(layout),
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=-1,
+        max_steps=SAVED_AT + NEXT,
+        accumulate_grad_batches=accumulate,
+        callbacks=[ModelCheckpoint(filename="{step}", save_top_k=-1, **when)],
+    )
+    module = Net()
+    trainer.fit(module, DataLoader(data, LAYOUTS[layout][1], shuffle=True), ckpt_path=path)
+    return {"seen": module.seen, "epoch loss": float(trainer.callback_metrics["loss"])}
+
+
+def save(layout: str, folder: str, accumulate: int) -> dict[str, Any]:
+    return fit(layout, folder, None, accumulate)
+
+
+def resume(layout: str, folder: str, paths: dict[str, str], accumulate: int) -> dict[str, Any]:
+    return {
+        source: fit(layout, f"{folder}/{number}", path, accumulate)
+        for number, (source, path) in enumerate(paths.items())
+    }
+
+
+def count(start: int, end: int, accumulate: int) -> int:
+    """Batches of the windows from one step to another; the last window of an epoch is shorter."""
+    epoch = -(-SIZE // 8)
+    lengths = [min(accumulate, epoch - first) for first in range(0, epoch, accumulate)]
+    return sum(lengths[step % len(lengths)] for step in range(start, end))
+
+
+def batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
+    """Of each global batch, in the order of steps: its samples and its mean loss."""
+    found = []
+    for parts in zip(*(rank["seen"] for rank in ranks), strict=True):
+        samples = [index for part in parts for index in part[0]]
+        losses = [loss for part in parts for loss in part[1]]
+        found.append((sorted(samples), sum(losses) / len(losses)))
+    return found
+
+
+def check(tmp_path: Path, pairs: dict[str, list[str]], accumulate: int) -> None:
+    """Saves under each layout, and goes on under those wanted.
+
+    Args:
+        pairs: layout that goes on → those that saved.
+    """
+    straight = {}
+    for source in sorted({source for sources in pairs.values() for source in sources}):
+        straight[source] = run_world(LAYOUTS[source][0], save, source, str(tmp_path / source), accumulate)
+        assert len(batches(straight[source])) == count(0, SAVED_AT + NEXT, accumulate)
+    for layout, sources in pairs.items():
+        paths = {source: str(tmp_path / source / "checkpoints" / f"step={SAVED_AT}") for source in sources}
+        resumed = run_world(LAYOUTS[layout][0], resume, layout, str(tmp_path / f"on {layout}"), paths, accumulate)
+        for source in sources:
+            ranks = [rank[source] for rank in resumed]
+            whole, rest = batches(straight[source]), batches(ranks)
+            whole = whole[-len(rest) :]
+            assert len(rest) == count(SAVED_AT, SAVED_AT + NEXT, accumulate)
+            assert [samples for samples, _ in rest] == [samples for samples, _ in whole], (source, layout)
+            assert [loss for _, loss in rest] == pytest.approx([loss for _, loss in whole], rel=1e-5, abs=1e-6)
+            if source == layout:
+                for before, after in zip(straight[source], ranks, strict=True):
+                    assert after["seen"] == before["seen"][-len(rest) :], "bit for bit, on each rank"
+                    assert after["epoch loss"] == before["epoch loss"]
+            # The mean over the epoch counts what was seen before the checkpoint too.
+            assert ranks[0]["epoch loss"] == pytest.approx(straight[source][0]["epoch loss"], rel=1e-5)
+
+
+def grouped(pairs: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for source, layout in pairs:
+        found.setdefault(layout, []).append(source)
+    return found
+
+
+def test_a_diagonal_of_the_matrix(tmp_path: Path) -> None:
+    check(tmp_path, grouped(QUICK), accumulate=1)
+    # A process by itself puts the shards together too, without a Trainer.
+    path = tmp_path / "fsdp 2" / "checkpoints" / f"step={SAVED_AT}"
+    found = Net.load_from_checkpoint(path).state_dict()
+    other = Net.load_from_checkpoint(tmp_path / "ddp" / "checkpoints" / f"step={SAVED_AT}").state_dict()
+    assert len(list(path.glob("model-*.safetensors"))) == 2
+    for name, value in Net().state_dict().items():
+        torch.testing.assert_close(found[name], other[name], rtol=1e-4, atol=1e-6)
+        assert not torch.equal(found[name], value)
+
+
+def test_asked_for_inside_an_accumulation_window(tmp_path: Path) -> None:
+    check(tmp_path, grouped([("ddp", "ddp"), ("ddp", "single")]), accumulate=2)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_every_layout_goes_on_from_every_other(tmp_path: Path, accumulate: int) -> None:
+    check(tmp_path, {layout: list(LAYOUTS) for layout in LAYOUTS}, accumulate)

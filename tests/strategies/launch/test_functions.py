@@ -1,0 +1,195 @@
+"""Ranks that are forked or spawned from a test, a REPL or a notebook: what comes back to the caller, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import ConfigurationError, Trainer, TrainModule
+from leyden.callbacks import EarlyStopping, ModelCheckpoint
+from leyden.strategies.errors import LeydenError
+
+
+class Module(TrainModule):
+    def __init__(self, fail: str = "") -> None:
+        super().__init__()
+        self.net, self.fail = nn.Linear(3, 1), fail
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1 and batch_idx == 1:
+            if self.fail == "raise":
+                raise ZeroDivisionError("of rank one")
+            if self.fail == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        loss = self.net(batch[0]).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss  # type: ignore[no-any-return]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).square().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch[0])[:, 0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader(count: int = 12) -> DataLoader[Any]:
+    data = torch.arange(3.0 * count).view(count, 3) / (3 * count)
+    return DataLoader(TensorDataset(data), batch_size=3)
+
+
+def make(tmp_path: Path, strategy: str = "ddp_fork", devices: int = 2, **arguments: Any) -> Trainer:
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "default_root_dir": tmp_path,
+        "max_epochs": 2,
+    }
+    return Trainer(strategy=strategy, devices=devices, **{**quiet, "enable_checkpointing": False, **arguments})
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(monitor="val_loss")
+    stopping = EarlyStopping("val_loss", patience=5)
+    torch.manual_seed(1)
+    module = Module()
+    before = module.net.weight.detach().clone()
+    trainer = make(tmp_path, strategy, callbacks=[checkpoint, stopping], enable_checkpointing=True)
+    trainer.fit(module, loader(), loader(6))
+    assert not torch.equal(module.net.weight, before)
+    assert (trainer.global_step, trainer.current_epoch) == (4, 1)
+    assert Path(checkpoint.best_model_path).is_dir()
+    assert float(checkpoint.best_model_score) == pytest.approx(float(trainer.callback_metrics["val_loss"]))  # type: ignore[arg-type]
+    assert stopping.best_score == checkpoint.best_model_score
+    # The same in a world of its own that goes on from the weights.
+    [values] = trainer.validate(module, loader(6), verbose=False)
+    assert values["val_loss"] == pytest.approx(float(checkpoint.best_model_score))  # type: ignore[arg-type]
+    predictions = trainer.predict(module, loader(6))
+    assert predictions is not None
+    with torch.no_grad():
+        expected = module.net(next(iter(DataLoader(loader(6).dataset, batch_size=6)))[0])[:, 0]
+    assert torch.allclose(torch.cat(predictions), expected)
+
+
+def test_an_error_is_the_callers_with_the_ranks_traceback_as_its_cause(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError, match="of rank one") as caught:
+        make(tmp_path).fit(Module("raise"), loader())
+    assert "in training_step" in str(caught.value.__cause__)
+    if sys.version_info >= (3, 11):
+        assert "leyden: this was rank 1, step 1 (epoch 0, batch 1) in fit" in caught.value.__notes__[0]
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(LeydenError, match=r"rank 1 was killed by signal 9 \(SIGKILL\)"):
+        make(tmp_path).fit(Module("kill"), loader())
+
+
+def test_cuda_that_is_in_use_cannot_be_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for strategy in ("ddp_fork", "ddp_notebook"):
+        with pytest.raises(ConfigurationError, match="CUDA is in use already.*restart the kernel"):
+            make(tmp_path, strategy).fit(Module(), loader())
+
+
+def test_what_cannot_be_pickled_is_told_before_ranks_run(tmp_path: Path) -> None:
+    class Local(Module): ...
+
+    with pytest.raises(ConfigurationError, match="must pickle.*Local.*ddp_fork"):
+        make(tmp_path, "ddp_spawn").fit(Local(), loader())
+
+
+def test_several_machines_need_a_script(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="one machine.*num_nodes=2.*strategy='ddp'"):
+        make(tmp_path, num_nodes=2).fit(Module(), loader())
+
+
+def test_a_script_cannot_be_run_anew_from_pytest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="pytest runs this.*ddp_notebook.*ddp_spawn"):
+        make(tmp_path, "ddp").fit(Module(), loader())
+
+
+class Interrupts(Module):
+    """Sends Ctrl-C to the caller alone, as a notebook does; counts in a file what the ranks did after it."""
+
+    def __init__(self, caller: int, folder: Path) -> None:
+        super().__init__()
+        self.caller, self.folder = caller, folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 0 and self.trainer.global_step == 2:
+            os.kill(self.caller, signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_end(self) -> None:
+        (self.folder / f"ended-{self.trainer.global_rank}").touch()
+
+
+def test_ctrl_c_ends_the_ranks_in_order(tmp_path: Path) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, max_epochs=-1).fit(Interrupts(os.getpid(), tmp_path), loader())
+    assert sorted(path.name for path in tmp_path.glob("ended-*")) == ["ended-0", "ended-1"]
+
+
+SESSION = """
+import torch
+from leyden import Trainer, TrainModule
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+    def training_step(self, batch, batch_idx):
+        return self.net(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+module = Module()
+was = float(module.net.weight.detach().sum())
+quiet = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_epochs=1)
+try:
+    Trainer(devices=2, strategy="ddp", **quiet).fit(module, [torch.ones(2, 2)] * 4)
+except ValueError as error:
+    print("REFUSED", error)
+
+trainer = Trainer(devices=2, strategy=STRATEGY, **quiet)
+trainer.fit(module, [torch.ones(2, 2)] * 4)
+print("DONE", trainer.world_size, trainer.global_step, was != float(module.net.weight.detach().sum()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "strategy", "why"),
+    [
+        pytest.param(["-i"], "auto", "this is an interactive session", id="REPL"),
+        pytest.param(["-c"], "ddp_notebook", "there is no script file", id="-c", marks=pytest.mark.full),
+    ],
+)
+def test_a_session_without_a_file(arguments: list[str], strategy: str, why: str, tmp_path: Path) -> None:
+    program = SESSION.replace("STRATEGY", repr(strategy))
+    command = [sys.executable, *arguments, *([program] if arguments == ["-c"] else [])]
+    found = subprocess.run(
+        command,
+        input=None if arguments == ["-c"] else program,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert f"REFUSED strategy='ddp' starts its ranks by running the script anew, and {why}" in found.stdout, (
+        found.stderr
+    )
+    assert "DONE 2" in found.stdout and "True" in found.stdout, found.stderr

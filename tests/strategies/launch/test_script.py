@@ -1,0 +1,319 @@
+"""Ranks that a plain script starts: which process runs which lines, exit codes, breakpoints, `-m`, torchrun; two machines."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ranks.world import free_port
+
+from leyden import ConfigurationError
+from leyden.strategies.launch.script import machines_of
+
+MODULE = """
+import os, signal, sys
+import torch
+from leyden import Trainer, TrainModule
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 3)
+
+    def training_step(self, batch, batch_idx):
+        self.do(batch_idx)
+        return self.net(batch).square().mean()
+
+    def do(self, batch_idx):
+        pass
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+def batches(count=5):
+    generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
+    return [torch.randn(3, 4, generator=generator) for _ in range(count)]
+
+QUIET = dict(
+    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False
+)
+
+def weights(module):
+    return [value for parameter in module.parameters() for value in parameter.detach().flatten().tolist()]
+"""
+
+
+def run(command: list[str], folder: Path, text: str | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        input=text,
+        stdin=subprocess.DEVNULL if text is None else None,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "of_test.py").write_text(MODULE)
+    return tmp_path
+
+
+PACKAGE = """
+import os, sys
+from leyden import Trainer
+from of_test import QUIET, Module, batches
+
+print("BEFORE", os.environ.get("RANK"), sys.argv[1:], flush=True)
+os.makedirs("elsewhere", exist_ok=True)
+os.chdir("elsewhere")
+
+class Stops(Module):
+    def do(self, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            breakpoint()
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            print("STDIN OF RANK 1", repr(sys.stdin.read()), flush=True)
+
+trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
+print("PLAN", trainer.world_size, trainer.is_global_zero, flush=True)
+trainer.fit(Stops(), batches())
+print("AFTER", trainer.global_rank, os.path.basename(os.getcwd()), flush=True)
+sys.exit(3)
+"""
+
+
+def test_lines_before_and_after_fit_and_a_breakpoint_under_m(folder: Path) -> None:
+    package = folder / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "__main__.py").write_text(PACKAGE)
+    found = run(["-X", "utf8", "-m", "package", "--lr", "1"], folder, "p 'from rank', self.trainer.global_rank\nc\n")
+    lines = found.stdout.splitlines()
+    # The agent and each rank, with the same arguments, without a __main__ guard.
+    before = sorted(line for line in lines if line.startswith("BEFORE"))
+    assert before == [f"BEFORE {rank} ['--lr', '1']" for rank in ("0", "1", "None")], found.stderr
+    assert [line for line in lines if line.startswith("PLAN")].count("PLAN 2 True") == 2  # of the agent and of rank 0
+    assert sorted(line for line in lines if line.startswith("AFTER")) == ["AFTER 0 elsewhere", "AFTER 1 elsewhere"]
+    assert "('from rank', 0)" in found.stdout
+    assert "STDIN OF RANK 1 ''" in found.stdout
+    # The user's own exit code.
+    assert found.returncode == 3
+
+
+SIGNALLED = """
+from leyden import Trainer
+from of_test import *
+
+class Signals(Module):
+    def do(self, batch_idx):
+        if batch_idx == 2 and self.trainer.global_rank == 0:
+            os.kill(int(os.environ["LEYDEN_AGENT"]), getattr(signal, sys.argv[1]))
+
+    def on_train_end(self):
+        print("ENDED IN ORDER", self.trainer.global_rank, flush=True)
+
+Trainer(devices=2, strategy="ddp", max_epochs=-1, **QUIET).fit(Signals(), batches())
+print("NEVER", flush=True)
+"""
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), pytest.param("SIGTERM", 143, marks=pytest.mark.full)])
+def test_a_signal_ends_every_rank_in_order(name: str, code: int, folder: Path) -> None:
+    (folder / "script.py").write_text(SIGNALLED)
+    found = run(["script.py", name], folder)
+    assert sorted(line for line in found.stdout.splitlines() if line.startswith("ENDED")) == [
+        "ENDED IN ORDER 0",
+        "ENDED IN ORDER 1",
+    ], found.stderr
+    assert found.returncode == code == 128 + getattr(signal, name) and "NEVER" not in found.stdout
+
+
+SEVERAL_RUNS = """
+from leyden import Trainer
+from of_test import *
+
+print("BEFORE", os.environ["RANK"], flush=True)
+trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
+module = Module()
+trainer.fit(module, batches(), batches(2))
+[values] = trainer.validate(module, batches(2), verbose=False)
+trainer.fit(module, batches())
+other = Trainer(max_epochs=1, **QUIET)
+other.fit(module, batches())
+alone = Trainer(strategy="single_device", max_epochs=1, **QUIET)
+alone.validate(module, batches(1), verbose=False)
+print("RANK", trainer.global_rank, other.world_size, alone.world_size, flush=True)
+"""
+
+
+def test_torchruns_ranks_are_used_for_several_runs_and_not_started_again(folder: Path) -> None:
+    (folder / "script.py").write_text(SEVERAL_RUNS)
+    found = run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"], folder)
+    assert found.returncode == 0, found.stderr
+    lines = sorted(line for line in found.stdout.splitlines() if line.startswith(("BEFORE", "RANK")))
+    assert lines == ["BEFORE 0", "BEFORE 1", "RANK 0 2 1", "RANK 1 2 1"]
+
+
+@pytest.mark.full
+def test_fifty_launches_in_a_row_end_with_0(folder: Path) -> None:
+    (folder / "script.py").write_text(
+        "from leyden import Trainer\nfrom of_test import *\nmodule = Module()\n"
+        'trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)\n'
+        "trainer.fit(module, batches(), batches(1))\nkept = trainer.strategy, trainer._fit\n"
+    )
+    for number in range(50):
+        found = run(["script.py"], folder)
+        assert (found.returncode, found.stderr) == (0, ""), f"launch {number}"
+
+
+# two machines ---------------------------------------------------------------------------------------------------------
+MACHINES = """
+from leyden import Trainer
+from of_test import *
+
+torch.manual_seed(0)
+module = Module()
+nodes = int(sys.argv[1])
+trainer = Trainer(devices=4 // nodes, num_nodes=nodes, strategy="ddp", max_epochs=1, **QUIET)
+trainer.fit(module, batches())
+place = trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size, trainer.num_nodes
+print("RANK", *place, weights(module), flush=True)
+"""
+Machines = list[tuple[list[str], dict[str, str]]]
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    """For each of two machines a command's prefix and its variables: network namespaces with a cable between them, or, where those
+    are refused, two agents on the loopback device."""
+    port = str(free_port())
+    names = [f"leyden{os.getpid()}{end}" for end in "ab"]
+    made = make_namespaces(names)
+    try:
+        if made:
+            yield [
+                (
+                    ["ip", "netns", "exec", name],
+                    {
+                        "MASTER_ADDR": "10.77.0.1",
+                        "MASTER_PORT": port,
+                        "NODE_RANK": str(rank),
+                        "GLOO_SOCKET_IFNAME": f"v{rank}",
+                    },
+                )
+                for rank, name in enumerate(names)
+            ]
+        else:
+            yield [
+                (
+                    [],
+                    {
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": port,
+                        "NODE_RANK": str(rank),
+                        "GLOO_SOCKET_IFNAME": "lo",
+                    },
+                )
+                for rank in range(2)
+            ]
+    finally:
+        for name in names:
+            if made:
+                subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def make_namespaces(names: list[str]) -> bool:
+    if shutil.which("ip") is None:
+        return False
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    first, second = names
+    made = ip("netns", "add", first) and ip("netns", "add", second)
+    made = made and ip("-n", first, "link", "add", "v0", "type", "veth", "peer", "name", "v1", "netns", second)
+    for rank, name in enumerate(names):
+        made = made and ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"v{rank}")
+        made = made and ip("-n", name, "link", "set", f"v{rank}", "up") and ip("-n", name, "link", "set", "lo", "up")
+    if not made:
+        for name in names:
+            ip("netns", "del", name)
+    return made
+
+
+def ranks_of(output: str) -> dict[int, tuple[list[str], str]]:
+    """Rank -> its place and its weights."""
+    found = {}
+    for line in output.splitlines():
+        if line.startswith("RANK "):
+            place, weights = line.split(" [")
+            found[int(place.split()[1])] = place.split()[2:], weights
+    return found
+
+
+def test_two_machines_of_two_ranks_have_the_weights_of_four_on_one(folder: Path, machines: Machines) -> None:
+    (folder / "script.py").write_text(MACHINES)
+    agents = [
+        subprocess.Popen(
+            [*prefix, sys.executable, "script.py", "2"],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for prefix, environ in machines
+    ]
+    try:
+        outputs = [agent.communicate(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    found = ranks_of(outputs[0][0] + outputs[1][0])
+    assert {rank: place for rank, (place, _) in found.items()} == {
+        rank: [str(rank // 2), str(rank % 2), "4", "2"] for rank in range(4)
+    }
+    one = run(["script.py", "1"], folder)
+    expected = ranks_of(one.stdout)
+    assert {weights for _, weights in found.values()} == {weights for _, weights in expected.values()}, one.stderr
+    assert len(expected) == 4 and len({weights for _, weights in expected.values()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        (
+            {"NODE_RANK": "1"},
+            "num_nodes=2: start the script on each machine with.*now without MASTER_ADDR and MASTER_PORT",
+        ),
+        (
+            {"NODE_RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "NODE_RANK=2 and num_nodes=2: count machines from 0",
+        ),
+        ({"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT"),
+    ],
+)
+def test_several_machines_need_to_know_each_other(
+    environ: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=message):
+        machines_of(2)

@@ -1,0 +1,174 @@
+"""Mistakes that a loop of one's own is prone to: named, with what to do."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from leyden import (
+    Accelerator,
+    AutocastKwargs,
+    ConfigurationError,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
+        ({"gradient_accumulation_steps": 0}, "a whole number from 1"),
+        ({"deepspeed_plugin": object()}, "DeepSpeed is not part of this version"),
+        ({"parallelism_config": object()}, "not part of this version"),
+        ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
+        ({"rng_types": ["torchh"]}, "Did you mean 'torch'"),
+        ({"log_with": "tensorbord"}, "Did you mean 'tensorboard'"),
+        ({"log_with": 3}, "give names"),
+        ({"kwargs_handlers": [GradScalerKwargs(), GradScalerKwargs()]}, "GradScalerKwargs twice"),
+        ({"kwargs_handlers": ["scaler"]}, "give objects such as"),
+        ({"strategy": "dpp"}, "Did you mean 'ddp'"),
+        ({"even_batches": True, "dataloader_config": DataLoaderConfiguration()}, "give one of them"),
+        ({"project_config": ProjectConfiguration(automatic_checkpoint_naming=True)}, "project_dir"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin(3)},
+            "give one of them",
+        ),
+    ],
+)
+def test_arguments_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((ConfigurationError, TypeError), match=words):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_values_of_settings_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
+        InitProcessGroupKwargs(init_method="tcp://host:1")
+    with pytest.raises(ConfigurationError, match="1 or more"):
+        ProjectConfiguration(total_limit=0)
+
+
+def test_ranks_that_nobody_started() -> None:
+    from leyden.strategies.ddp import DDPStrategy
+
+    strategy = DDPStrategy(devices=[torch.device("cpu")] * 2)
+    with pytest.raises(ConfigurationError, match="leyden launch --num_processes 2"):
+        Accelerator(cpu=True, strategy=strategy)
+
+
+def test_an_unprepared_model() -> None:
+    model, optimizer = parts()
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(optimizer)
+    with pytest.warns(UserWarning, match="no model was prepared"):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.warns(UserWarning, match="holds no parameter of a prepared model"):
+        optimizer.step()
+    with (
+        pytest.raises(ConfigurationError, match=r"model = accelerator.prepare\(model\)"),
+        accelerator.accumulate(model),
+    ):
+        pass
+    mixed = Accelerator(cpu=True, mixed_precision="bf16")
+    with pytest.raises(ConfigurationError, match="no model was prepared"):
+        mixed.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_an_unprepared_optimizer() -> None:
+    model, _ = parts()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.warns(UserWarning, match="no optimizer was prepared"):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+    scaled = Accelerator(cpu=True, mixed_precision="fp16")
+    model = scaled.prepare(nn.Linear(2, 1))
+    scaled.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(ConfigurationError, match="no optimizer was prepared"):
+        scaled.backward(model(torch.ones(1, 2)).sum())
+
+
+def test_an_optimizer_of_another_model() -> None:
+    model, _ = parts()
+    _, foreign = parts()
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model, foreign = accelerator.prepare(model, foreign)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(ConfigurationError, match="make it of the parameters of the model that is trained"):
+        foreign.step()
+    both = torch.optim.SGD([*model.parameters(), *nn.Linear(3, 1).parameters()], lr=0.1)
+    with pytest.raises(ConfigurationError, match="2 of 4 parameters that belong to no prepared model"):
+        accelerator.prepare(both).step()
+
+
+def test_a_model_that_was_moved_away() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, loader = accelerator.prepare(nn.Linear(2, 1), [torch.ones(1, 2)])
+    model.to("meta")
+    with pytest.raises(ConfigurationError, match=r"was moved to meta after prepare.*leave out .to\(...\)"):
+        next(iter(loader))
+
+
+def test_a_scheduler_of_an_optimizer_that_is_not_prepared() -> None:
+    _, optimizer = parts()
+    accelerator = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="prepare the optimizer too"):
+        accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+def test_prepare_gives_back_what_it_was_given() -> None:
+    """Any order, several calls, twice the same, and objects that are nothing to prepare."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    text, made, stepped, own = accelerator.prepare("text", scheduler, optimizer, model)
+    assert text == "text" and own is model and accelerator.prepare(model) is model
+    assert stepped is accelerator.prepare(optimizer) is accelerator.prepare(stepped)
+    assert made is accelerator.prepare(scheduler)
+    assert made.optimizers == [stepped]
+    after = torch.optim.lr_scheduler.StepLR(stepped, 1)
+    assert accelerator.prepare(after).optimizers == [stepped]
+    assert accelerator.unwrap_model(own) is model
+    with pytest.raises(ConfigurationError, match="2 entries for 1 objects"):
+        accelerator.prepare(model, device_placement=[True, False])
+    one, two = accelerator.free_memory(model, optimizer)
+    assert one is two is None and accelerator.prepared_models == []
+
+
+def test_outputs_keep_their_dtype_and_the_model_its_names() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))
+    x = torch.ones(1, 2)
+    assert model(x).dtype == torch.bfloat16
+    assert list(model.state_dict()) == ["0.weight", "0.bias"]
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert (x @ x.T).dtype == torch.float32
+    with accelerator.autocast():
+        assert (x @ x.T).dtype == torch.bfloat16
+    bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert bare is model and bare(x).dtype == torch.float32
+
+
+def test_compiled_models_keep_their_names() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    bare = nn.Linear(2, 1)
+    model = accelerator.prepare(bare)
+    assert type(model).__name__ == "OptimizedModule"
+    assert accelerator.unwrap_model(model) is bare
+    assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
+    assert torch.equal(model(torch.ones(1, 2)), bare(torch.ones(1, 2)))

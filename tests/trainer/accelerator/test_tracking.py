@@ -1,0 +1,147 @@
+"""Trackers: the Trainer's loggers and a user's own, through init_trackers, log and end_training."""
+
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from leyden import (
+    Accelerator,
+    ConfigurationError,
+    GeneralTracker,
+    PartialState,
+    ProfileKwargs,
+    find_executable_batch_size,
+    get_logger,
+    notebook_launcher,
+    set_seed,
+)
+from leyden.callbacks import CSVLogger
+
+
+class Noted(GeneralTracker):
+    """Keeps what it is told."""
+
+    name = "noted"
+    requires_logging_directory = True
+
+    def __init__(self, run: str, logging_dir: str, tag: str = "") -> None:
+        self.told: list[Any] = [run, Path(logging_dir).name, tag]
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.told.append(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.told.append((step, values, kwargs))
+
+    def finish(self) -> None:
+        self.told.append("finished")
+
+
+def test_every_tracker_is_told(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=["tensorboard", "csv", Noted], project_dir=tmp_path)
+    accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"noted": {"tag": "a"}})
+    with pytest.warns(UserWarning, match="'csv' records numbers; note is text"):
+        accelerator.log({"loss": torch.tensor(0.5), "note": "text"}, step=3, log_kwargs={"noted": {"commit": True}})
+    noted, board = accelerator.get_tracker("noted"), accelerator.get_tracker("tensorboard", unwrap=True)
+    board.add_scalar("extra", 1.0, 3)
+    with pytest.raises(ConfigurationError, match="no tracker 'wandb'. Known: tensorboard, csv, noted"):
+        accelerator.get_tracker("wandb")
+    accelerator.end_training()
+    assert noted.told == [
+        *("digits", tmp_path.name, "a", {"lr": 0.1}),
+        (3, {"loss": torch.tensor(0.5), "note": "text"}, {"commit": True}),
+        "finished",
+    ]
+    events = EventAccumulator(str(tmp_path / "digits" / "version_0")).Reload()
+    assert [event.value for event in events.Scalars("loss")] == [0.5]
+    assert events.Scalars("extra")[0].step == 3
+    assert "note/text_summary" in events.Tags()["tensors"]
+    assert (tmp_path / "digits" / "version_0" / "hparams.json").exists()
+
+
+def test_a_logger_is_a_tracker(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    accelerator = Accelerator(cpu=True, log_with=logger)
+    accelerator.init_trackers("run")
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    with open(logger.metrics_file_path) as file:
+        assert list(csv.DictReader(file)) == [{"step": "1", "loss": "0.5"}]
+
+
+def test_wandb_offline(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="wandb", project_dir=tmp_path)
+    accelerator.init_trackers("digits", {"lr": 0.1}, {"wandb": {"mode": "offline", "tags": ["test"]}})
+    accelerator.log({"loss": 0.5}, step=1)
+    run = accelerator.get_tracker("wandb", unwrap=True)
+    assert (run.project, run.config["lr"], run.tags) == ("digits", 0.1, ("test",))
+    accelerator.end_training()
+    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_a_smaller_batch_until_it_fits() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    tried = []
+
+    @find_executable_batch_size(starting_batch_size=32, accelerator=accelerator)
+    def train(batch_size: int, factor: int) -> int:
+        tried.append((batch_size, accelerator.gradient_accumulation_steps))
+        if batch_size > 8:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+        return batch_size * factor
+
+    assert train(2) == 16
+    assert tried == [(32, 2), (16, 4), (8, 8)]
+    with pytest.raises(ConfigurationError, match="leave it out"):
+        train(32, 2)
+
+    @find_executable_batch_size(starting_batch_size=2)
+    def never(batch_size: int) -> None:
+        raise MemoryError("none")
+
+    with pytest.raises(RuntimeError, match="down to 1"):
+        never()
+
+    @find_executable_batch_size
+    def wrong(batch_size: int) -> None:
+        raise RuntimeError("shapes differ")
+
+    with pytest.raises(RuntimeError, match="shapes differ"):
+        wrong()
+
+
+def test_seeds_logging_and_ranks_of_one_process(caplog: pytest.LogCaptureFixture) -> None:
+    set_seed(3)
+    first = torch.rand(2)
+    set_seed(3, device_specific=True)
+    assert torch.equal(torch.rand(2), first)
+    with caplog.at_level(logging.INFO):
+        get_logger("mine", "INFO").info("told", in_order=True)
+        get_logger("mine").warning_once("once")
+        get_logger("mine").warning_once("once")
+    assert [record.message for record in caplog.records] == ["told", "once"]
+    assert caplog.records[0].filename == Path(__file__).name
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.is_main_process, state.distributed_type) == (1, True, "NO")
+    accelerator = Accelerator(cpu=True)
+    assert torch.equal(accelerator.gather_for_metrics(first), first)
+    assert accelerator.gather_for_metrics(["a"]) == ["a"] and accelerator.reduce(first) is first
+    assert accelerator.on_process(lambda: 3, process_index=0)() == 3
+    with pytest.raises(ConfigurationError, match="from 0 to 0"):
+        accelerator.on_process(lambda: 3, process_index=1)
+    assert notebook_launcher(lambda a: a + 1, (1,), num_processes=1) == 2
+
+
+def test_profile(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=tmp_path)])
+    with accelerator.profile() as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    assert any("mm" in event.key for event in profiler.key_averages())
+    assert (tmp_path / "profile_0.json").exists()

@@ -1,0 +1,102 @@
+"""Machines that share no folder: finding out, and giving each the files that the others wrote."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.manifest import FileEntry
+from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.safefile import write_file
+
+_PIECE = 16 * 1024 * 1024
+
+
+def is_shared(folder: str | os.PathLike[str], ranks: Ranks) -> bool:
+    """True on every rank if all of them see the same folder: rank 0 puts a token there, and the others look for it.
+
+    Raises:
+        CheckpointError: if rank 0 cannot write there.
+    """
+    folder = Path(folder)
+    name = ranks.first(lambda: _leave_token(folder))
+    seen = ranks.gather((folder / name).is_file())
+    if ranks.rank == 0:
+        (folder / name).unlink(missing_ok=True)
+    return all(seen)
+
+
+def _leave_token(folder: Path) -> str:
+    name = f".leyden-token-{secrets.token_hex(8)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    except OSError as error:
+        raise CheckpointError(
+            folder, f"cannot be written: {error.strerror or error}. Choose another dirpath."
+        ) from error
+    return name
+
+
+def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: Ranks) -> None:
+    """Gives the keeper of every other folder the files that a rank wrote into its own.
+
+    Args:
+        files: of each rank, what it wrote.
+        folder: this rank's.
+        ranks: all of them, in step.
+
+    Raises:
+        CheckpointError: on all ranks, if one cannot read or write, or something else has arrived.
+    """
+    problems: list[str] = []
+    for source, written in enumerate(files):
+        for name in sorted(written):
+            # Ranks of the machine that wrote it see it already; all go through every piece, to stay in step.
+            writes = ranks.is_keeper and ranks.rank != source - source % ranks.share[1]
+            pieces = _pieces(folder / name, source, ranks, problems)
+            if not writes:
+                for _ in pieces:
+                    pass
+                continue
+            try:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                arrived = write_file(folder / name, pieces, written[name].chunk)
+                if arrived != written[name]:
+                    problems.append(f"{name} has arrived with other bytes than rank {source} wrote")
+            except OSError as error:
+                problems.append(f"{name} cannot be written: {error.strerror or error}")
+                for _ in pieces:
+                    pass
+    for rank, found in enumerate(ranks.gather(problems)):
+        if found:
+            raise CheckpointError(folder, f"is not whole on the machine of rank {rank}: {found[0]}.")
+
+
+def _pieces(path: Path, source: int, ranks: Ranks, problems: list[str]) -> Iterator[bytes]:
+    """The bytes of a file of rank `source`, on every rank; it ends early where that one cannot read it."""
+    with ExitStack() as stack:
+        file: BinaryIO | None = None
+        if ranks.rank == source:
+            try:
+                file = stack.enter_context(open(path, "rb"))
+            except OSError as error:
+                problems.append(f"{path.name} cannot be read: {error.strerror or error}")
+        while True:
+            piece = ranks.send(_next(file, problems), source)
+            if not piece:
+                return
+            yield piece
+
+
+def _next(file: BinaryIO | None, problems: list[str]) -> bytes:
+    try:
+        return b"" if file is None else file.read(_PIECE)
+    except OSError as error:
+        problems.append(f"cannot be read: {error.strerror or error}")
+        return b""

@@ -1,0 +1,121 @@
+"""What all ranks must agree on before they run: arguments, module, optimizers, number of batches. A difference is named."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.trainer import Trainer
+
+# Only one rank shows and logs, so these may differ.
+FREE = {
+    "logger",
+    "callbacks",
+    "plugins",
+    "profiler",
+    "enable_progress_bar",
+    "enable_model_summary",
+    "default_root_dir",
+    "strategy",
+}
+
+
+def check_module(trainer: Trainer, stage: str) -> None:
+    """Compares stage, arguments, deciding callbacks, and the names, shapes and dtypes of parameters and buffers.
+
+    Raises:
+        ConfigurationError: on every rank, if one differs; names the first difference.
+    """
+    strategy, arguments = trainer.strategy, trainer.arguments
+    if strategy.world_size == 1:
+        return
+    lines = [f"the stage {stage}"]
+    for name in sorted(set(arguments.__slots__) - FREE):
+        value = getattr(arguments, name)
+        plain = isinstance(value, (int, float, str, type(None)))
+        lines.append(f"the Trainer's {name}={value if plain else type(value).__name__}")
+    lines += [f"the callback {type(callback).__name__}" for callback in trainer.callbacks if _decides(callback)]
+    lines.append(f"the module {type(trainer.module).__name__}")
+    tensors = [*trainer.module.named_parameters(), *trainer.module.named_buffers()]
+    lines += [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {'trained' if tensor.requires_grad else 'fixed'}".replace(
+            "torch.", ""
+        )
+        for name, tensor in tensors
+    ]
+    agree(strategy, lines, "Every rank must build the same Trainer and module.")
+
+
+def check_optimizers(trainer: Trainer) -> None:
+    """Compares the optimizers, their options and their parameters."""
+    if trainer.strategy.world_size == 1:
+        return
+    names = {id(parameter): name for name, parameter in trainer.module.named_parameters()}
+    lines = []
+    for number, optimizer in enumerate(trainer.optimizers):
+        lines.append(f"optimizer {number} of type {type(optimizer).__name__}")
+        for group in optimizer.param_groups:
+            options = ", ".join(f"{key}={_option(value)}" for key, value in sorted(group.items()) if key != "params")
+            lines.append(f"a group of optimizer {number} with {options}")
+            lines += [
+                f"the parameter {names.get(id(p), 'of no module')} in optimizer {number}" for p in group["params"]
+            ]
+    lines += [f"the scheduler {type(config.scheduler).__name__}" for config in trainer.lr_scheduler_configs]
+    agree(trainer.strategy, lines, "Every rank must make the same optimizers in configure_optimizers.")
+
+
+def check_batches(strategy: Strategy, count: int | None) -> None:
+    """Compares the number of batches in an epoch."""
+    if strategy.world_size > 1:
+        fix = (
+            "A rank with fewer would leave the others waiting: let Leyden shard the loader (use_distributed_sampler=True), give "
+            "every rank as many batches, or cut them with limit_train_batches."
+        )
+        agree(strategy, [f"{'an unknown number of' if count is None else count} training batches"], fix)
+
+
+def agree(strategy: Strategy, lines: Sequence[str], fix: str) -> None:
+    """Raises on every rank if one rank's lines are not those of rank 0.
+
+    Args:
+        strategy: of this rank; every rank must call it.
+        lines: what this rank has, in words, in an order.
+        fix: ends the message.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(strategy.all_gather_object(digest))) == 1:
+        return
+    everyone = strategy.all_gather_object(list(lines))
+    rank, theirs = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+    place = next(
+        (place for place, (one, other) in enumerate(zip(everyone[0], theirs, strict=False)) if one != other),
+        min(len(everyone[0]), len(theirs)),
+    )
+    first, other = (found[place] if place < len(found) else "nothing more" for found in (everyone[0], theirs))
+    raise ConfigurationError(f"the ranks differ: rank 0 has {first}, and rank {rank} has {other}. {fix}")
+
+
+def _decides(callback: Callback) -> bool:
+    """True for the callbacks that talk to those of other ranks."""
+    # Imported here: they are loaded only where they are used, and one rank needs none of this.
+    from leyden.callbacks.early_stopping import EarlyStopping
+    from leyden.callbacks.gradient_accumulation import GradientAccumulation
+    from leyden.callbacks.model_checkpoint import ModelCheckpoint
+    from leyden.callbacks.timer import Timer
+
+    return isinstance(callback, (EarlyStopping, GradientAccumulation, ModelCheckpoint, Timer))
+
+
+def _option(value: Any) -> Any:
+    """An optimizer's option as text that is the same on every rank where the option is."""
+    if isinstance(value, (int, float, str, bool, type(None), tuple)):
+        return value
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return type(value).__name__ if not isinstance(value, Mapping) else sorted(value)

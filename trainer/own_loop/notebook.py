@@ -1,0 +1,80 @@
+"""notebook_launcher: a loop of one's own on several ranks, from a notebook or an interactive session."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from leyden.strategies.devices import find_devices
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.environment import rank_environment
+from leyden.trainer.launched import PRECISION, SOURCE
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    start_method: str = "fork",
+    **refused: Any,
+) -> Any:
+    """Calls a function on several ranks of this machine.
+
+    Args:
+        function: makes its Accelerator itself.
+        args: its arguments.
+        num_processes: ranks; one for each GPU, or one, if left out.
+        mixed_precision: what an Accelerator runs in that is not told otherwise.
+        start_method: "fork": nothing is imported anew; or "spawn", for functions of files that can be imported.
+        **refused: arguments of Accelerate's that name several machines, for which a script is needed.
+
+    Returns:
+        What the function gave back on rank 0.
+
+    Raises:
+        ConfigurationError: inside of a run on ranks, or where CUDA is in use already and would have to be forked.
+
+    Example:
+        >>> notebook_launcher(max, ([1, 3, 2],), num_processes=1)
+        3
+    """
+    plain = {"use_port": None, "master_addr": None, "node_rank": 0, "num_nodes": 1, "log_line_prefix_template": None}
+    for name, value in refused.items():
+        if name not in plain:
+            raise ConfigurationError(f"notebook_launcher has no argument {name!r}.")
+        if name in ("node_rank", "num_nodes") and value != plain[name]:
+            raise ConfigurationError(
+                f"notebook_launcher({name}={value}): several machines need a script, and `leyden launch`."
+            )
+    if rank_environment() is not None:
+        raise ConfigurationError(
+            "notebook_launcher was called on a rank, which is started already: call the function itself."
+        )
+    count = len(find_devices("auto", "auto")) if num_processes is None else num_processes
+    call = functools.partial(_with_precision, function, mixed_precision)
+    if count == 1:
+        return call(*args)
+    functions = importlib.import_module("leyden.strategies.launch.functions")
+    return functions.run_function(start_method, count, call, *args)
+
+
+def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
+    before = {name: os.environ.get(name) for name in (PRECISION, SOURCE)}
+    if precision != "no":
+        os.environ.update({PRECISION: precision, SOURCE: "notebook_launcher"})
+    try:
+        return function(*args)
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

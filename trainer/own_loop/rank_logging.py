@@ -1,0 +1,69 @@
+"""get_logger: Python's logging on many ranks, once or in the order of ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+
+from leyden.strategies.launch.environment import rank_environment
+
+
+class RankLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose calls take two arguments more.
+
+    `main_process_only` (True): only the main rank logs. `in_order` (False): all ranks log, one after the other; every rank must
+    make the call.
+    """
+
+    def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Logs on the ranks that are meant."""
+        only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
+        # Before Python 3.11 the frames of `logging` itself are counted.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + (sys.version_info < (3, 11))
+        if not self.isEnabledFor(level):
+            return
+        place = rank_environment()
+        rank, size = (0, 1) if place is None else (place.rank, place.world_size)
+        if in_order and size > 1:
+            for turn in range(size):
+                if turn == rank:
+                    self._write(level, msg, args, kwargs)
+                torch.distributed.barrier()
+        elif rank == 0 or not only_main:
+            self._write(level, msg, args, kwargs)
+
+    def _write(self, level: int, msg: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        message, options = self.process(msg, kwargs)
+        self.logger.log(level, message, *args, **options)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+    def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
+        """Warns, the same words only once."""
+        told: set[str] = vars(self.logger).setdefault("_leyden_told", set())
+        if str(msg) not in told:
+            told.add(str(msg))
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:
+    """A logger for ranks.
+
+    Args:
+        name: as of `logging.getLogger`.
+        log_level: its level; the variable ACCELERATE_LOG_LEVEL if left out.
+
+    Example:
+        >>> get_logger("train").info("on the main rank", main_process_only=True)
+    """
+    logger = logging.getLogger(name)
+    level = log_level if log_level is not None else os.environ.get("ACCELERATE_LOG_LEVEL")
+    if level is not None:
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
+    return RankLogger(logger, {})
