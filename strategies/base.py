@@ -529,6 +529,10 @@ class Strategy(ABC):
         else:
             load_weights(module, reader.model(), strict)
 
+    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """The module's whole tensors, on rank 0 at least; where they are sharded, every rank must call it."""
+        return module.state_dict()
+
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Within it, backward sends gradients to the other ranks only if enabled."""
         return nullcontext()

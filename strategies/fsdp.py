@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window, read_loss
+from leyden.strategies.base import ClipAlgorithm, Window, read_loss
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
@@ -122,7 +122,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._ignored: list[nn.Parameter] = []
         self._replaced = Replaced()
         self._values = Values()
-        self._syncs = True
+        self._syncs, self._averages = True, False
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> FSDPStrategy:
@@ -173,7 +173,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         self._roots, self._ignored = [], []
-        self._replaced = Replaced()
+        self._replaced, self.before_forward = Replaced(), None
         super().teardown()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
@@ -189,9 +189,8 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         guard_shards()
-        self._syncs = True
+        self._syncs, self.before_forward = True, self._follow_window
         self.modules = [self._shard(module) for module in modules]
-        self._values = Values()
         return self.modules
 
     def _shard(self, module: nn.Module) -> nn.Module:
@@ -306,15 +305,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         return step
 
     # the step ---------------------------------------------------------------------------------------------------------
-    def forward_backward(
-        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
-    ) -> Any:
+    def _follow_window(self, window: Window) -> None:
         if self._syncs is not window.closes:
             self._set_sync(window.closes)
-        outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
-        if self._ignored and window.closes:
-            self._average_ignored()
-        return outputs
+        self._averages = window.closes and bool(self._ignored)
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
@@ -322,15 +316,12 @@ class FSDPStrategy(ProcessGroupStrategy):
                 "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters for each "
                 "batch: use a larger data set, a smaller batch_size or fewer ranks."
             )
-        if self._syncs is not window.closes:
-            self._set_sync(window.closes)
+        self._follow_window(window)
         loss, _ = read_loss(self.forward(step_fn, filler, extra))
         # Not loss * 0, which is nan where the loss is.
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         self.skip_items(window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
-        if self._ignored and window.closes:
-            self._average_ignored()
 
     def _set_sync(self, enabled: bool) -> None:
         self._syncs = enabled
@@ -339,6 +330,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def _average_ignored(self) -> None:
         """Averages the gradients of whole parameters over the ranks, which `fully_shard` leaves alone."""
+        self._averages = False
         for parameter in self._ignored:
             if parameter.grad is not None:
                 parameter.grad.copy_(self.reduce(parameter.grad))
@@ -354,6 +346,8 @@ class FSDPStrategy(ProcessGroupStrategy):
                 "the accumulation window was closed without a batch that closes it, so its gradients were not reduced over the "
                 "ranks: give the loader its right length, or none at all."
             )
+        if self._averages:
+            self._average_ignored()
         super().before_step(optimizer)
 
     def scale_gradients(self, factor: Tensor | float) -> None:

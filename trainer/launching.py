@@ -64,11 +64,12 @@ def _on_rank(trainer: Trainer, run: tuple[Any, ...], loaders: dict[str, Any]) ->
     """The run itself; rank 0 gives back what the caller's Trainer and module take over."""
     trainer.strategy.join(rank_environment())
     result = trainer._run(*run, **loaders)
+    weights = trainer.strategy.full_state_dict(trainer.module)
     if not trainer.is_global_zero:
         return None
     found = {
         "result": result,
-        "weights": trainer.module.state_dict(),
+        "weights": weights,
         "progress": trainer.progress.to_dict(),
         "logs": trainer.logs.state_dict(trainer.module),
         "callbacks": [_plain_attributes(callback) for callback in trainer._base_callbacks],

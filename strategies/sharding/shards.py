@@ -178,8 +178,8 @@ def restart(roots: Iterable[nn.Module]) -> None:
     """Forgets what an earlier run that failed inside a forward or backward has left half done."""
     for root in roots:
         reset = getattr(root, "reset_iter_state", None)
-        # torch refuses it for a module that no forward has gone through; older versions do not have it.
-        with suppress(RuntimeError):
+        # torch fails on a module that no forward has gone through yet; older versions do not have it.
+        with suppress(RuntimeError, AttributeError):
             if reset is not None:
                 reset()
 

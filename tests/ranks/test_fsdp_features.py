@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -47,6 +48,8 @@ def differences(found: nn.Module, expected: nn.Module) -> list[str]:
 RUNS: list[tuple[Any, ...]] = [
     ("count_bytes", 4),
     ("run_again",),
+    ("fail_midway",),
+    ("frames",),
     ("save_by_mistake",),
     ("ignore_a_module", None, "norm"),
     ("ignore_a_module", 0.05, "norm"),
@@ -144,6 +147,50 @@ def run_again() -> tuple[list[str], bool]:
 def test_a_module_runs_again(answers: Answers) -> None:
     """Trained, validated and trained on it equals one run; validation leaves shards behind, not gathered parameters."""
     assert answers("run_again") == [([], True)] * 2
+
+
+def fail_midway() -> list[str]:
+    """A step that fails between forward and backward of a block, then the same module trained; against one that never failed."""
+    modules = []
+    for fails in (True, False):
+        torch.manual_seed(0)
+        module, strategy = Regression(), FSDPStrategy()
+        strategy.setup_environment()
+        strategy.setup_modules([module])
+        if fails:
+            block = module.net.blocks[1]
+            handle = block.register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                strategy.setup_step(module.training_step, module)(batches(1, *place())[0], 0)
+            handle.remove()
+            strategy.teardown()
+        trainer().fit(module, batches(3, *place()))
+        modules.append(module)
+    return differences(*modules)
+
+
+def test_a_module_whose_run_failed_starts_anew(answers: Answers) -> None:
+    assert answers("fail_midway") == [[], []]
+
+
+def frames() -> list[str]:
+    """Leyden's frames from fit to the user's training_step."""
+    seen: list[str] = []
+
+    class Looking(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            stack = [(frame.filename, frame.name) for frame in traceback.extract_stack()]
+            start = max(place for place, (_, name) in enumerate(stack) if name == "fit")
+            seen[:] = [name for file, name in stack[start:-1] if "/leyden/" in file]
+            return super().training_step(batch, batch_idx)
+
+    trainer().fit(Looking(), batches(1, *place()))
+    return seen
+
+
+def test_at_most_six_frames(answers: Answers) -> None:
+    for found in answers("frames"):
+        assert found[0] == "fit" and len(found) <= 6, found
 
 
 # saving by mistake --------------------------------------------------------------------------------------------------------
@@ -403,7 +450,7 @@ def uneven(accumulate: int, count: int) -> tuple[list[str], float]:
     for strategy, size in ((FSDPStrategy(), 4), ("single_device", 8)):
         torch.manual_seed(0)
         module = Summed()
-        run = trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2)
+        run = trainer(strategy, accumulate_grad_batches=accumulate, max_epochs=2, use_distributed_sampler=True)
         run.fit(module, DataLoader(data, size, shuffle=True), DataLoader(data, size))
         modules.append({name: whole(value.detach()) for name, value in module.state_dict().items()})
         losses.append(float(run.callback_metrics["val_loss"]))
