@@ -70,25 +70,14 @@ def check_optimizers(trainer: Trainer) -> None:
     agree(trainer.strategy, lines, "Every rank must make the same optimizers in configure_optimizers.")
 
 
-def check_batches(strategy: Strategy, loader: Any, count: int | None) -> None:
-    """Compares the number of batches in an epoch.
-
-    Args:
-        strategy: of this rank.
-        loader: the training loader; `lengths` of one that the ranks have each for itself are those of all ranks.
-        count: batches of an epoch, as limited.
-    """
-    if strategy.world_size == 1:
-        return
-    lengths = getattr(loader, "lengths", ())
-    if len(lengths) == strategy.data_size and count is not None:
-        own = lengths[strategy.data_rank]
-        count = own if own is None else min(own, count)
-    fix = (
-        "A rank with fewer would leave the others waiting: let Leyden shard the loader (use_distributed_sampler=True), give every "
-        "rank as many batches, or cut them with limit_train_batches."
-    )
-    agree(strategy, [f"{'an unknown number of' if count is None else count} training batches"], fix)
+def check_batches(strategy: Strategy, count: int | None) -> None:
+    """Compares the number of batches in an epoch."""
+    if strategy.world_size > 1:
+        fix = (
+            "A rank with fewer would leave the others waiting: let Leyden shard the loader (use_distributed_sampler=True), give "
+            "every rank as many batches, or cut them with limit_train_batches."
+        )
+        agree(strategy, [f"{'an unknown number of' if count is None else count} training batches"], fix)
 
 
 def agree(strategy: Strategy, lines: Sequence[str], fix: str) -> None:

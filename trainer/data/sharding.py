@@ -35,17 +35,10 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many samples of a global batch are here, and how many there are on all ranks.
-
-    Attributes:
-        here: on this rank.
-        total: on all.
-        going: ranks that have any, where that does not follow from the total: of a stream each takes whole batches.
-    """
+    """How many samples of a global batch are here, and how many there are on all ranks."""
 
     here: int
     total: int
-    going: int | None = None
 
     def weight(self, ranks: int) -> float:
         """What this rank's mean loss is multiplied by, so that the average over ranks is the mean over all samples.
@@ -55,10 +48,6 @@ class Share:
             (1.3333333333333333, 0.6666666666666666)
         """
         return self.here * ranks / self.total if self.total else 1.0
-
-    def leaves_out(self, ranks: int) -> bool:
-        """True, on every rank, if one of them has no sample."""
-        return (self.total if self.going is None else self.going) < ranks
 
 
 def block(count: int, rank: int, ranks: int) -> slice:

@@ -143,14 +143,12 @@ class StreamSource(Source):
             held = [group[place]] if place < len(group) else [NOTHING]
             here = sizes[place] if place < len(sizes) else 0
             total, going = sum(sizes), len(group)
-            present = going
             if loader.asks:
                 total, going = ranks.total([here, going])
-                present = going if loader.foreign else present
             group = []
             if not going:
                 return
-            yield held.pop(), Share(here, total, present)
+            yield held.pop(), Share(here, total)
 
     def _read(self, iterator: Iterator[Any]) -> list[Any]:
         if self.loader.foreign:

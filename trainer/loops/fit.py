@@ -204,7 +204,7 @@ class FitLoop:
         window, ranks = self.accelerator.window, self.trainer.strategy.data_size
         for pair, is_last in self._batches():
             share, held = pair[1], [pair[0]]
-            window.weight, window.idle = share.weight(ranks), share.leaves_out(ranks)
+            window.weight, window.idle = share.weight(ranks), share.total < ranks
             # Without a name here, which would keep the last batch through a validation.
             pair = None
             yield held.pop(), is_last
@@ -430,7 +430,7 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
-            check_batches(self.trainer.strategy, self.cursor.loader, self.num_batches)
+            check_batches(self.trainer.strategy, self.num_batches)
 
     def _limit_batches(self) -> None:
         """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
