@@ -336,7 +336,7 @@ class Strategy(ABC):
         for hook in hooks.on_before_backward:
             hook(loss)
         # Most losses go to backward as they are, and two calls that change nothing would be felt.
-        if num_items is not None or window.length > 1 or window.weight != 1.0:
+        if num_items is not None or window.length > 1 or window.weight != 1.0 or window.idle:
             loss = self.loss_to_backward(loss, num_items, window)
         scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
         if hooks.backward is None:

@@ -74,8 +74,8 @@ def check_batches(strategy: Strategy, count: int | None) -> None:
     """Compares the number of batches in an epoch."""
     if strategy.world_size > 1:
         fix = (
-            "A rank with fewer would leave the others waiting: let Leyden shard the loader (use_distributed_sampler=True), give "
-            "every rank as many batches, or cut them with limit_train_batches."
+            "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, or set "
+            "use_distributed_sampler=False where each has a share of its own."
         )
         agree(strategy, [f"{'an unknown number of' if count is None else count} training batches"], fix)
 

@@ -13,9 +13,18 @@ import torch
 import torch.distributed as dist
 from ranks.world import run_world
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+    get_worker_info,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from leyden import Trainer, TrainModule
+from leyden.strategies.ddp import DDPStrategy
 
 SAMPLES = 103
 
@@ -58,7 +67,7 @@ def samples(count: int = SAMPLES) -> TensorDataset:
     return TensorDataset(torch.arange(count), x, x.sum(1).sin())
 
 
-def fitted(module: TrainModule, loader: Any, strategy: str, **arguments: Any) -> Trainer:
+def fitted(module: TrainModule, loader: Any, strategy: Any, **arguments: Any) -> Trainer:
     settings: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", "logger": False, "accelerator": "cpu"}
     settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "barebones": True}
     trainer = Trainer(strategy=strategy, **(settings | arguments))
@@ -128,3 +137,124 @@ def test_weights_equal_one_process_with_the_batch_multiplied(ranks: int) -> None
             seen = [index for rank in range(ranks) for index in results[rank][number][1][epoch]]
             assert Counter(seen) == Counter(order[epoch]), (case, epoch)
             assert case.get("drop_last") or sorted(seen) == list(range(case.get("samples", SAMPLES)))
+
+
+# loaders of every kind ---------------------------------------------------------------------------------------------------
+class Streamed(IterableDataset[Any]):
+    """The samples in order; of several workers each gives whole batches of eight in its turn."""
+
+    def __init__(self) -> None:
+        self.data = samples()
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number, count = (0, 1) if info is None else (info.id, info.num_workers)
+        return (self.data[index] for index in range(SAMPLES) if index // 8 % count == number)
+
+
+class Untold:
+    """An iterable that does not tell its length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+class OwnIteration(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return iter(list(super().__iter__()))
+
+
+def in_batches() -> list[Any]:
+    return list(DataLoader(samples(), 8))
+
+
+def own_share(told: bool) -> Any:
+    """What a user who shards his data himself gives each rank: every second batch, so one rank has one more."""
+    share = in_batches()[dist.get_rank() :: dist.get_world_size()]
+    return share if told else Untold(share)
+
+
+LOADERS: dict[str, Any] = {
+    "iterable data set": lambda: DataLoader(Streamed(), 8),
+    "in two workers": lambda: DataLoader(Streamed(), 8, num_workers=2, multiprocessing_context="fork"),
+    "list": in_batches,
+    "generator": lambda: Untold(in_batches()),
+    "own batch sampler": lambda: DataLoader(
+        samples(), batch_sampler=list(BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
+    ),
+    "own __iter__": lambda: OwnIteration(samples(), 8),
+    "own shares": lambda: own_share(True),
+    "own shares, untold": lambda: own_share(False),
+}
+
+
+def train_on_every_kind() -> dict[str, Any]:
+    found = {}
+    with one_group():
+        for name, make in LOADERS.items():
+            module = Regression()
+            torch.manual_seed(5)
+            own = name.startswith("own shares")
+            trainer = fitted(module, make(), "ddp", max_epochs=1, use_distributed_sampler=not own)
+            found[name] = weights(module), module.seen[0], trainer.progress.batch
+        torch.manual_seed(5)
+        module = Regression()
+        sampler = DistributedSampler(samples(), shuffle=False)
+        fitted(module, DataLoader(samples(), 8, sampler=sampler), "ddp", max_epochs=1)
+        found["DistributedSampler"] = module.seen[0]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_any_loader_gives_each_sample_once_and_the_weights_of_one_process(ranks: int) -> None:
+    results = run_world(ranks, train_on_every_kind)
+    module = Regression()
+    fitted(module, DataLoader(samples(), 8 * ranks), "auto", max_epochs=1)
+    expected = weights(module)
+    for name in LOADERS:
+        seen = [index for rank in range(ranks) for index in results[rank][name][1]]
+        assert sorted(seen) == list(range(SAMPLES)), name
+        for rank in range(ranks):
+            found, _, batches = results[rank][name]
+            assert found == pytest.approx(expected, rel=0, abs=1e-9), (name, rank)
+            assert batches == -(-SAMPLES // (8 * ranks)), (name, rank)
+    # The user's own DistributedSampler is left alone: it repeats samples to be even.
+    own = [index for rank in range(ranks) for index in results[rank]["DistributedSampler"]]
+    assert set(own) == set(range(SAMPLES)) and len(own) == 104
+
+
+# steps that a rank without a sample has to take part in ------------------------------------------------------------------
+class TwoHeads(Regression):
+    """Uses one of two heads in each batch, so that DDP must find out which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 1).double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        index, x, y = batch
+        self.seen[-1] += index.tolist()
+        head = self.net if batch_idx < 1 else self.other
+        return ((head(x).squeeze(-1) - y) ** 2).mean()
+
+
+def skip_with_unused_parameters() -> Any:
+    with one_group():
+        module = TwoHeads()
+        torch.manual_seed(5)
+        strategy = DDPStrategy(find_unused_parameters=True)
+        trainer = fitted(module, DataLoader(samples(21), 2, shuffle=True), strategy, max_epochs=2)
+        return weights(module), trainer.global_step
+
+
+def test_a_rank_without_a_sample_uses_the_parameters_that_the_others_use() -> None:
+    results = run_world(4, skip_with_unused_parameters)
+    module = TwoHeads()
+    torch.manual_seed(5)
+    trainer = fitted(module, DataLoader(samples(21), 8, shuffle=True), "auto", max_epochs=2)
+    for found, steps in results:
+        assert found == pytest.approx(weights(module), rel=0, abs=1e-9)
+        assert steps == trainer.global_step

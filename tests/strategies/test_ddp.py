@@ -398,6 +398,73 @@ def test_a_window_that_ends_before_it_was_known_to_is_synced_too() -> None:
     assert short == pytest.approx(known, rel=1e-5, abs=1e-6)
 
 
+class Stream:
+    """Batches without a length, and without a sampler that could be sharded."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
+
+
+def sized(*sizes: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator)) for n in sizes]
+
+
+UNEVEN: dict[str, tuple[list[Any], list[Any]]] = {
+    # One stream that both ranks read, and the global batches that it makes.
+    "odd": (sized(4, 4, 4, 4, 4), [(0, 1), (2, 3), (4,)]),
+    # The ranks' own streams, of which the second ends first: 0 1 2 on rank 0, 3 on rank 1.
+    "own": (sized(2, 4, 3, 4), [(0, 3), (1,), (2,)]),
+}
+
+
+class Linear(Module):
+    """Without batch norm, whose statistics are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__("plain")
+        self.net = nn.Linear(6, 3)  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+def fit_uneven() -> dict[str, tuple[int, list[float]]]:
+    found = {}
+    for name, (data, _) in UNEVEN.items():
+        fitted = trainer(strategy="ddp", max_epochs=1, use_distributed_sampler=name == "odd")
+        torch.manual_seed(3)
+        module = Linear()
+        own = data if name == "odd" else data[:3] if fitted.global_rank == 0 else data[3:]
+        fitted.fit(module, Stream(own))
+        found[name] = (
+            fitted.global_step,
+            [value for p in module.parameters() for value in p.detach().flatten().tolist()],
+        )
+    return found
+
+
+def test_ranks_whose_data_ends_first_wait_for_no_one() -> None:
+    first, second = run_world(2, fit_uneven)
+    assert first == second
+    for name, (data, groups) in UNEVEN.items():
+        torch.manual_seed(3)
+        net = Linear().net
+        for group in groups:
+            x, y = (torch.cat([data[number][part] for number in group]) for part in (0, 1))
+            net.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()  # type: ignore[no-untyped-call]
+            for parameter in net.parameters():
+                assert parameter.grad is not None
+                parameter.data -= 0.1 * parameter.grad
+        steps, weights = first[name]
+        assert steps == len(groups)
+        assert weights == pytest.approx([v for p in net.parameters() for v in p.detach().flatten().tolist()], abs=1e-6)
+
+
 class Frozen(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.net.first(batch[0]).mean()  # type: ignore[no-any-return]

@@ -35,10 +35,11 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many samples of a global batch are here, and how many there are on all ranks."""
+    """How many samples of a global batch are here, how many there are on all ranks, and whether a rank has none."""
 
     here: int
     total: int
+    idle: bool = False
 
     def weight(self, ranks: int) -> float:
         """What this rank's mean loss is multiplied by, so that the average over ranks is the mean over all samples.
@@ -273,7 +274,7 @@ class RankBatches:
                 total = sum(len(batch) for batch in drawn)
             else:
                 here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
-            self.shares.append(Share(len(here), total))
+            self.shares.append(Share(len(here), total, len(drawn) < self.ranks))
             # Only the last global batch can leave a rank without a sample.
             if not here:
                 self._last = self._last or (drawn[0] if self.of_batches else drawn)

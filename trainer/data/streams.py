@@ -133,8 +133,11 @@ class StreamSource(Source):
 
     def _groups(self, iterator: Iterator[Any]) -> Iterator[tuple[Any, Share]]:
         loader, ranks = self.loader, self.loader.ranks
+        ended = False
         while True:
-            group = self._read(iterator)
+            # Workers that have been sent home cannot be asked again.
+            group = [] if ended else self._read(iterator)
+            ended = len(group) < loader.span
             place = 0 if loader.foreign else ranks.rank
             self._filler = group[0] if group and len(group) <= place else None
             if ranks.even and group and not loader.foreign:
@@ -142,13 +145,13 @@ class StreamSource(Source):
             sizes = [_size_of(batch) for batch in group]
             held = [group[place]] if place < len(group) else [NOTHING]
             here = sizes[place] if place < len(sizes) else 0
-            total, going = sum(sizes), len(group)
+            total, going, idle = sum(sizes), len(group), loader.span - len(group)
             if loader.asks:
-                total, going = ranks.total([here, going])
+                total, going, idle = ranks.total([here, going, held[0] is NOTHING])
             group = []
             if not going:
                 return
-            yield held.pop(), Share(here, total)
+            yield held.pop(), Share(here, total, idle > 0)
 
     def _read(self, iterator: Iterator[Any]) -> list[Any]:
         if self.loader.foreign:

@@ -204,7 +204,7 @@ class FitLoop:
         window, ranks = self.accelerator.window, self.trainer.strategy.data_size
         for pair, is_last in self._batches():
             share, held = pair[1], [pair[0]]
-            window.weight, window.idle = share.weight(ranks), share.total < ranks
+            window.weight, window.idle = share.weight(ranks), share.idle
             # Without a name here, which would keep the last batch through a validation.
             pair = None
             yield held.pop(), is_last

@@ -49,7 +49,8 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
     if isinstance(loader, (list, tuple)):
         return _listed(loader, rank, ranks, config)
     if not _is_indexed(loader):
-        return shard(loader, Ranks.of(strategy))
+        # A loop of one's own cannot be handed a batch of nothing.
+        return shard(loader, Ranks.of(strategy, even=True), asks=False)
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         return loader
