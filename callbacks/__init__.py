@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 _HOMES = {
     "Callback": "base",
     "CSVLogger": "csv_logger",
+    "CometLogger": "comet_logger",
     "EarlyStopping": "early_stopping",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
     "LearningRateMonitor": "lr_monitor",
     "Logger": "logger",
+    "MLFlowLogger": "mlflow_logger",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
@@ -25,6 +27,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
+    from leyden.callbacks.comet_logger import CometLogger as CometLogger
     from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from leyden.callbacks.logger import Logger as Logger
     from leyden.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
+    from leyden.callbacks.mlflow_logger import MLFlowLogger as MLFlowLogger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from leyden.callbacks.model_summary import ModelSummary as ModelSummary
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint

@@ -36,6 +36,7 @@ _HOMES = {
     "get_logger": "leyden.trainer.own_loop.rank_logging",
     "notebook_launcher": "leyden.trainer.own_loop.notebook",
     "set_seed": "leyden.trainer.own_loop.seeds",
+    "DistributedType": "leyden.trainer.own_loop.ranks",
 }
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from leyden.trainer.own_loop.plugins import ProfileKwargs as ProfileKwargs
     from leyden.trainer.own_loop.plugins import ProjectConfiguration as ProjectConfiguration
     from leyden.trainer.own_loop.rank_logging import get_logger as get_logger
+    from leyden.trainer.own_loop.ranks import DistributedType as DistributedType
     from leyden.trainer.own_loop.ranks import PartialState as PartialState
     from leyden.trainer.own_loop.seeds import set_seed as set_seed
     from leyden.trainer.own_loop.tracking import GeneralTracker as GeneralTracker

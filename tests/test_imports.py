@@ -41,7 +41,16 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 # `import leyden` must cost nothing beyond torch: these come in where they are used.
 LAZY = {
     *("numpy", "safetensors", "tqdm", "tensorboard", "torchmetrics", "wandb", "sklearn", "yaml", "packaging", "click"),
-    *("deepspeed", "torch_xla", "torchao", "transformers", "torch.utils.tensorboard", "torch.distributed.checkpoint"),
+    *(
+        "comet_ml",
+        "mlflow",
+        "deepspeed",
+        "torch_xla",
+        "torchao",
+        "transformers",
+        "torch.utils.tensorboard",
+        "torch.distributed.checkpoint",
+    ),
 }
 # The command line's own library, which is imported when a command is run.
 COMMAND_LINE = {"leyden.trainer.cli": "click"}

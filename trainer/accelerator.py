@@ -30,7 +30,7 @@ from leyden.trainer.own_loop.plugins import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from leyden.trainer.own_loop.ranks import PartialState
+from leyden.trainer.own_loop.ranks import AcceleratorState
 from leyden.trainer.own_loop.seeds import synchronise
 from leyden.trainer.own_loop.tracking import Tracked
 from leyden.trainer.prepared import PreparedOptimizer, PreparedScheduler, parameters_of
@@ -39,9 +39,8 @@ from leyden.trainer.prepared import PreparedOptimizer, PreparedScheduler, parame
 class Accelerator(Tracked, Engine):
     """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
-    Five lines of a plain loop change: make one, `prepare` what the loop uses, `accumulate` and `backward` in each batch, and
-    clip through it. Names and defaults are Hugging Face Accelerate's, except where it says so. The Trainer drives the same
-    engine.
+    Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face Accelerate's, except
+    where it says so (`docs/from-accelerate.md`). The Trainer drives the same engine.
 
     Args:
         device_placement: bring models, batches and optimizers to `device`; False leaves that to you.
@@ -125,7 +124,6 @@ class Accelerator(Tracked, Engine):
         self.dataloader_config = options.data
         super().__init__(**options.engine_arguments())
         options.apply(self.strategy)
-        self.strategy.setup_environment()
         atexit.register(_leave, weakref.ref(self))
         self.window.length = self.accumulation.num_steps
         self.prepared_models: list[nn.Module] = []
@@ -152,9 +150,9 @@ class Accelerator(Tracked, Engine):
 
     # properties -------------------------------------------------------------------------------------------------------
     @property
-    def state(self) -> PartialState:
-        """Ranks and device alone."""
-        return PartialState(strategy=self.strategy)
+    def state(self) -> AcceleratorState:
+        """Ranks, device and precision alone."""
+        return AcceleratorState(self.strategy, self.mixed_precision)
 
     @property
     def mixed_precision(self) -> str:
@@ -308,6 +306,8 @@ class Accelerator(Tracked, Engine):
         finally:
             self._in_window = False
             self.end_batch()
+            if not self.window.is_open:
+                self.window.length = self.accumulation.num_steps
         if not self._reading:
             self.write_due()
 
@@ -413,8 +413,9 @@ class Accelerator(Tracked, Engine):
         if not self.sync_gradients:
             return
         self._settle()
-        chosen = self.prepared_optimizers if optimizer is None else optimizer
-        for entry in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+        chosen: Any = self.prepared_optimizers if optimizer is None else optimizer
+        entries: list[Any] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
+        for entry in entries:
             self.strategy.before_step(getattr(entry, "optimizer", entry))
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
@@ -532,9 +533,7 @@ class Accelerator(Tracked, Engine):
 
     def restore_counters(self, steps: int) -> None:
         """Between two windows, after so many steps."""
-        self.steps = steps
-        self._updates_scale = False
-        window = self.window
+        self.steps, self._updates_scale, window = steps, False, self.window
         window.is_open, window.index, window.closes = False, 0, True
 
     def register_for_checkpointing(self, *objects: Any) -> None:

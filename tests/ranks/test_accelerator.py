@@ -506,3 +506,64 @@ def asked_for_methods() -> tuple[bool, list[float], str]:
             str(error).split(", or ")[1].split(" ")[0],
         )
     return False, value, ""
+
+
+def compressed(hook: str) -> tuple[list[Any], str]:
+    from leyden import Accelerator, DistributedDataParallelKwargs
+
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2} if hook == "power_sgd" else {}
+    handler = DistributedDataParallelKwargs(comm_hook=hook, comm_state_option=options, gradient_as_bucket_view=True)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    model, optimizer = build()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    torch.manual_seed(accelerator.process_index)
+    for _ in range(4):
+        accelerator.backward(F.mse_loss(model(torch.randn(6, 4)), torch.randn(6, 1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return plain(accelerator.unwrap_model(model).parameters()), str(model.gradient_as_bucket_view)
+
+
+def test_gradients_are_sent_in_another_form() -> None:
+    results = {hook: run_world(2, compressed, hook) for hook in ("no", "fp16", "bf16", "power_sgd")}
+    for first, second in results.values():
+        assert first == second
+        assert first[1] == "True"
+    assert len({str(first[0]) for first, _ in results.values()}) == 4
+
+
+def in_a_notebook(value: int) -> tuple[int, str, float]:
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.tensor(float(value + accelerator.process_index)))
+    return accelerator.num_processes, accelerator.mixed_precision, total.item()
+
+
+def test_a_notebook_starts_its_ranks() -> None:
+    from leyden import ConfigurationError, notebook_launcher
+
+    found = notebook_launcher(in_a_notebook, (2,), num_processes=2, mixed_precision="bf16")
+    assert found == (2, "bf16", 5.0)
+    with pytest.raises(ConfigurationError, match="several machines need a script"):
+        notebook_launcher(in_a_notebook, (2,), num_nodes=2)
+
+
+def printed() -> tuple[str, str]:
+    import contextlib
+    import io
+
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        for number in range(2):
+            print("everywhere", number)
+            accelerator.print("once", number)
+    return out.getvalue(), err.getvalue()
+
+
+def test_a_print_of_every_rank_is_followed_by_one_hint() -> None:
+    (first, no_hint), (second, hint) = run_world(2, printed)
+    assert first == "everywhere 0\nonce 0\neverywhere 1\nonce 1\n" and second == "everywhere 0\neverywhere 1\n"
+    assert no_hint == "" and hint.count("accelerator.print(...) prints once") == 1

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
@@ -125,3 +125,19 @@ def start_up_facts(accelerator: Any) -> str:
         f"{accelerator.device}, {accelerator.distributed_type}, precision {accelerator.precision.name}, accumulation "
         f"{accelerator.gradient_accumulation_steps}"
     )
+
+
+def prepared_facts(accelerator: Any, prepared: Any) -> str | None:
+    """One line of what an object became on this rank; None for what is neither a model nor a loader."""
+    rank = f"leyden: rank {accelerator.process_index}:"
+    if isinstance(prepared, nn.Module):
+        bare = accelerator.unwrap_model(prepared)
+        first = next(bare.parameters(), None)
+        wrapper = "no wrapper" if prepared is bare else f"in {type(prepared).__name__}"
+        kind = "" if first is None else f", {type(first).__name__} of {first.dtype} on {first.device}"
+        return f"{rank} model {type(bare).__name__} {wrapper}{kind}"
+    if hasattr(prepared, "cursor"):
+        loader = prepared.loader
+        sampler = type(getattr(loader, "batch_sampler", None) or loader).__name__
+        return f"{rank} loader of {prepared.cursor.length} batches by {sampler}, batch_size {getattr(loader, 'batch_size', None)}"
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -60,8 +59,9 @@ def notebook_launcher(
     call = functools.partial(_with_precision, function, mixed_precision)
     if count == 1:
         return call(*args)
-    functions = importlib.import_module("leyden.strategies.launch.functions")
-    return functions.run_function(start_method, count, call, *args)
+    from leyden.strategies.launch.functions import run_function
+
+    return run_function(start_method, count, call, *args)
 
 
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:

@@ -98,7 +98,7 @@ class Options:
         }
 
     def apply(self, strategy: Strategy) -> None:
-        """Hands the handlers' values to the strategy that was found."""
+        """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
@@ -112,6 +112,10 @@ class Options:
         ddp = self.handlers.get(DistributedDataParallelKwargs)
         if ddp is not None and hasattr(strategy, "ddp_arguments"):
             strategy.ddp_arguments.update(ddp.arguments())
+            strategy.setup_environment()
+            strategy.comm_hook = ddp.hook()  # type: ignore[attr-defined]
+        else:
+            strategy.setup_environment()
 
 
 def _fill(given: dict[str, Any]) -> None:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, nearest
 
 H = TypeVar("H")
+HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
+WRAPPERS = ("no", "fp16", "bf16")
 
 
 @dataclass
@@ -136,6 +138,36 @@ class DistributedDataParallelKwargs(KwargsHandler):
         names = ("dim", "broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "check_reduction")
         more = ("gradient_as_bucket_view", "static_graph")
         return {name: getattr(self, name) for name in (*names, *more) if getattr(self, name) != getattr(plain, name)}
+
+    def hook(self) -> Any:
+        """State and hook for `register_comm_hook`, once the ranks have met; None for none.
+
+        Raises:
+            ConfigurationError: if a name is unknown, or a wrapper goes with no power_sgd.
+        """
+        from leyden.strategies.comm_hooks import find_comm_hook
+
+        name, around = (str(getattr(value, "value", value)).lower() for value in (self.comm_hook, self.comm_wrapper))
+        for value, known, argument in ((name, HOOKS, "comm_hook"), (around, WRAPPERS, "comm_wrapper")):
+            if value not in known:
+                raise ConfigurationError(
+                    f"DistributedDataParallelKwargs({argument}={value!r}) is not known. {nearest(value, known)}"
+                )
+        if around != "no" and "power_sgd" not in name:
+            raise ConfigurationError(
+                f"comm_wrapper={around!r} goes around a power_sgd hook: give comm_hook='power_sgd' too."
+            )
+        if "power_sgd" not in name:
+            return find_comm_hook(None if name == "no" else name)
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        hook: Any = powerSGD_hook.powerSGD_hook if name == "power_sgd" else powerSGD_hook.batched_powerSGD_hook
+        wrappers = {
+            "no": None,
+            "fp16": default_hooks.fp16_compress_wrapper,
+            "bf16": default_hooks.bf16_compress_wrapper,
+        }
+        return find_comm_hook(hook, powerSGD_hook.PowerSGDState(None, **self.comm_state_option), wrappers[around])
 
 
 @dataclass

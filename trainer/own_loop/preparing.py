@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.sources import Composite
+from leyden.trainer.own_loop.debugging import is_debugging, prepared_facts
 from leyden.trainer.own_loop.loader import PreparedLoader
 from leyden.trainer.own_loop.sharing import share
 from leyden.trainer.prepared import (
@@ -49,6 +51,11 @@ def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[b
         elif is_loader(entry):
             done[id(entry)] = loader(accelerator, entry, moves)
     results = [done.get(id(entry), entry) for entry in objects]
+    if is_debugging():
+        for result in results:
+            facts = prepared_facts(accelerator, result)
+            if facts is not None:
+                print(facts, file=sys.stderr, flush=True)
     return results[0] if len(results) == 1 else tuple(results)
 
 

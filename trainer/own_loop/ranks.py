@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,18 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class DistributedType(str, Enum):
+    """How ranks work together; each is equal to its name as text."""
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    FSDP = "FSDP"
+    DEEPSPEED = "DEEPSPEED"
+    MEGATRON_LM = "MEGATRON_LM"
+    XLA = "XLA"
 
 
 class RankControl:
@@ -65,11 +78,14 @@ class RankControl:
         return self.strategy.world_size > 1
 
     @property
-    def distributed_type(self) -> str:
-        """One of "NO", "MULTI_CPU", "MULTI_GPU", "FSDP", or the name of another strategy in capitals."""
-        if self.strategy.name in ("single_device", "ddp"):
-            return "NO" if self.num_processes == 1 else "MULTI_CPU" if self.device.type == "cpu" else "MULTI_GPU"
-        return "FSDP" if self.strategy.name in ("fsdp", "hsdp") else self.strategy.name.upper()
+    def distributed_type(self) -> DistributedType:
+        """How this run's ranks work together."""
+        name = {"hsdp": "fsdp"}.get(self.strategy.name, self.strategy.name).upper()
+        if name in DistributedType.__members__ and name != "NO":
+            return DistributedType(name)
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_CPU if self.device.type == "cpu" else DistributedType.MULTI_GPU
 
     # waiting ----------------------------------------------------------------------------------------------------------
     def wait_for_everyone(self) -> None:
@@ -219,9 +235,30 @@ class PartialState(RankControl):
     def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
         self.strategy = joined("cpu" if cpu else "auto") if strategy is None else strategy
 
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, "
+            f"local {self.local_process_index}, {self.device})"
+        )
+
     def destroy_process_group(self) -> None:
         """Leaves the other ranks, where this object has joined them."""
         self.strategy.teardown()
+
+
+class AcceleratorState(PartialState):
+    """Ranks and precision of an Accelerator, as `accelerator.state`.
+
+    Attributes:
+        mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
+        deepspeed_plugin: None: scripts ask for it.
+    """
+
+    deepspeed_plugin: None = None
+
+    def __init__(self, strategy: Strategy, mixed_precision: str) -> None:
+        super().__init__(strategy=strategy)
+        self.mixed_precision = mixed_precision
 
 
 def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any = None, **place: Any) -> Strategy:
@@ -251,4 +288,12 @@ def check_started(strategy: Strategy) -> None:
         )
 
 
-__all__: Sequence[str] = ["PartialState", "RankControl", "check_started", "joined", "split"]
+__all__: Sequence[str] = [
+    "AcceleratorState",
+    "DistributedType",
+    "PartialState",
+    "RankControl",
+    "check_started",
+    "joined",
+    "split",
+]

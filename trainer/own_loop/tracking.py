@@ -84,6 +84,11 @@ class LoggerTracker(GeneralTracker):
     def tracker(self) -> Any:
         return self.logger.experiment
 
+    @property
+    def writer(self) -> Any:
+        """The same, by the name that TensorBoard's tracker has in scripts."""
+        return self.logger.experiment
+
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         self.logger.log_hyperparams(values)
 

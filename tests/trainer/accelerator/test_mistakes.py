@@ -172,3 +172,32 @@ def test_compiled_models_keep_their_names() -> None:
     assert accelerator.unwrap_model(model) is bare
     assert list(accelerator.get_state_dict(model)) == ["weight", "bias"]
     assert torch.equal(model(torch.ones(1, 2)), bare(torch.ones(1, 2)))
+
+
+def test_debug_mode_says_what_a_rank_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+    accelerator.prepare(nn.Linear(2, 1), [torch.ones(1, 2)])
+    first, model, loader = capsys.readouterr().err.splitlines()
+    assert first.startswith("leyden: rank 0 of 1 (local 0), device cpu, ")
+    assert first.endswith("precision bf16-mixed, accumulation 2")
+    assert model == "leyden: rank 0: model Linear no wrapper, Parameter of torch.float32 on cpu"
+    assert loader == "leyden: rank 0: loader of 1 batches by list, batch_size None"
+
+
+def test_leyden_launch_fills_what_is_left_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from leyden.trainer.launched import Launched
+
+    settings = Launched("a.yaml", accelerator="cpu", precision="bf16-mixed", accumulate_grad_batches=4)
+    for name, value in settings.variables().items():
+        monkeypatch.setenv(name, value)
+    accelerator = Accelerator()
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 4)
+    assert (
+        "leyden launch fills mixed_precision='bf16-mixed', gradient_accumulation_steps=4, cpu=True (from a.yaml)"
+        in (capsys.readouterr().out)
+    )
+    own = Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2)
+    assert (own.mixed_precision, own.gradient_accumulation_steps) == ("no", 2)

@@ -145,3 +145,27 @@ def test_profile(tmp_path: Path) -> None:
         torch.ones(8, 8) @ torch.ones(8, 8)
     assert any("mm" in event.key for event in profiler.key_averages())
     assert (tmp_path / "profile_0.json").exists()
+
+
+def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow", reason="the extra leyden[mlflow] is not installed")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    accelerator = Accelerator(cpu=True, log_with="mlflow", project_dir=tmp_path)
+    accelerator.init_trackers("digits", {"optimizer": {"lr": 0.1}}, {"mlflow": {"tracking_uri": tmp_path.as_uri()}})
+    for step in (1, 2):
+        accelerator.log({"loss": 0.5 / step}, step=step)
+    tracker = accelerator.get_tracker("mlflow")
+    client, run = tracker.tracker, tracker.logger.version
+    accelerator.end_training()
+    assert client.get_run(run).data.params == {"optimizer/lr": "0.1"}
+    assert [(row.step, row.value) for row in client.get_metric_history(run, "loss")] == [(1, 0.5), (2, 0.25)]
+    assert client.get_run(run).info.status == "FINISHED"
+
+
+def test_comet_offline(tmp_path: Path) -> None:
+    pytest.importorskip("comet_ml", reason="the extra leyden[comet_ml] is not installed")
+    accelerator = Accelerator(cpu=True, log_with="comet_ml", project_dir=tmp_path)
+    accelerator.init_trackers("digits", {"lr": 0.1}, {"comet_ml": {"online": False}})
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    assert list(tmp_path.glob("*.zip"))

@@ -1,0 +1,136 @@
+"""MLFlowLogger: metrics to MLflow, on a server or in a file."""
+
+from __future__ import annotations
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from leyden.callbacks.logger import Logger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.strategies.errors import MissingExtraError
+
+MOST = 100
+"""Parameters that MLflow takes in one call."""
+
+
+class MLFlowLogger(Logger):
+    """Logs to a run of MLflow. mlflow is imported, and the run begun, at the first write. A resumed run goes on in its own.
+
+    Args:
+        experiment_name: of the experiment, which is made if it is not there.
+        run_name: None lets MLflow choose one.
+        tracking_uri: of a server; None for the variable MLFLOW_TRACKING_URI, or the file `<save_dir>/mlflow.db`.
+        save_dir: None for the Trainer's `default_root_dir`.
+        tags: of the run.
+        run_id: to go on with a run.
+        prefix: put before the names of metrics.
+
+    Example:
+        >>> logger = MLFlowLogger(experiment_name="digits")
+        >>> # Trainer(logger=logger)
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "leyden",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        tags: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._tracking_uri = tracking_uri
+        self._save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        self._tags = dict(tags or {})
+        self._run_id = run_id
+        self._prefix = prefix
+        self._client: Any = None
+        self._last_step = -1
+
+    @property
+    def name(self) -> str:
+        """The experiment's name."""
+        return self._experiment_name
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None before it has begun."""
+        return self._run_id
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
+
+    @property
+    def state_key(self) -> str:
+        return f"{type(self).__qualname__}(experiment_name={self._experiment_name!r}, run_name={self._run_name!r})"
+
+    @property
+    def experiment(self) -> Any:
+        """The MlflowClient; `version` is the run's id. On ranks that do not write, calls do nothing."""
+        if not self.is_writer:
+            return SilentExperiment()
+        if self._client is None:
+            self._client = self._begin()
+        return self._client
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not self.is_writer:
+            return
+        number = self._last_step + 1 if step is None else int(step)
+        self._last_step = max(self._last_step, number)
+        client, now = self.experiment, int(time.time() * 1000)
+        from mlflow.entities import Metric
+
+        rows = [Metric(name, value, now, number) for name, value in plain_numbers(metrics, self._prefix).items()]
+        client.log_batch(self._run_id, metrics=rows)
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Records the settings, nested ones as "outer/inner"."""
+        flat = list(flatten_hparams(params).items())
+        if not self.is_writer or not flat:
+            return
+        client = self.experiment
+        from mlflow.entities import Param
+
+        for start in range(0, len(flat), MOST):
+            rows = [Param(name, str(value)) for name, value in flat[start : start + MOST]]
+            client.log_batch(self._run_id, params=rows)
+
+    def finalize(self, status: str) -> None:
+        """Says how the run ended; logging more opens it again."""
+        if self._client is not None:
+            words = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+            self._client.set_terminated(self._run_id, words[status])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._run_id is None else {"run_id": self._run_id, "last_step": self._last_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state and self._client is None:
+            self._run_id, self._last_step = state["run_id"], int(state["last_step"])
+
+    def _begin(self) -> Any:
+        try:
+            from mlflow import MlflowClient
+        except ImportError as error:
+            raise MissingExtraError("mlflow", "mlflow", "MLFlowLogger") from error
+        os.makedirs(self.save_dir, exist_ok=True)
+        # MLflow no longer takes a folder of files.
+        own = f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}"
+        client = MlflowClient(self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
+        if self._run_id is None:
+            found = client.get_experiment_by_name(self._experiment_name)
+            number = client.create_experiment(self._experiment_name) if found is None else found.experiment_id
+            self._run_id = client.create_run(number, tags=self._tags, run_name=self._run_name).info.run_id
+        else:
+            client.update_run(self._run_id, "RUNNING")
+        return client
