@@ -1,0 +1,323 @@
+"""Mistakes in what fit is given, in optimizers and in what training_step returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from bad_input.ground import (
+    DURING,
+    Endless,
+    Ground,
+    Module,
+    NoBatch,
+    Numbers,
+    loader,
+    mistake,
+    optimizers,
+    returns,
+    samples,
+)
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
+from leyden import CombinedLoader, LeydenError, TrainModule
+
+
+# what fit is given ------------------------------------------------------------------------------------------------------
+@mistake(r"fit needs a TrainModule and training data: trainer\.fit\(module, train_loader\)")
+def fit_without_arguments(ground: Ground) -> None:
+    ground.trainer().fit()
+
+
+@mistake(r"was given the class Module: give an instance, Module\(\)")
+def a_class_for_a_module(ground: Ground) -> None:
+    ground.trainer().fit(Module, loader())  # type: ignore[arg-type]
+
+
+@mistake(r"was given a Linear: subclass leyden\.TrainModule")
+def a_module_that_is_no_train_module(ground: Ground) -> None:
+    ground.trainer().fit(nn.Linear(4, 2), loader())
+
+
+@mistake(r"Plain has no training_step: write it")
+def no_training_step(ground: Ground) -> None:
+    class Plain(TrainModule):
+        def configure_optimizers(self) -> Any:
+            return None
+
+    ground.trainer().fit(Plain(), loader())
+
+
+@mistake(r"Plain has no configure_optimizers: write it")
+def no_configure_optimizers(ground: Ground) -> None:
+    class Plain(TrainModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch
+
+    ground.trainer().fit(Plain(), loader())
+
+
+@mistake(r"there is no train loader: give one to Trainer\.fit, or write train_dataloader in Broken")
+def no_loader(ground: Ground) -> None:
+    ground.trainer().fit(ground.module())
+
+
+@mistake(r"train_dataloader returned None: return a loader")
+def a_loader_that_is_none(ground: Ground) -> None:
+    ground.trainer().fit(ground.module(train_dataloader=lambda self: None))
+
+
+@mistake(r"the train loader is a int, over which nothing can iterate: give a DataLoader")
+def a_loader_that_is_a_number(ground: Ground) -> None:
+    ground.fit(None, 3)
+
+
+@mistake(r"fewer than batch_size=2, and drop_last=True")
+def a_loader_of_length_zero(ground: Ground) -> None:
+    ground.fit(None, loader(1, drop_last=True))
+
+
+@mistake(r"the validation loader has a length of 0.*Give it a data set with samples")
+def a_validation_loader_of_length_zero(ground: Ground) -> None:
+    ground.fit(None, loader(), DataLoader(samples(0)))
+
+
+@mistake(r"gave no batch: an epoch needs at least one")
+def a_loader_without_a_batch(ground: Ground) -> None:
+    ground.fit(None, NoBatch())
+
+
+@mistake(r"limit_train_batches=0 leaves nothing to train on: use Trainer\.validate")
+def nothing_to_train_on(ground: Ground) -> None:
+    ground.fit(limit_train_batches=0)
+
+
+@mistake(r"limit_train_batches=0\.1 of 4 batches is less than one batch: give at least 0\.25")
+def a_fraction_of_a_batch(ground: Ground) -> None:
+    ground.fit(limit_train_batches=0.1)
+
+
+@mistake(r"a fraction of a loader that has no length: give a number of batches")
+def a_fraction_of_an_unsized_loader(ground: Ground) -> None:
+    ground.fit(None, DataLoader(Endless(), batch_size=2), limit_train_batches=0.5)
+
+
+@mistake(r"loaders and a datamodule: give one of them")
+def loaders_and_a_datamodule(ground: Ground) -> None:
+    ground.trainer().fit(ground.module(), loader(), datamodule=Numbers())
+
+
+@mistake(r"val_check_interval=9 is more than the 4 batches of an epoch.*check_val_every_n_epoch=None")
+def a_validation_interval_that_is_too_large(ground: Ground) -> None:
+    ground.fit(None, loader(), loader(), val_check_interval=9)
+
+
+@mistake(r"val_check_interval=0\.5 is a fraction of an epoch, and the training loader has no length")
+def a_validation_interval_of_an_unsized_loader(ground: Ground) -> None:
+    ground.fit(None, DataLoader(Endless(), batch_size=2), loader(), val_check_interval=0.5)
+
+
+@mistake(r"there are 2 validation loaders: validation_step must take a dataloader_idx")
+def several_loaders_without_their_index(ground: Ground) -> None:
+    ground.fit(None, loader(), [loader(), loader()])
+
+
+@mistake(r"CombinedLoader\(mode='max'\) is not known\. Did you mean 'max_size'\?")
+def a_mode_of_combined_loaders(ground: Ground) -> None:
+    CombinedLoader([loader()], mode="max")  # type: ignore[arg-type]
+
+
+@mistake(r"fit\(max_epochs='3'\): use a whole number")
+def max_epochs_of_fit(ground: Ground) -> None:
+    ground.trainer().fit(ground.module(), loader(), max_epochs="3")  # type: ignore[arg-type]
+
+
+@mistake(r"fit\(max_steps=True\): use a whole number")
+def max_steps_of_fit(ground: Ground) -> None:
+    ground.trainer().fit(ground.module(), loader(), max_steps=True)
+
+
+@mistake(r"the parameter 'net\.weight' is on the meta device.*Build the module on a real device")
+def a_module_on_the_meta_device(ground: Ground) -> None:
+    module = ground.module()
+    module.net = nn.Linear(4, 2, device="meta")
+    ground.fit(module)
+
+
+@mistake(r"configure_callbacks returned a str: return callbacks")
+def no_callbacks_configured(ground: Ground) -> None:
+    ground.fit(ground.module(configure_callbacks=lambda self: "none"))
+
+
+@mistake(r"test needs a TrainModule: trainer\.test\(module, loader\)")
+def a_test_of_nothing(ground: Ground) -> None:
+    ground.trainer().test()
+
+
+@mistake(r"Broken has no test_step: write one")
+def a_test_without_its_step(ground: Ground) -> None:
+    ground.trainer().test(ground.module(), loader())
+
+
+@mistake(r"there is no val loader: give one to Trainer\.validate")
+def a_validation_without_a_loader(ground: Ground) -> None:
+    ground.trainer().validate(ground.module())
+
+
+@mistake(r"Plain has no predict_step and no forward: write one of them")
+def a_prediction_without_forward(ground: Ground) -> None:
+    class Plain(TrainModule):
+        pass
+
+    ground.trainer().predict(Plain(), loader())
+
+
+# optimizers and schedulers ----------------------------------------------------------------------------------------------
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def scheduled(module: nn.Module, make: Callable[[Any], Any] = lambda o: StepLR(o, 1), **options: Any) -> Any:
+    optimizer = sgd(module)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **options}}
+
+
+optimizers("configure_optimizers of no form", r"returned a int: return an optimizer", lambda self: 3)
+optimizers("a list of no optimizers", r"returned a str where an optimizer belongs", lambda self: ["adam"])
+optimizers("a dict without optimizer", r"a dict without 'optimizer'", lambda self: {"optim": sgd(self)})
+optimizers(
+    "a dict with a wrong key",
+    r"the key 'lr_schedular'\. Did you mean 'lr_scheduler'\?",
+    lambda self: {"optimizer": sgd(self), "lr_schedular": None},
+)
+optimizers("a scheduler's key", r"the unknown key 'intervall'\. Did you mean", lambda s: scheduled(s, intervall="step"))
+optimizers(
+    "a scheduler's interval", r"interval='batch': use 'epoch' or 'step'", lambda s: scheduled(s, interval="batch")
+)
+optimizers("a scheduler's frequency", r"frequency=0: use a whole number from 1", lambda s: scheduled(s, frequency=0))
+optimizers(
+    "no scheduler", r"is a str, which is no scheduler: give one of torch", lambda s: scheduled(s, lambda o: "step")
+)
+optimizers(
+    "plateau without monitor",
+    r"needs a value to watch.*'monitor': 'val_loss'",
+    lambda s: scheduled(s, ReduceLROnPlateau),
+)
+optimizers(
+    "a scheduler of another optimizer",
+    r"StepLR was made for an optimizer that configure_optimizers does not return",
+    lambda self: ([sgd(self)], [StepLR(sgd(self), 1)]),
+)
+optimizers(
+    "a plateau scheduler of another optimizer",
+    r"ReduceLROnPlateau was made for an optimizer that configure_optimizers does not return",
+    lambda self: ([sgd(self)], [{"scheduler": ReduceLROnPlateau(sgd(self)), "monitor": "val_loss"}]),
+)
+optimizers(
+    "an optimizer of another module",
+    r"holds no parameter of this module\. Make it in configure_optimizers, from self\.parameters\(\)",
+    lambda self: sgd(nn.Linear(4, 2)),
+)
+optimizers(
+    "LBFGS and accumulation",
+    r"LBFGS evaluates the loss several times.*use accumulate_grad_batches=1",
+    lambda self: torch.optim.LBFGS(self.parameters()),
+    accumulate_grad_batches=2,
+)
+optimizers(
+    "LBFGS and a scaler",
+    r"LBFGS evaluates the loss several times.*use precision='bf16-mixed' or '32-true'",
+    lambda self: torch.optim.LBFGS(self.parameters()),
+    precision="16-mixed",
+)
+optimizers(
+    "LBFGS and another",
+    r"LBFGS evaluates the loss several times.*use manual optimisation",
+    lambda self: [torch.optim.LBFGS(self.parameters()), sgd(self)],
+)
+
+
+@mistake(r"monitors 'val_lost', which has not been logged\. Did you mean 'val_loss'\?", when=DURING)
+def a_plateau_scheduler_that_watches_nothing(ground: Ground) -> None:
+    module = ground.module(configure_optimizers=lambda self: scheduled(self, ReduceLROnPlateau, monitor="val_lost"))
+    ground.fit(module, loader(), loader())
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@mistake(r"gradient_clip_val cannot be used with manual optimisation: call self\.clip_gradients")
+def clipping_in_manual_optimisation(ground: Ground) -> None:
+    ground.fit(ground.module(Manual), gradient_clip_val=1.0)
+
+
+@mistake(r"accumulate_grad_batches cannot be used with manual optimisation: step every n batches")
+def accumulation_in_manual_optimisation(ground: Ground) -> None:
+    ground.fit(ground.module(Manual), accumulate_grad_batches=2)
+
+
+@mistake(r"set self\.automatic_optimization = False", when=DURING)
+def manual_backward_in_automatic_optimisation(ground: Ground) -> None:
+    def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
+        self.manual_backward(self.loss(batch))
+
+    ground.fit(ground.module(training_step=training_step))
+
+
+# what training_step returns ---------------------------------------------------------------------------------------------
+returns("a loss that is a number", r"returned a float, not a loss\. Return a scalar tensor", lambda s, b: 0.5)
+returns("a loss that is None", r"returned None, not a loss\. Return a scalar tensor", lambda s, b: None)
+returns("a dict without loss", r"none is 'loss'\. Return \{'loss': loss", lambda s, b: {"los": s.loss(b)})
+returns("a dict whose loss is a number", r"is a float, not a tensor: return it before any", lambda s, b: {"loss": 0.5})
+returns("a loss that is detached", r"has no gradient\. Compute it from the module's", lambda s, b: s.loss(b).detach())
+returns(
+    "a loss of many numbers", r"has the shape \(2,\): return one number, as loss\.mean", lambda s, b: s(b[0]).sum(1)
+)
+returns(
+    "num_items that is a word",
+    r"num_items is a str: return a number",
+    lambda s, b: {"loss": s.loss(b), "num_items": "two"},
+)
+returns(
+    "num_items of several numbers",
+    r"num_items has the shape \(3,\): return one number",
+    lambda s, b: {"loss": s.loss(b), "num_items": torch.ones(3)},
+)
+
+
+@mistake(r"num_items for some batches .* and not for others: return it always or never", when=DURING)
+def num_items_now_and_then(ground: Ground) -> None:
+    def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), **({"num_items": 2} if batch_idx else {})}
+
+    ground.fit(ground.module(training_step=training_step), accumulate_grad_batches=2)
+
+
+@mistake(r"the loss is nan in epoch 0, batch 0.*lower the learning rate, or clip", LeydenError, DURING)
+def a_loss_of_nan(ground: Ground) -> None:
+    def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch) * float("nan")
+
+    ground.fit(ground.module(training_step=training_step), detect_anomaly=True)
+
+
+@mistake(r"on another device than the module.*transfer_batch_to_device", when=DURING)
+def a_batch_on_another_device(ground: Ground) -> None:
+    def transfer(self: Module, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return [tensor.to("meta") for tensor in batch]
+
+    ground.fit(ground.module(transfer_batch_to_device=transfer))
+
+
+@mistake(r"MemoryError|out of memory on cpu in step 0.*smaller batch_size", torch.OutOfMemoryError, DURING)
+def a_batch_that_does_not_fit(ground: Ground) -> None:
+    def training_step(self: Module, batch: Any, batch_idx: int) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    ground.fit(ground.module(training_step=training_step))
