@@ -315,6 +315,9 @@ class Strategy(ABC):
         """Gives the loader the form that the device wants (XLA's parallel loader); most leave it as it is."""
         return loader
 
+    def check_trained(self) -> None:
+        """At an epoch's begin: raises where parameters are trained now that were not at set-up and would go wrong."""
+
     # the step ---------------------------------------------------------------------------------------------------------
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks

@@ -70,6 +70,7 @@ class DDPStrategy(ProcessGroupStrategy):
         super().__init__(**kwargs)
         self.comm_hook = find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.ddp: DistributedDataParallel | None = None
+        self._sent: set[int] = set()
         self.wrapped: list[DistributedDataParallel] = []
         """The modules that a loop of one's own calls."""
         self.sync_batchnorm = False
@@ -121,9 +122,20 @@ class DDPStrategy(ProcessGroupStrategy):
             stepped.register_forward_pre_hook(self._expect_no_backward)
         self.ddp = ddp = DistributedDataParallel(stepped, **arguments)
         self.before_forward = self._choose_sync
+        self._sent = {id(p) for p in module.parameters() if p.requires_grad}
         if self.comm_hook is not None:
             ddp.register_comm_hook(*self.comm_hook)
         return ddp
+
+    def check_trained(self) -> None:
+        if self.ddp is None:
+            return
+        for name, parameter in self.ddp.module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._sent:
+                raise ConfigurationError(
+                    f"{name.removeprefix('module.')} was frozen when the fit began and is trained now: DDP does not send its gradients, so the ranks "
+                    "would drift apart. Leave it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
+                )
 
     def teardown(self) -> None:
         if self.ddp is not None:

@@ -46,7 +46,12 @@ def launch(trainer: Trainer, *run: Any, **loaders: Any) -> Any:
         )
     from leyden.strategies.launch.functions import run_function
 
-    _, model, *_ = run
+    _, model, _, goal, *_ = run
+    if goal.continues:
+        raise ConfigurationError(
+            "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: save a checkpoint "
+            "and give its path."
+        )
     module, _ = unwrapped(model)
     found = run_function(method, trainer.num_devices, _on_rank, trainer, run, loaders)
     _take_back(trainer, module, found)

@@ -50,7 +50,10 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked worker of a loader inherits the handler, and must die by the signal as it would without us.
+            # A forked worker of a loader inherits the handler. A terminal sends Ctrl-C to it as well, and the run that is to end
+            # in order still needs its batches; any other signal ends it, as it would without us.
+            if number == signal.SIGINT:
+                return
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

@@ -139,7 +139,8 @@ class StreamSource(Source):
             group = [] if ended else self._read(iterator)
             ended = len(group) < loader.span
             place = 0 if loader.foreign else ranks.rank
-            self._filler = group[0] if group and len(group) <= place else None
+            if group:
+                self._filler = group[0] if len(group) <= place else None
             if ranks.even and group and not loader.foreign:
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
             sizes = [_size_of(batch) for batch in group]

@@ -177,6 +177,7 @@ class FitLoop:
         self._limit_batches()
         progress.phase = "settled"
         self.hooks.fire_all("on_train_epoch_start")
+        self.trainer.strategy.check_trained()
 
     def _skip(self, batch_idx: int) -> Any:
         """This rank has no sample of the global batch: it takes part in the others' step, and nobody hears of it."""

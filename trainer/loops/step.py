@@ -64,6 +64,9 @@ class Step(ABC):
         for config in self.trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.due(interval, count):
                 metric = config.monitored(self.trainer.callback_metrics)
+                if self.strategy.world_size > 1:
+                    # A value of a step is each rank's own, and the learning rate must be one.
+                    metric = self.strategy.broadcast(None if metric is None else float(metric))
                 if metric is not None:
                     self.module.lr_scheduler_step(config.scheduler, metric)
 
