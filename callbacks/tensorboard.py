@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -84,7 +86,9 @@ class TensorBoardLogger(FolderLogger):
             except ImportError as error:
                 raise MissingExtraError("tensorboard", None, "TensorBoardLogger") from error
             kwargs = {"purge_step": self._purge_step} | self._kwargs
-            self._writer = SummaryWriter(log_dir=self._needed_folder(), **kwargs)
+            folder = self._needed_folder()
+            _wait_out_the_second(folder)
+            self._writer = SummaryWriter(log_dir=folder, **kwargs)
             self._purge_step = None
         return self._writer
 
@@ -151,3 +155,11 @@ class TensorBoardLogger(FolderLogger):
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
         self._purge_step = self._last_step + 1
+
+
+def _wait_out_the_second(folder: str) -> None:
+    """Readers take event files by name, which tells their order to the second: one of this very second must stay before ours."""
+    parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
+    now = time.time()
+    if any(len(part) > 3 and part[3] == f"{int(now):010d}" for part in parts):
+        time.sleep(int(now) + 1 - now)
