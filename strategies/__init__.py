@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from leyden.strategies.base import Strategy, Window
+from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.launch.script import is_interactive
 from leyden.strategies.precision import Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
+from leyden.strategies.window import Window
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")

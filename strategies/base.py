@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,8 @@ from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
+from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, load_weights
+from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,127 +24,7 @@ if TYPE_CHECKING:
     from leyden.strategies.launch.environment import RankEnvironment
 
 T = TypeVar("T")
-StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
-
-
-@dataclass(slots=True)
-class Window:
-    """One accumulation window: the batches whose gradients make one optimizer step.
-
-    The Accelerator owns it and strategies are handed it, so nobody else counts batches.
-
-    Attributes:
-        index: position of the current batch in the window, from 0.
-        length: number of batches in the window; the last window of an epoch may be shorter than the others.
-        closes: the current batch is the window's last. Known before its forward pass.
-        is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
-        num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
-            where the loss is a mean, and the number of batches divides it.
-        first_items: `num_items` of the window's first batch, the mean over ranks (1 where it has none), by which backward
-            divides (see `Strategy.loss_to_backward`).
-        weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all ranks.
-        idle: a rank has no sample of the current global batch, and calls `skip_batch`. All ranks know of it.
-    """
-
-    index: int = 0
-    length: int = 1
-    closes: bool = True
-    is_open: bool = False
-    num_items: Tensor | float | None = None
-    first_items: Tensor | float | None = None
-    weight: float = 1.0
-    idle: bool = False
-
-    def open(self, length: int) -> None:
-        """Begins a new window."""
-        self.index, self.length, self.is_open = 0, length, True
-        self.num_items = self.first_items = None
-
-
-class BackwardHooks(Protocol):
-    """What a strategy calls around backward. Empty tuples and None cost nothing."""
-
-    @property
-    def on_before_backward(self) -> Sequence[Callable[[Tensor], Any]]: ...
-    @property
-    def on_after_backward(self) -> Sequence[Callable[[], Any]]: ...
-    @property
-    def backward(self) -> Callable[[Tensor], Any] | None: ...
-
-
-class StateWriter(Protocol):
-    """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
-
-    Of a DTensor each rank's shard is written, a replica once. Other tensors are written once: by rank 0, or, where they are
-    large and named in `replicated`, by any rank.
-    """
-
-    def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None: ...
-    def optimizers(self, states: list[dict[str, Any]]) -> None: ...
-
-
-class WeightReader(Protocol):
-    """The part of a checkpoint reader that a strategy loads modules from.
-
-    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor only this
-    rank's shard, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
-    """
-
-    def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
-    def names(self) -> list[str]: ...
-    def fill(self, targets: Mapping[str, Tensor]) -> None: ...
-
-
-def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
-    """Takes loss and num_items from what `training_step` returned.
-
-    Raises:
-        ConfigurationError: if there is no scalar loss with a gradient in it.
-    """
-    num_items = None
-    if isinstance(outputs, Tensor):
-        loss = outputs
-    elif isinstance(outputs, Mapping):
-        if "loss" not in outputs:
-            raise ConfigurationError(
-                f"training_step returned a dict with the keys {list(outputs)}, and none is 'loss'. Return "
-                "{'loss': loss, ...}, or set automatic_optimization = False and call manual_backward yourself."
-            )
-        loss, num_items = outputs["loss"], outputs.get("num_items")
-    else:
-        raise ConfigurationError(
-            f"training_step returned {_kind(outputs)}, not a loss. Return a scalar tensor or a dict with the key 'loss', "
-            "or set automatic_optimization = False and call manual_backward yourself."
-        )
-    if not isinstance(loss, Tensor):
-        raise ConfigurationError(
-            f"the loss that training_step returned is {_kind(loss)}, not a tensor: return it before any float() or .item()."
-        )
-    if not loss.requires_grad:
-        raise ConfigurationError(
-            "the loss that training_step returned has no gradient. Compute it from the module's parameters, without "
-            "torch.no_grad(), detach() or .item() on the way, and leave at least one parameter trainable."
-        )
-    if loss.numel() != 1:
-        raise ConfigurationError(
-            f"the loss that training_step returned has the shape {tuple(loss.shape)}: return one number, as loss.mean()."
-        )
-    if num_items is not None:
-        _check_items(num_items)
-    return loss, num_items
-
-
-def _check_items(num_items: object) -> None:
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ConfigurationError(f"num_items has the shape {tuple(num_items.shape)}: return one number.")
-    elif isinstance(num_items, bool) or not isinstance(num_items, (int, float)):
-        raise ConfigurationError(f"num_items is {_kind(num_items)}: return a number, or a tensor of one.")
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 class Strategy(ABC):
@@ -552,41 +433,3 @@ class Strategy(ABC):
 def _not_zero(num_items: Tensor | float) -> Tensor | float:
     """A divisor: the first batch of a window may hold no item, and 0 / 0 would spoil the whole window."""
     return num_items.masked_fill(num_items == 0, 1) if isinstance(num_items, Tensor) else num_items or 1
-
-
-def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
-    """Loads a state dict and names what does not fit, in words that a user can act on.
-
-    Raises:
-        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
-    """
-    try:
-        module.load_state_dict(dict(state), strict=strict)
-    except RuntimeError as error:
-        raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
-
-
-def fill_weights(module: nn.Module, reader: WeightReader, strict: bool = True) -> None:
-    """Reads weights into a module in place, so that no rank ever holds more than its part of a sharded one.
-
-    Raises:
-        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
-    """
-    state, saved = module.state_dict(), reader.names()
-    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
-    if strict and (missing or unexpected):
-        found = [f"Missing: {', '.join(missing)}."] if missing else []
-        found += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
-        raise ConfigurationError(_unfit(module, " ".join(found)))
-    known = [name for name in state if name not in set(missing)]
-    reader.fill({name: state[name] for name in known if isinstance(state[name], Tensor)})
-    others = [name for name in known if not isinstance(state[name], Tensor)]
-    if others:
-        module.load_state_dict(reader.model(others), strict=False)
-
-
-def _unfit(module: nn.Module, found: str) -> str:
-    return (
-        f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved, or "
-        "set strict_loading = False on it to load what fits by name."
-    )

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from leyden.strategies.base import Window, read_loss
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.process_group import ProcessGroupStrategy
+from leyden.strategies.window import Window, read_loss
 
 T = TypeVar("T")
 OWN = ("module", "device_ids", "output_device", "dim", "process_group")

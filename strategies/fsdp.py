@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm, Window, read_loss
+from leyden.strategies.base import ClipAlgorithm
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
@@ -35,6 +35,7 @@ from leyden.strategies.sharding.shards import (
     whole,
 )
 from leyden.strategies.sharding.values import Values
+from leyden.strategies.window import Window, read_loss
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.base import Strategy, Window
+from leyden.strategies.base import Strategy
+from leyden.strategies.window import Window
 
 if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping

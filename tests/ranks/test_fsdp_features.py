@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.strategies.base import Window
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.fsdp import FSDPStrategy
 from leyden.strategies.precision import MixedPrecision
 from leyden.strategies.sharding.shards import whole
+from leyden.strategies.window import Window
 
 
 def place() -> tuple[int, int]:

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from leyden import Trainer, TrainModule
 from leyden.strategies import SingleDeviceStrategy, Strategy
-from leyden.strategies.base import BackwardHooks, ClipAlgorithm, Window, read_loss
+from leyden.strategies.base import ClipAlgorithm
+from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 
 class FusedStrategy(SingleDeviceStrategy):

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from leyden.strategies.base import load_weights
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.weights import load_weights
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.run import ForeignWeights

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from leyden.strategies.base import Strategy, read_loss
+from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
+from leyden.strategies.window import read_loss
 from leyden.trainer.engine import needs_closure
 from leyden.trainer.hooks import overrides
 from leyden.trainer.loops.idle import without_trace

@@ -21,6 +21,11 @@ import os, signal, sys
 import torch
 from leyden import Trainer, TrainModule
 
+def say(*words):
+    # One write of the whole line: ranks of torchrun are unbuffered, and the pieces of a print could mix.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
+
 class Module(TrainModule):
     def __init__(self):
         super().__init__()
@@ -74,9 +79,9 @@ def folder(tmp_path: Path) -> Path:
 PACKAGE = """
 import os, sys
 from leyden import Trainer
-from of_test import QUIET, Module, batches
+from of_test import QUIET, Module, batches, say
 
-print("BEFORE", os.environ.get("RANK"), sys.argv[1:], flush=True)
+say("BEFORE", os.environ.get("RANK"), sys.argv[1:])
 os.makedirs("elsewhere", exist_ok=True)
 os.chdir("elsewhere")
 
@@ -85,12 +90,12 @@ class Stops(Module):
         if batch_idx == 1 and self.trainer.global_rank == 0:
             breakpoint()
         if batch_idx == 2 and self.trainer.global_rank == 1:
-            print("STDIN OF RANK 1", repr(sys.stdin.read()), flush=True)
+            say("STDIN OF RANK 1", repr(sys.stdin.read()))
 
 trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
-print("PLAN", trainer.world_size, trainer.is_global_zero, flush=True)
+say("PLAN", trainer.world_size, trainer.is_global_zero)
 trainer.fit(Stops(), batches())
-print("AFTER", trainer.global_rank, os.path.basename(os.getcwd()), flush=True)
+say("AFTER", trainer.global_rank, os.path.basename(os.getcwd()))
 sys.exit(3)
 """
 
@@ -123,10 +128,10 @@ class Signals(Module):
             os.kill(int(os.environ["LEYDEN_AGENT"]), getattr(signal, sys.argv[1]))
 
     def on_train_end(self):
-        print("ENDED IN ORDER", self.trainer.global_rank, flush=True)
+        say("ENDED IN ORDER", self.trainer.global_rank)
 
 Trainer(devices=2, strategy="ddp", max_epochs=-1, **QUIET).fit(Signals(), batches())
-print("NEVER", flush=True)
+say("NEVER")
 """
 
 
@@ -145,7 +150,7 @@ SEVERAL_RUNS = """
 from leyden import Trainer
 from of_test import *
 
-print("BEFORE", os.environ["RANK"], flush=True)
+say("BEFORE", os.environ["RANK"])
 trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
 module = Module()
 trainer.fit(module, batches(), batches(2))
@@ -155,7 +160,7 @@ other = Trainer(max_epochs=1, **QUIET)
 other.fit(module, batches())
 alone = Trainer(strategy="single_device", max_epochs=1, **QUIET)
 alone.validate(module, batches(1), verbose=False)
-print("RANK", trainer.global_rank, other.world_size, alone.world_size, flush=True)
+say("RANK", trainer.global_rank, other.world_size, alone.world_size)
 """
 
 
@@ -190,7 +195,7 @@ nodes = int(sys.argv[1])
 trainer = Trainer(devices=4 // nodes, num_nodes=nodes, strategy="ddp", max_epochs=1, **QUIET)
 trainer.fit(module, batches())
 place = trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size, trainer.num_nodes
-print("RANK", *place, weights(module), flush=True)
+say("RANK", *place, weights(module))
 """
 Machines = list[tuple[list[str], dict[str, str]]]
 

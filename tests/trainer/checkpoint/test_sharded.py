@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leyden.strategies.base import fill_weights, load_weights
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.weights import fill_weights, load_weights
 from leyden.trainer.checkpoint import safefile, shards
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.merge import merge

@@ -1,0 +1,72 @@
+"""Weights on their way out of a module and into one: what strategies ask of a checkpoint, and names that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from leyden.strategies.errors import ConfigurationError
+
+
+class StateWriter(Protocol):
+    """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
+
+    Of a DTensor each rank's shard is written, a replica once. Other tensors are written once: by rank 0, or, where they are
+    large and named in `replicated`, by any rank.
+    """
+
+    def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None: ...
+    def optimizers(self, states: list[dict[str, Any]]) -> None: ...
+
+
+class WeightReader(Protocol):
+    """The part of a checkpoint reader that a strategy loads modules from.
+
+    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor only this
+    rank's shard, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
+    """
+
+    def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
+    def names(self) -> list[str]: ...
+    def fill(self, targets: Mapping[str, Tensor]) -> None: ...
+
+
+def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Loads a state dict and names what does not fit, in words that a user can act on.
+
+    Raises:
+        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
+    """
+    try:
+        module.load_state_dict(dict(state), strict=strict)
+    except RuntimeError as error:
+        raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
+
+
+def fill_weights(module: nn.Module, reader: WeightReader, strict: bool = True) -> None:
+    """Reads weights into a module in place, so that no rank ever holds more than its part of a sharded one.
+
+    Raises:
+        ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
+    """
+    state, saved = module.state_dict(), reader.names()
+    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
+    if strict and (missing or unexpected):
+        found = [f"Missing: {', '.join(missing)}."] if missing else []
+        found += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
+        raise ConfigurationError(_unfit(module, " ".join(found)))
+    known = [name for name in state if name not in set(missing)]
+    reader.fill({name: state[name] for name in known if isinstance(state[name], Tensor)})
+    others = [name for name in known if not isinstance(state[name], Tensor)]
+    if others:
+        module.load_state_dict(reader.model(others), strict=False)
+
+
+def _unfit(module: nn.Module, found: str) -> str:
+    return (
+        f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved, or "
+        "set strict_loading = False on it to load what fits by name."
+    )

@@ -1,0 +1,109 @@
+"""The accumulation window that strategies are handed, and the loss that a training step gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from leyden.strategies.errors import ConfigurationError
+
+StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
+
+
+@dataclass(slots=True)
+class Window:
+    """One accumulation window: the batches whose gradients make one optimizer step.
+
+    The Accelerator owns it and strategies are handed it, so nobody else counts batches.
+
+    Attributes:
+        index: position of the current batch in the window, from 0.
+        length: number of batches in the window; the last window of an epoch may be shorter than the others.
+        closes: the current batch is the window's last. Known before its forward pass.
+        is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
+        num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
+            where the loss is a mean, and the number of batches divides it.
+        first_items: `num_items` of the window's first batch, the mean over ranks (1 where it has none), by which backward
+            divides (see `Strategy.loss_to_backward`).
+        weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all ranks.
+        idle: a rank has no sample of the current global batch, and calls `skip_batch`. All ranks know of it.
+    """
+
+    index: int = 0
+    length: int = 1
+    closes: bool = True
+    is_open: bool = False
+    num_items: Tensor | float | None = None
+    first_items: Tensor | float | None = None
+    weight: float = 1.0
+    idle: bool = False
+
+    def open(self, length: int) -> None:
+        """Begins a new window."""
+        self.index, self.length, self.is_open = 0, length, True
+        self.num_items = self.first_items = None
+
+
+class BackwardHooks(Protocol):
+    """What a strategy calls around backward. Empty tuples and None cost nothing."""
+
+    @property
+    def on_before_backward(self) -> Sequence[Callable[[Tensor], Any]]: ...
+    @property
+    def on_after_backward(self) -> Sequence[Callable[[], Any]]: ...
+    @property
+    def backward(self) -> Callable[[Tensor], Any] | None: ...
+
+
+def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
+    """Takes loss and num_items from what `training_step` returned.
+
+    Raises:
+        ConfigurationError: if there is no scalar loss with a gradient in it.
+    """
+    num_items = None
+    if isinstance(outputs, Tensor):
+        loss = outputs
+    elif isinstance(outputs, Mapping):
+        if "loss" not in outputs:
+            raise ConfigurationError(
+                f"training_step returned a dict with the keys {list(outputs)}, and none is 'loss'. Return "
+                "{'loss': loss, ...}, or set automatic_optimization = False and call manual_backward yourself."
+            )
+        loss, num_items = outputs["loss"], outputs.get("num_items")
+    else:
+        raise ConfigurationError(
+            f"training_step returned {_kind(outputs)}, not a loss. Return a scalar tensor or a dict with the key 'loss', "
+            "or set automatic_optimization = False and call manual_backward yourself."
+        )
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"the loss that training_step returned is {_kind(loss)}, not a tensor: return it before any float() or .item()."
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "the loss that training_step returned has no gradient. Compute it from the module's parameters, without "
+            "torch.no_grad(), detach() or .item() on the way, and leave at least one parameter trainable."
+        )
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            f"the loss that training_step returned has the shape {tuple(loss.shape)}: return one number, as loss.mean()."
+        )
+    if num_items is not None:
+        _check_items(num_items)
+    return loss, num_items
+
+
+def _check_items(num_items: object) -> None:
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ConfigurationError(f"num_items has the shape {tuple(num_items.shape)}: return one number.")
+    elif isinstance(num_items, bool) or not isinstance(num_items, (int, float)):
+        raise ConfigurationError(f"num_items is {_kind(num_items)}: return a number, or a tensor of one.")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
