@@ -55,7 +55,9 @@ def is_sharded(tensor: Tensor) -> bool:
 def local_part(tensor: Any) -> Tensor:
     """The memory of a tensor on this rank: of a DTensor its shard, else the tensor itself."""
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
-    return local
+    # A shard that is cast before it is gathered (fp8) holds its memory within.
+    within: Tensor | None = getattr(local, "_tensor", None)
+    return local if within is None else within
 
 
 def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
