@@ -6,24 +6,21 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.engine import Engine, needs_closure
 from leyden.trainer.own_loop import checks, preparing
 from leyden.trainer.own_loop import state as states
 from leyden.trainer.own_loop.export import save_object, whole_state, write_weights
 from leyden.trainer.own_loop.loader import PreparedLoader, skip_first_batches
 from leyden.trainer.own_loop.options import Options
 from leyden.trainer.own_loop.plugins import (
-    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
@@ -32,11 +29,11 @@ from leyden.trainer.own_loop.plugins import (
 )
 from leyden.trainer.own_loop.ranks import AcceleratorState
 from leyden.trainer.own_loop.seeds import synchronise
-from leyden.trainer.own_loop.tracking import Tracked
-from leyden.trainer.prepared import PreparedOptimizer, PreparedScheduler, parameters_of
+from leyden.trainer.own_loop.stepping import Stepping
+from leyden.trainer.prepared import PreparedOptimizer, PreparedScheduler
 
 
-class Accelerator(Tracked, Engine):
+class Accelerator(Stepping):
     """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
     Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face Accelerate's, except
@@ -125,7 +122,7 @@ class Accelerator(Tracked, Engine):
         super().__init__(**options.engine_arguments())
         options.apply(self.strategy)
         atexit.register(_leave, weakref.ref(self))
-        self.window.length = self.accumulation.num_steps
+        self.begin_stepping()
         self.prepared_models: list[nn.Module] = []
         """Models as `prepare` gave them back."""
         self.bare_models: list[nn.Module] = []
@@ -134,18 +131,12 @@ class Accelerator(Tracked, Engine):
         self.prepared_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.state_hooks = states.StateHooks()
-        self.steps = 0
-        """Windows that were closed by a step."""
         self.asked_of: PreparedLoader | None = None
         self.asked_at = 0
         self._reading = []
         self._due: Path | None = None
-        self._updates_scale = False
-        self._is_settled = False
-        self._in_window = False
         self._checks = checks.Mistakes(self)
         self.follow_with(log_with)
-        self._counted: set[int] = set()
         checks.begin(self)
 
     # properties -------------------------------------------------------------------------------------------------------
@@ -162,32 +153,6 @@ class Accelerator(Tracked, Engine):
     @property
     def device_placement(self) -> bool:
         return self.options.device_placement
-
-    @property
-    def sync_gradients(self) -> bool:
-        """The current batch closes its accumulation window: gradients are exchanged and optimizers step."""
-        return self.window.closes
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches of one optimizer step; may be set, for the windows that follow."""
-        return self.accumulation.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
-        self.accumulation = GradientAccumulationPlugin(
-            steps,
-            self.accumulation.adjust_scheduler,
-            self.accumulation.sync_with_dataloader,
-            self.accumulation.sync_each_batch,
-        )
-        if not self._in_window and not self.window.is_open:
-            self.window.length = steps
-
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """The gradient scaler skipped the last step of an optimizer."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared_optimizers)
 
     @property
     def scaler(self) -> Any:
@@ -280,162 +245,12 @@ class Accelerator(Tracked, Engine):
             held.clear()
         self.prepared_loaders.clear()
         self._reading.clear()
-        self.window.is_open, self.window.index, self.window.closes = False, 0, True
+        self.restore_counters(self.steps)
         return release_memory(*objects)
 
     clear = free_memory
 
-    # the step ---------------------------------------------------------------------------------------------------------
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One batch of an accumulation window.
-
-        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window of a
-        prepared loader is as long as the batches that are left, and is divided by that length.
-
-        Args:
-            *models: what is trained; named for readers and for scripts that were written for others.
-        """
-        self._checks.in_accumulate(models)
-        self.write_due()
-        self._open_batch()
-        self._in_window = True
-        try:
-            with self.strategy.gradient_sync(self.window.closes or self.accumulation.sync_each_batch):
-                yield
-        finally:
-            self._in_window = False
-            self.end_batch()
-            if not self.window.is_open:
-                self.window.length = self.accumulation.num_steps
-        if not self._reading:
-            self.write_due()
-
-    def _open_batch(self) -> None:
-        window, steps = self.window, self.accumulation.num_steps
-        self._is_settled = False
-        left, ends = None, False
-        if self._reading and self.accumulation.sync_with_dataloader:
-            left, ends = self._reading[-1].left, self._reading[-1].end_of_dataloader
-        if not window.is_open:
-            window.open(steps if left is None else min(steps, left))
-        window.closes = ends or window.index == window.length - 1
-
-    def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
-        """Backward of a loss, divided by the window's length and scaled for the precision.
-
-        Args:
-            loss: a mean; or a sum, with `num_items`.
-            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the window and
-                all ranks. Ours.
-            **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
-        """
-        self._checks.in_backward()
-        self.flush_scaler()
-        if num_items is not None or self.window.length > 1:
-            loss = self.strategy.loss_to_backward(loss, num_items, self.window)
-        self.manual_backward(loss, **kwargs)
-
-    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> bool:
-        if not self.sync_gradients:
-            return True
-        self._checks.in_step(prepared)
-        self._settle()
-        if closure is not None and not needs_closure(prepared.optimizer):
-            closure()
-            closure = None
-        stepped = self.strategy.step(prepared.optimizer, closure)
-        self._updates_scale = self.precision.may_skip
-        self.stepped = self.stepped or stepped
-        if id(prepared) in self._counted or not self._counted:
-            # The first optimizer that steps again begins the next step; several step for one window.
-            self._counted = {id(prepared)}
-            self.steps += 1
-        else:
-            self._counted.add(id(prepared))
-        return stepped
-
-    def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
-        if self.sync_gradients:
-            prepared.optimizer.zero_grad(set_to_none)
-
-    def flush_scaler(self) -> None:
-        """Lets the scaler take its new scale: once after all steps, before the next loss is scaled."""
-        if self._updates_scale:
-            self._updates_scale = False
-            self.strategy.end_step()
-
-    def _settle(self) -> None:
-        """Brings the window's gradients to their mean, once, where its length or its items were not known before."""
-        window = self.window
-        if self._is_settled or not self._in_window or not window.closes:
-            return
-        self._is_settled = True
-        self.close_window()
-        # What is still to come in this batch is divided by the true length, too.
-        window.length = window.index + 1
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips gradients to a total norm, at their true scale and over all shards.
-
-        Returns:
-            The total norm before clipping. Inside an accumulation window nothing is clipped yet.
-        """
-        chosen = self._clippable(parameters)
-        if not self.sync_gradients:
-            return self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type) or torch.zeros(())
-        norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
-        assert norm is not None
-        return norm
-
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips each gradient to ± `clip_value`, at its true scale."""
-        chosen = self._clippable(parameters)
-        if self.sync_gradients:
-            self.strategy.clip_parameters(chosen, clip_value, "value")
-
-    def _clippable(self, parameters: Any) -> list[Tensor]:
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self.sync_gradients:
-            self._settle()
-            wanted = {id(parameter) for parameter in chosen}
-            for optimizer in self.optimizers:
-                if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
-                    self.strategy.before_step(optimizer)
-        return chosen
-
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Brings gradients to their true scale, for reading or changing them before a step.
-
-        Args:
-            optimizer: one, or several; all if left out.
-        """
-        if not self.sync_gradients:
-            return
-        self._settle()
-        chosen: Any = self.prepared_optimizers if optimizer is None else optimizer
-        entries: list[Any] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
-        for entry in entries:
-            self.strategy.before_step(getattr(entry, "optimizer", entry))
-
-    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Within it backward sends no gradients to the other ranks."""
-        return self.strategy.gradient_sync(False)
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward sends gradients, though its forward was run under `no_sync`."""
-        return self.strategy.sync_in_backward(model)
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the run's precision.
-
-        Args:
-            autocast_handler: `AutocastKwargs(enabled=False)` for a part in full precision.
-        """
-        if autocast_handler is None:
-            return super().autocast()
-        return self.options.autocast(self.precision, self.device, autocast_handler)
-
+    # around a loop -----------------------------------------------------------------------------------------------------
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
@@ -530,11 +345,6 @@ class Accelerator(Tracked, Engine):
         """
         self._announce("load_state")
         states.load(self, states.find(self, input_dir), strict)
-
-    def restore_counters(self, steps: int) -> None:
-        """Between two windows, after so many steps."""
-        self.steps, self._updates_scale, window = steps, False, self.window
-        window.is_open, window.index, window.closes = False, 0, True
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to a checkpoint."""

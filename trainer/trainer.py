@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,7 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import differences, launching, plan
+from leyden.trainer import differences, ending, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
@@ -375,9 +374,9 @@ class Trainer(TrainerView):
                 else:
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
                     result = EvaluationLoop(self, name, self.sources.evaluation(kind)).run()  # type: ignore[arg-type]
-                self._end_in_order(stage)
+                ending.in_order(self, stage)
             except BaseException as error:
-                self._fail(error)
+                ending.by_error(self, error)
                 raise
         return result
 
@@ -472,51 +471,6 @@ class Trainer(TrainerView):
         """Keeps what `ckpt_path="current"` goes on from."""
         self._kept = checkpoints.rank_state(self, loop, self.progress)
         self.hooks.fire_all("on_fit_end")
-
-    def _end_in_order(self, stage: str) -> None:
-        """The end of a run without an error; a signal that ended it is told to everyone, and raised at last."""
-        interruption = self.signals.exception()
-        if interruption is None:
-            self._finalize("success")
-            return
-        self.hooks.fire_all("on_exception", interruption)
-        self._finalize("interrupted")
-        if stage == "fit":
-            where = (
-                f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
-            )
-            self.print(f"\nstopped at step {self.global_step}, epoch {self.current_epoch}: {where}")
-        raise interruption
-
-    def _fail(self, error: BaseException) -> None:
-        """Tells everyone of an error, then raises it, in words that say what to do where more is known."""
-        if error is self.signals.interruption:
-            return
-        better = plan.in_better_words(self, error)
-        is_first = self.strategy.report_failure(better, plan.where(self))
-        for listener in (self._tell_listeners, lambda _: self._finalize("failed")):
-            try:
-                listener(error)
-            except Exception as second:
-                warnings.warn(f"while the run failed, {type(second).__name__} was raised too: {second}", stacklevel=2)
-        if not is_first:
-            # Another rank's error ended this run, and it is told there.
-            raise SystemExit(1) from None
-        if better is not error:
-            raise better from error
-
-    def _tell_listeners(self, error: BaseException) -> None:
-        self.hooks.fire_all("on_exception", error)
-        if self.datamodule is not None:
-            self.datamodule.on_exception(error)
-
-    def _finalize(self, status: str) -> None:
-        for logger in self.loggers if self.is_global_zero else ():
-            logger.finalize(status)
-        if self.profiler is not None and self.state.stage is not None:
-            text = self.profiler.finish(self.state.stage)
-            if text:
-                self.print(text)
 
     def _teardown(self, stage: str) -> None:
         try:

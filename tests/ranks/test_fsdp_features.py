@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks.test_fsdp import QUIET, Block, Net, Regression, batches
+from ranks.test_fsdp import QUIET, Net, Regression, batches
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,8 +60,6 @@ RUNS: list[tuple[Any, ...]] = [
     ("true_dtypes", "64-true"),
     ("true_dtypes", "bf16-mixed"),
     ("repoint",),
-    ("count_forwards", False),
-    ("count_forwards", True),
     ("refusals",),
     ("step_by_each_optimizer",),
     ("styles",),
@@ -586,68 +584,3 @@ def repoint() -> list[str]:
 
 def test_optimizers_made_before_are_pointed_to_the_shards(answers: Answers) -> None:
     assert answers("repoint") == [[], []]
-
-
-# activation checkpointing and compilation ---------------------------------------------------------------------------------
-def count_forwards(again: bool) -> Counter[str]:
-    """How often blocks were run, in training and in validation."""
-    counts: Counter[str] = Counter()
-    module = Regression()
-    forward = Block.forward
-
-    def counted(self: Block, x: Tensor) -> Tensor:
-        counts["train" if self.training else "eval"] += 1
-        return forward(self, x)
-
-    Block.forward = counted  # type: ignore[method-assign]
-    policy = {Block} if again else None
-    trainer(FSDPStrategy(activation_checkpointing_policy=policy)).fit(
-        module, batches(2, *place()), batches(1, *place())
-    )
-    Block.forward = forward  # type: ignore[method-assign]
-    assert list(module.state_dict())[2] == "net.out.weight"
-    return counts
-
-
-def test_activations_are_computed_again(answers: Answers) -> None:
-    for again in (False, True):
-        for counts in answers("count_forwards", again):
-            # 3 blocks, 2 batches; validation and its sanity check
-            assert counts == {"train": 12 if again else 6, "eval": 6}
-
-
-def compile_the_blocks(backend: str) -> tuple[list[str], int, float]:
-    """What compiled blocks train otherwise than those of a script that compiles them, and than plain ones at the most."""
-    import torch._dynamo
-
-    data = batches(3, *place())
-    modules = []
-    for wanted in (True, False):
-        torch.manual_seed(0)
-        module = Regression()
-        trainer(FSDPStrategy(compile={"backend": backend} if wanted else False)).fit(module, data)
-        modules.append(module)
-        if wanted:
-            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    torch.manual_seed(0)
-    script, mesh = Regression(), init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in script.net.blocks:
-        block.compile(backend=backend)
-        fully_shard(block, mesh=mesh)
-    fully_shard(script.net, mesh=mesh)
-    configured: Any = script.configure_optimizers()
-    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
-    for x, y in data:
-        optimizer.zero_grad()
-        F.mse_loss(script.net(x), y).backward()
-        optimizer.step()
-        scheduler.step()
-    pairs = zip(modules[0].parameters(), modules[1].parameters(), strict=True)
-    apart = max(float((whole(a.detach()) - whole(b.detach())).abs().max()) for a, b in pairs)
-    return differences(modules[0], script), graphs, apart
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_blocks_are_compiled(backend: str) -> None:
-    for differ, graphs, apart in run_world(2, compile_the_blocks, backend):
-        assert differ == [] and graphs > 0 and apart < 1e-5

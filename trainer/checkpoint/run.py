@@ -214,6 +214,8 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
     strategy, progress = trainer.strategy, trainer.progress
     ranks = Ranks(strategy, path, trainer.saves_on_each_node)
     with CheckpointWriter(path, ranks=ranks) as writer:
+        if loop is not None and trainer.state.stage == "fit":
+            loop.send_ahead()
         for logger in trainer.loggers:
             logger.save()
         if loop is not None and trainer.state.stage == "fit":

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.differences import check_batches
-from leyden.trainer.logs import load_metric_states, metric_states
+from leyden.trainer.logs import Value, load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
@@ -56,6 +56,8 @@ class FitLoop:
         """Something follows a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
         self._clock = time.perf_counter()
+        self._row: tuple[int, Mapping[str, Value]] = (-1, {})
+        """The step of the loggers' last row, and its values."""
         self._counts_samples = True
         self._draws = False
         self._agreement = Agreement(self) if trainer.world_size > 1 else None
@@ -324,8 +326,20 @@ class FitLoop:
         if self.accelerator.manual and not self.accelerator.stepped:
             # No step was done, so these would be further values of the last one.
             return
-        if self.trainer.loggers and every and self.progress.global_step % every == 0:
-            self.trainer.send(self.logs.step_values("train"))
+        step = self.progress.global_step
+        if self.trainer.loggers and every and step % every == 0:
+            values = self.logs.step_values("train")
+            if self._row[0] == step:
+                # A save has sent the others ahead.
+                values = {name: value for name, value in values.items() if self._row[1].get(name) is not value}
+            self.trainer.send(values)
+            self._row = step, values
+
+    def send_ahead(self) -> None:
+        """What a hook of a batch's end saves has its step done, so the loggers' row of that step belongs before it."""
+        ends_window = self.hooks.current == "on_train_batch_end" and self.accelerator.window.closes
+        if ends_window and self._row[0] != self.progress.global_step:
+            self._log_step(self.trainer.log_every_n_steps)
 
     def _settle(self) -> None:
         """What follows a step: its validation, then the schedulers that wait for one. A resume goes on here."""

@@ -1,0 +1,119 @@
+"""FSDP with activation checkpointing, and with torch.compile of the blocks and of the whole module, on two real ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.nn.functional as F
+from ranks.test_fsdp import Block, Regression, batches
+from ranks.test_fsdp_features import differences, place, trainer
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.sharding.shards import whole
+
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)]
+
+
+def count_forwards(again: bool) -> Counter[str]:
+    """How often blocks were run, in training and in validation."""
+    counts: Counter[str] = Counter()
+    module = Regression()
+    forward = Block.forward
+
+    def counted(self: Block, x: Tensor) -> Tensor:
+        counts["train" if self.training else "eval"] += 1
+        return forward(self, x)
+
+    Block.forward = counted  # type: ignore[method-assign]
+    policy = {Block} if again else None
+    trainer(FSDPStrategy(activation_checkpointing_policy=policy)).fit(
+        module, batches(2, *place()), batches(1, *place())
+    )
+    Block.forward = forward  # type: ignore[method-assign]
+    assert list(module.state_dict())[2] == "net.out.weight"
+    return counts
+
+
+def count_both() -> list[Counter[str]]:
+    return [count_forwards(again) for again in (False, True)]
+
+
+def test_activations_are_computed_again() -> None:
+    for plain, again in run_world(2, count_both):
+        # 3 blocks, 2 batches; validation and its sanity check
+        assert plain == {"train": 6, "eval": 6} and again == {"train": 12, "eval": 6}
+
+
+def compile_the_blocks(backend: str) -> tuple[list[str], int, float]:
+    """What compiled blocks train otherwise than those of a script that compiles them, and than plain ones at the most."""
+    import torch._dynamo
+
+    data = batches(3, *place())
+    modules = []
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        module = Regression()
+        trainer(FSDPStrategy(compile={"backend": backend} if wanted else False)).fit(module, data)
+        modules.append(module)
+        if wanted:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch.manual_seed(0)
+    script, mesh = Regression(), init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in script.net.blocks:
+        block.compile(backend=backend)
+        fully_shard(block, mesh=mesh)
+    fully_shard(script.net, mesh=mesh)
+    configured: Any = script.configure_optimizers()
+    optimizer, scheduler = configured["optimizer"], configured["lr_scheduler"]["scheduler"]
+    for x, y in data:
+        optimizer.zero_grad()
+        F.mse_loss(script.net(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+    return differences(modules[0], script), graphs, most_apart(*modules)
+
+
+def most_apart(one: nn.Module, other: nn.Module) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((whole(a.detach()) - whole(b.detach())).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_are_compiled(backend: str) -> None:
+    for differ, graphs, apart in run_world(2, compile_the_blocks, backend):
+        assert differ == [] and graphs > 0 and apart < 1e-5
+
+
+def compile_the_module(backend: str) -> tuple[int, float, dict[str, Any]]:
+    """What a module that was compiled as a whole trains otherwise than a plain one, at the most; and what it logs."""
+    import torch._dynamo
+
+    data, held = batches(3, *place()), batches(1, *place(), seed=6)
+    modules, logged = [], []
+    for wanted in (True, False):
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        module = Regression()
+        given: Any = torch.compile(module, backend=backend) if wanted else module
+        fitted = trainer(FSDPStrategy())
+        fitted.fit(given, data, held)
+        modules.append(module)
+        logged.append({name: float(value) for name, value in fitted.callback_metrics.items()})
+        if wanted:
+            graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert logged[0].keys() == logged[1].keys()
+    return graphs, most_apart(*modules), {name: abs(logged[0][name] - logged[1][name]) for name in logged[0]}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_whole_module_is_compiled(backend: str) -> None:
+    for graphs, apart, logged in run_world(2, compile_the_module, backend):
+        assert graphs > 0 and apart < 1e-5
+        assert set(logged) == {"loss", "val_loss"} and max(logged.values()) < 1e-5

@@ -1,0 +1,70 @@
+"""How a run ends: with everyone told, whether it is done, a signal stopped it or an error did."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from leyden.trainer import plan
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+
+def in_order(trainer: Trainer, stage: str) -> None:
+    """The end of a run without an error; a signal that ended it is told to everyone, and raised at last."""
+    interruption = trainer.signals.exception()
+    if interruption is None:
+        _finalize(trainer, "success")
+        return
+    trainer.hooks.fire_all("on_exception", interruption)
+    _finalize(trainer, "interrupted")
+    if stage == "fit":
+        last = trainer.last_checkpoint
+        where = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
+        trainer.print(f"\nstopped at step {trainer.global_step}, epoch {trainer.current_epoch}: {where}")
+    raise interruption
+
+
+def by_error(trainer: Trainer, error: BaseException) -> None:
+    """Tells everyone of an error, the other ranks first; the caller raises it again.
+
+    Raises:
+        SystemExit: where the error only follows from another rank's, which is told there.
+        LeydenError: in its place, in words that say what to do, where more is known.
+    """
+    if error is trainer.signals.interruption:
+        return
+    better = plan.in_better_words(trainer, error)
+    is_first = trainer.strategy.report_failure(better, plan.where(trainer))
+    try:
+        _tell_listeners(trainer, error)
+    except Exception as second:
+        _warn_of_second(second)
+    try:
+        _finalize(trainer, "failed")
+    except Exception as second:
+        _warn_of_second(second)
+    if not is_first:
+        raise SystemExit(1) from None
+    if better is not error:
+        raise better from error
+
+
+def _tell_listeners(trainer: Trainer, error: BaseException) -> None:
+    trainer.hooks.fire_all("on_exception", error)
+    if trainer.datamodule is not None:
+        trainer.datamodule.on_exception(error)
+
+
+def _warn_of_second(error: Exception) -> None:
+    warnings.warn(f"while the run failed, {type(error).__name__} was raised too: {error}", stacklevel=3)
+
+
+def _finalize(trainer: Trainer, status: str) -> None:
+    for logger in trainer.loggers if trainer.is_global_zero else ():
+        logger.finalize(status)
+    if trainer.profiler is not None and trainer.state.stage is not None:
+        text = trainer.profiler.finish(trainer.state.stage)
+        if text:
+            trainer.print(text)
