@@ -14,7 +14,8 @@ from leyden.strategies.errors import ConfigurationError
 class StateWriter(Protocol):
     """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
 
-    Of a DTensor each rank's shard is written, a replica once. Other tensors are written once: by rank 0, or, where they are
+    Of a DTensor each rank's shard is written, a replica once; so is a `Fragment`, an engine's stretch of flat memory, which may
+    stand in the place of a parameter or of an optimizer's state. Other tensors are written once: by rank 0, or, where they are
     large and named in `replicated`, by any rank.
     """
 
@@ -25,8 +26,8 @@ class StateWriter(Protocol):
 class WeightReader(Protocol):
     """The part of a checkpoint reader that a strategy loads modules from.
 
-    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor only this
-    rank's shard, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
+    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor or a
+    `Fragment` only this rank's part, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
     """
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.errors import UnsupportedStateError
 
 Spec: TypeAlias = dict[str, Any]
@@ -47,13 +48,17 @@ _COMPRESSED = {
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor, of which each rank holds a shard. Where nobody has imported them, there are none."""
+    """True for a DTensor or a Fragment, of which each rank holds a part. Where nobody has imported DTensors, there are none."""
+    if isinstance(tensor, Fragment):
+        return True
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The memory of a tensor on this rank: of a DTensor its shard, else the tensor itself."""
+    """The memory of a tensor on this rank: of a DTensor its shard, of a Fragment its elements, else the tensor itself."""
+    if isinstance(tensor, Fragment):
+        return tensor.flat
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
     return local
 
@@ -73,7 +78,7 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
     Args:
         tensor: any.
         where: what the error calls it.
-        sharded: a DTensor may be.
+        sharded: a DTensor or a Fragment may be.
 
     Raises:
         UnsupportedStateError: names `where` and the kind of tensor.
@@ -169,7 +174,7 @@ class TensorCollector:
     stretch of memory that they cover.
 
     Args:
-        sharded: DTensors may be among them, and are kept as they are.
+        sharded: DTensors and Fragments may be among them, and are kept as they are.
     """
 
     def __init__(self, sharded: bool = False) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.codec import encode
 from leyden.trainer.checkpoint.errors import CheckpointError
@@ -426,6 +427,8 @@ class CheckpointWriter:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    if isinstance(tensor, Fragment):
+        return (id(tensor),)
     if is_sharded(tensor):
         # Of a tensor with few rows this rank may have nothing, so its memory has no address.
         local = local_part(tensor)
