@@ -16,6 +16,7 @@ from leyden.strategies.window import Window
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")
+DEEPSPEED = ("leyden.strategies.deepspeed", "DeepSpeedStrategy")
 # Name -> module, class, arguments. Imported when asked for: torch.distributed costs a run without it some time.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
@@ -34,6 +35,15 @@ SEVERAL |= {
     "fsdp_shard_grad_op": (*FSDP, {"reshard_after_forward": False}),
     "fsdp_cpu_offload": (*FSDP, {"cpu_offload": True}),
     "hsdp": (*FSDP, {"device_mesh": "auto"}),
+    "deepspeed": (*DEEPSPEED, {}),
+    "deepspeed_stage_1": (*DEEPSPEED, {"stage": 1}),
+    "deepspeed_stage_2": (*DEEPSPEED, {"stage": 2}),
+    "deepspeed_stage_2_offload": (*DEEPSPEED, {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": (*DEEPSPEED, {"stage": 3}),
+    "deepspeed_stage_3_offload": (
+        *DEEPSPEED,
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
 }
 NAMES = ("auto", "single_device", *SEVERAL)
 

@@ -15,6 +15,7 @@ from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
+from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
@@ -116,6 +117,14 @@ class Strategy(ABC):
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
+    def check_settings(self, settings: RunSettings) -> None:
+        """Is told what the run asks for, as soon as it is known and in several calls; a strategy with settings of its own for the
+        same things refuses what contradicts them.
+
+        Raises:
+            ConfigurationError: names both sides, and the fix.
+        """
+
     def join(self, place: RankEnvironment | None) -> None:
         """Takes a place among ranks that were started after this strategy was made."""
 
@@ -162,6 +171,15 @@ class Strategy(ABC):
         for optimizer in self.optimizers:
             self.precision.register(optimizer)
         return self.optimizers
+
+    def make_schedulers(self) -> list[Any]:
+        """Schedulers that the strategy's own settings ask for; called once optimizers are set up. Whoever calls this steps and
+        saves them, once per optimizer step."""
+        return []
+
+    def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        """The module's parameters that each group of an optimizer steps, also where it holds flat copies in their place."""
+        return [list(group["params"]) for group in optimizer.param_groups]
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""

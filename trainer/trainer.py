@@ -197,6 +197,7 @@ class Trainer(TrainerView):
         self.sources = Sources(self)
         self.hooks = Hooks((), self, self.module, TrainModule)
         self.logs = Logs(self.hooks)
+        self.strategy.check_settings(plan.settings_of(self))
 
     # what users call --------------------------------------------------------------------------------------------------
     def fit(
@@ -438,8 +439,11 @@ class Trainer(TrainerView):
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
         if self._kept is None:
             optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
+            self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
+            made = self.strategy.make_schedulers()
+            self.lr_scheduler_configs += [SchedulerConfig(scheduler, "step") for scheduler in made]
             self.accelerator.check_parameters([self.module])
             differences.check_optimizers(self)
         else:

@@ -24,6 +24,7 @@ from leyden.trainer.logs import Value, load_metric_states, metric_states
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
+from leyden.trainer.plan import settings_of
 
 if TYPE_CHECKING:
     from leyden.trainer.progress import Progress
@@ -446,6 +447,7 @@ class FitLoop:
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
             check_batches(self.trainer.strategy, self.num_batches)
+            self.trainer.strategy.check_settings(settings_of(self.trainer, loader=self.trainer.sources.train_loader))
 
     def _limit_batches(self) -> None:
         """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
