@@ -45,6 +45,11 @@ class Piece:
     count: int
     optimizer: Optimizer
 
+    @property
+    def is_copy(self) -> bool:
+        """The master holds more than the parameter does."""
+        return self.flat.dtype != self.parameter.dtype
+
     def of(self, memory: Tensor) -> Tensor:
         """The stretch, of memory as long as the master's."""
         return memory.detach().reshape(-1).narrow(0, self.place, self.count)
