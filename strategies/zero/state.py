@@ -7,7 +7,8 @@ the same names, so that every other strategy can go on from them, and this one f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,9 +86,9 @@ def pieces_of(engine: Any) -> dict[int, Piece]:
     if hasattr(sharded, "fp32_partitioned_groups_flat"):
         found = _of_stage_3(sharded)
     elif hasattr(sharded, "single_partition_of_fp32_groups"):
-        found = _linked(sharded.optimizer, sharded.bit16_groups, sharded.single_partition_of_fp32_groups)
+        found = _of_stages_1_and_2(sharded)
     elif hasattr(sharded, "fp32_groups_flat_partition"):
-        found = _linked(sharded.optimizer, sharded.bf16_groups, sharded.fp32_groups_flat_partition)
+        found = _of_bf16(sharded)
     elif hasattr(sharded, "fp32_groups_flat"):
         found = _in_a_row(sharded.optimizer, sharded.fp16_groups, sharded.fp32_groups_flat)
     elif hasattr(sharded, "fp32_groups"):
@@ -99,16 +100,34 @@ def pieces_of(engine: Any) -> dict[int, Piece]:
     return {id(piece.parameter): piece for piece in found}
 
 
-def _linked(optimizer: Optimizer, groups: Sequence[Any], flats: Sequence[Tensor]) -> Iterator[Piece]:
-    """Stages 1 and 2, and bf16 with float32 gradients: DeepSpeed notes at each parameter where its stretch is."""
-    for parameters, flat in zip(groups, flats, strict=True):
-        for p in parameters:
-            link = p._hp_mapping
-            if link is None:
-                yield Piece(p, p.shape, flat, 0, 0, 0, optimizer)
-                continue
-            own, there = link.lp_fragment_address, link.get_hp_fragment_address()
-            yield Piece(p, p.shape, flat, there.start, own.start, own.numel, optimizer)
+def _of_stages_1_and_2(sharded: Any) -> Iterator[Piece]:
+    """Stages 1 and 2: the parameters of a group lie one after the other, and each rank has as long a part of them.
+
+    What DeepSpeed itself notes at each parameter (`_hp_mapping`) is wrong with round_robin_gradients.
+    """
+    for number, flat in enumerate(sharded.single_partition_of_fp32_groups):
+        parameters, offsets = sharded.round_robin_bit16_groups[number], sharded.round_robin_bit16_offsets[number]
+        rank = dist.get_rank(group=sharded.real_dp_process_group[number])
+        yield from _dealt(sharded.optimizer, zip(parameters, offsets, strict=True), flat, rank)
+
+
+def _of_bf16(sharded: Any) -> Iterator[Piece]:
+    """Bf16 weights at stage 1 with gradients in float32: the same, by another class."""
+    for number, flat in enumerate(sharded.fp32_groups_flat_partition):
+        rank = dist.get_rank(group=sharded.real_dp_process_group[number])
+        parameters = sharded.bf16_groups[number]
+        offsets = itertools.accumulate((p.numel() for p in parameters[:-1]), initial=0)
+        yield from _dealt(sharded.optimizer, zip(parameters, offsets, strict=True), flat, rank)
+
+
+def _dealt(optimizer: Optimizer, placed: Iterable[tuple[Any, int]], flat: Tensor, rank: int) -> Iterator[Piece]:
+    begin, size = rank * flat.numel(), flat.numel()
+    for p, offset in placed:
+        first, last = max(offset, begin), min(offset + p.numel(), begin + size)
+        if first < last:
+            yield Piece(p, p.shape, flat, first - begin, first - offset, last - first, optimizer)
+        else:
+            yield Piece(p, p.shape, flat, 0, 0, 0, optimizer)
 
 
 def _of_stage_3(sharded: Any) -> Iterator[Piece]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.share import Peak, counting
 from ranks.world import run_world
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.trainer.checkpoint.merge import merge
+from leyden.trainer.checkpoint.optimizers import from_named
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
@@ -28,8 +30,9 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
 ]
 
-# 86 samples are ten global batches of 8 and one of 6.
-SIZE, GLOBAL = 86, 8
+# 86 samples are ten global batches of 8 and one of 6: saved in mid-epoch, and twelve steps to go.
+SIZE, GLOBAL, SAVED_AT, END = 86, 8, 4, 16
+KILLED_AT, EVERY = 8, 3
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,29 @@ LAYOUTS = {
     "stage 3 offload": Layout(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
     "round robin": Layout(2, {"stage": 2, "round_robin_gradients": True}),
     "many groups": Layout(2, {"stage": 3, "sub_group_size": 100}),
-    **{f"bf16 stage {stage}": Layout(2, {"stage": stage}, "bf16-true") for stage in range(4)},
+    **{f"bf16 stage {stage}": Layout(2, {"stage": stage}, "bf16-true") for stage in (1, 2, 3)},
     "bf16 ddp": Layout(2, "ddp", "bf16-true"),
     "stage 2 on 1": Layout(1, {"stage": 2}),
     "stage 3 on 1": Layout(1, {"stage": 3}),
     "stage 3 on 4": Layout(4, {"stage": 3}),
     "stage 1 on 4": Layout(4, {"stage": 1}),
 }
+
+
+# What the default run takes of them; `.ci/run full` all.
+QUICK = (
+    "ddp",
+    "fsdp",
+    "stage 1",
+    "stage 2",
+    "stage 3",
+    "stage 2 offload",
+    "stage 3 offload",
+    "bf16 stage 2",
+    "bf16 stage 3",
+)
+KILLED = ("stage 1", "stage 2", "stage 3", "bf16 stage 1", "bf16 stage 2", "bf16 stage 3", "stage 3 offload")
+KILLED_QUICK = ("stage 3", "bf16 stage 2")
 
 
 class Block(nn.Module):
@@ -81,9 +100,9 @@ class Block(nn.Module):
 class Net(TrainModule):
     """Odd sizes, so that stretches begin and end within rows; a frozen layer, a buffer, and two groups of the optimizer."""
 
-    def __init__(self, layout: Layout, die_at: int | None = None) -> None:
+    def __init__(self, layout: Layout, die_at: int | None = None, rate: float = 0.005) -> None:
         super().__init__()
-        self.layout, self.die_at = layout, die_at
+        self.layout, self.die_at, self.rate = layout, die_at, rate
         self.seen: list[tuple[list[int], list[float]]] = []
         if not layout.built:
             self.build()
@@ -108,10 +127,12 @@ class Net(TrainModule):
         return losses.mean()
 
     def configure_optimizers(self) -> Any:
-        decayed = [p for p in self.parameters() if p.dim() > 1 or getattr(p, "ds_shape", torch.Size())[1:]]
-        known = {id(p) for p in decayed}
-        rest = [p for p in self.parameters() if id(p) not in known]
-        optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 0.004}], 0.005)
+        named = dict(self.named_parameters())
+        groups = [
+            {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for name, p in named.items() if name.endswith("bias")], "lr": 0.8 * self.rate},
+        ]
+        optimizer = torch.optim.AdamW(groups, self.rate)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"},
@@ -119,9 +140,15 @@ class Net(TrainModule):
 
 
 def fit(
-    name: str, folder: str, steps: int, save_at: int, path: str | None = None, die_at: int | None = None
+    name: str,
+    folder: str,
+    steps: int = END,
+    every: int = SAVED_AT,
+    path: str | None = None,
+    die_at: int | None = None,
+    rate: float = 0.005,
 ) -> dict[str, Any]:
-    """Fits under a layout; gives back what this rank saw, and the whole weights at the end on rank 0."""
+    """Fits under a layout; gives back what this rank saw, and on rank 0 the whole weights at the end."""
     from leyden.strategies.deepspeed import DeepSpeedStrategy
 
     layout = LAYOUTS[name]
@@ -130,7 +157,8 @@ def fit(
     x, y = torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator)
     data = TensorDataset(x, y, torch.arange(SIZE))
     torch.manual_seed(4)
-    module = Net(layout, die_at)
+    module = Net(layout, die_at, rate)
+    checkpoint = ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=every)
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
@@ -140,7 +168,7 @@ def fit(
         enable_progress_bar=False,
         max_epochs=-1,
         max_steps=steps,
-        callbacks=[ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=save_at)],
+        callbacks=[checkpoint],
     )
     trainer.fit(module, DataLoader(data, GLOBAL // layout.ranks, shuffle=True), ckpt_path=path)
     weights = trainer.strategy.full_state_dict(module)
@@ -148,12 +176,19 @@ def fit(
         "seen": module.seen,
         "weights": {key: value.float().numpy().copy() for key, value in weights.items()},
         "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
-        "path": str(trainer.last_checkpoint),
+        "steps": getattr(getattr(trainer.strategy, "engine", None), "global_steps", END),
+        "path": f"{folder}/checkpoints/step={steps}",
     }
 
 
-def fits(runs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [fit(*run) for run in runs]
+def fits(runs: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    """Several fits in one launch."""
+    return {key: fit(*run) for key, run in runs.items()}
+
+
+def launch(ranks: int, runs: dict[str, tuple[Any, ...]]) -> dict[str, list[dict[str, Any]]]:
+    found = run_world(ranks, fits, runs, timeout=280)
+    return {key: [rank[key] for rank in found] for key in runs}
 
 
 def batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
@@ -166,19 +201,235 @@ def batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
     return found
 
 
-if __name__ == "__main__":
-    import sys, tempfile, time
-    folder = tempfile.mkdtemp()
-    names = sys.argv[1:]
-    t = time.time()
-    runs = [(n, f"{folder}/{n}", 14, 4) for n in names]
-    a = run_world(2, fits, runs)
-    print("straight", time.time() - t); t = time.time()
-    again = [(n, f"{folder}/again {n}", 14, 4, f"{folder}/{n}/checkpoints/step=4") for n in names]
-    b = run_world(2, fits, again)
-    print("resumed", time.time() - t)
-    for k, n in enumerate(names):
-        for r in range(2):
-            print(n, r, a[r][k]["seen"][-10:] == b[r][k]["seen"][-10:], all((b[r][k]["weights"][w] == v).all() for w, v in a[r][k]["weights"].items()), a[r][k]["lr"] == b[r][k]["lr"])
-        print(max(abs(x[1]-y[1]) for x, y in zip(batches([a[0][0], a[1][0]]), batches([a[0][k], a[1][k]]))))
-    print(sorted(os.listdir(f"{folder}/{names[0]}/checkpoints/step=4")))
+def check_same_losses(rest: list[tuple[list[int], float]], straight: list[dict[str, Any]], rel: float = 1e-5) -> None:
+    """The batches that came last are those of a straight run: each sample once, and the losses."""
+    whole = batches(straight)[-len(rest) :]
+    assert [samples for samples, _ in rest] == [samples for samples, _ in whole]
+    assert [loss for _, loss in rest] == pytest.approx([loss for _, loss in whole], rel=rel)
+
+
+def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
+    for after, before in zip(rest, straight, strict=True):
+        assert after["seen"] == before["seen"][-len(after["seen"]) :], "bit for bit, on each rank"
+        assert after["lr"] == before["lr"] and after["steps"] == before["steps"] == END
+        assert after["weights"].keys() == before["weights"].keys()
+        assert all(value.tobytes() == before["weights"][name].tobytes() for name, value in after["weights"].items())
+
+
+@pytest.fixture(scope="module")
+def names(pytestconfig: pytest.Config) -> list[str]:
+    """The layouts of two ranks."""
+    if pytestconfig.option.markexpr == "full":
+        return [name for name, layout in LAYOUTS.items() if layout.ranks == 2]
+    return list(QUICK)
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """A run of each layout that is never interrupted."""
+    folder = tmp_path_factory.mktemp("straight")
+    return launch(2, {name: (name, f"{folder}/{name}") for name in names})
+
+
+def saved(straight: dict[str, list[dict[str, Any]]], name: str, step: int = SAVED_AT) -> str:
+    """The checkpoint that a straight run left at a step."""
+    return str(Path(straight[name][0]["path"]).with_name(f"step={step}"))
+
+
+@pytest.fixture(scope="module")
+def passed_on(tmp_path_factory: pytest.TempPathFactory, straight: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Runs that go from one strategy and number of ranks to the next; the last of the first chain is in `resumed`."""
+    folder = str(tmp_path_factory.mktemp("passed on"))
+    found = launch(
+        2,
+        {
+            "fsdp": ("fsdp", f"{folder}/fsdp", 6, 6, saved(straight, "stage 3")),
+            "ddp": ("ddp", f"{folder}/ddp", 8, 8, f"{folder}/fsdp/checkpoints/step=6"),
+        },
+    )
+    found |= launch(
+        1,
+        {
+            "single": ("single", f"{folder}/single", 10, 10, f"{folder}/ddp/checkpoints/step=8"),
+            "one": ("stage 2 on 1", f"{folder}/one", 8, 8, saved(straight, "stage 2")),
+        },
+    )
+    return found | launch(4, {"four": ("stage 3 on 4", f"{folder}/four", END, END, f"{folder}/one/checkpoints/step=8")})
+
+
+@pytest.fixture(scope="module")
+def resumed(
+    tmp_path_factory: pytest.TempPathFactory, straight: dict[str, Any], passed_on: dict[str, Any], names: list[str]
+) -> dict[str, list[dict[str, Any]]]:
+    """What goes on on two ranks, in one launch."""
+    folder = str(tmp_path_factory.mktemp("resumed"))
+    runs: dict[str, tuple[Any, ...]] = {
+        name: (name, f"{folder}/{name}", END, END, saved(straight, name)) for name in names
+    }
+    runs["back"] = ("stage 3", f"{folder}/back", END, END, passed_on["single"][0]["path"])
+    # Weights alone, and no step that changes them.
+    merged = merge(saved(straight, "stage 3"), folder)
+    for name in ("stage 3", "bf16 stage 2"):
+        runs[f"{name} of a file"] = (name, f"{folder}/{name} of a file", 1, END, str(merged), None, 0.0)
+    return launch(2, runs)
+
+
+def test_goes_on_bit_for_bit(straight: dict[str, Any], resumed: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        assert len(resumed[name][0]["seen"]) == END - SAVED_AT
+        check_identical(resumed[name], straight[name])
+
+
+def test_stages_train_as_ddp_does(straight: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        check_same_losses(batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
+
+
+def test_through_every_strategy_and_back(
+    straight: dict[str, Any], passed_on: dict[str, Any], resumed: dict[str, Any]
+) -> None:
+    """DeepSpeed 3 → FSDP → DDP → one process → DeepSpeed 3."""
+    chain = [passed_on["fsdp"], passed_on["ddp"], passed_on["single"], resumed["back"]]
+    rest = [batch for ranks in chain for batch in batches(ranks)]
+    assert [len(ranks[0]["seen"]) for ranks in chain] == [2, 2, 2, 6]
+    check_same_losses(rest, straight["stage 3"])
+
+
+def test_on_one_rank_and_on_four(straight: dict[str, Any], passed_on: dict[str, Any]) -> None:
+    rest = batches(passed_on["one"]) + batches(passed_on["four"])
+    assert len(passed_on["four"]) == 4 and len(rest) == END - SAVED_AT
+    check_same_losses(rest, straight["stage 2"])
+
+
+def killed_and_resumed(folder: Path, straight: dict[str, Any], killed: list[str]) -> None:
+    for name in killed:
+        # Both ranks, in mid-epoch, two steps after the last checkpoint.
+        codes = run_world(2, fit, name, f"{folder}/{name}", END, EVERY, None, KILLED_AT, may_fail=True)
+        assert codes == [-signal.SIGKILL, -signal.SIGKILL], codes
+        assert max(int(path.name.split("=")[1]) for path in (folder / name / "checkpoints").glob("step=*")) == 6
+    again = launch(2, {name: (name, f"{folder}/{name}", END, END, "last") for name in killed})
+    for name in killed:
+        assert len(again[name][0]["seen"]) == END - 6
+        check_identical(again[name], straight[name])
+
+
+def test_killed_and_resumed_bit_for_bit(tmp_path: Path, straight: dict[str, Any]) -> None:
+    killed_and_resumed(tmp_path, straight, list(KILLED_QUICK))
+
+
+@pytest.mark.full
+def test_every_one_is_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
+    left = [name for name in KILLED if name not in KILLED_QUICK]
+    straight = launch(2, {name: (name, f"{tmp_path}/straight {name}") for name in left})
+    killed_and_resumed(tmp_path, straight, left)
+
+
+def test_merged_to_the_gathered_weights(straight: dict[str, Any], names: list[str], tmp_path: Path) -> None:
+    for name in names:
+        whole = straight[name][0]["weights"]
+        assert len(whole) == 15
+        found = load_file(merge(straight[name][0]["path"], tmp_path))
+        assert found.keys() == whole.keys()
+        loaded = Net.load_from_checkpoint(straight[name][0]["path"], layout=Layout(1, built=False)).state_dict()
+        for key, value in whole.items():
+            if "bf16 stage" in name and "scale" not in key and "frozen" not in key:
+                assert found[key].dtype == torch.float32, "the masters"
+                assert not torch.equal(found[key], torch.tensor(value)), "which hold more than the weights"
+            lower = found[key].bfloat16().float() if "bf16" in name else found[key]
+            assert lower.numpy().tobytes() == value.tobytes(), (name, key)
+            assert torch.equal(loaded[key], found[key].float())
+
+
+def test_no_file_of_deepspeed_and_no_pickle(straight: dict[str, Any], names: list[str]) -> None:
+    for name in names:
+        folder = Path(straight[name][0]["path"]).parent
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert len(files) > 4 * 8 and {path.suffix for path in files} == {".json", ".safetensors"}
+        writers = len(list(Path(straight[name][0]["path"]).glob("optimizer-0-*.safetensors")))
+        assert writers == (2 if ("stage" in name and name != "stage 0") or name == "fsdp" else 0)
+        state = CheckpointReader(straight[name][0]["path"]).optimizers()[0]["state"]["blocks.1.first.weight"]
+        assert {key: tuple(value.shape) for key, value in state.items()} == {
+            "step": (),
+            "exp_avg": (31, 16),
+            "exp_avg_sq": (31, 16),
+        }
+        assert float(state["step"]) == END
+
+
+def test_weights_of_a_file(straight: dict[str, Any], resumed: dict[str, Any]) -> None:
+    found = CheckpointReader(saved(straight, "stage 3")).model()
+    for name in ("stage 3", "bf16 stage 2"):
+        for key, value in found.items():
+            lower = value.bfloat16().float() if "bf16" in name else value
+            assert lower.numpy().tobytes() == resumed[f"{name} of a file"][0]["weights"][key].tobytes(), (name, key)
+
+
+class Wide(TrainModule):
+    """Large enough that what a rank reads beside its share is small."""
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(200, 701), nn.Tanh(), nn.Linear(701, 200))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self.net(batch[0])
+        return out.float().pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def fit_wide(name: str, folder: str) -> Any:
+    from leyden.strategies.deepspeed import DeepSpeedStrategy
+
+    layout = LAYOUTS[name]
+    strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision=layout.precision,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        max_steps=1,
+    )
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(8, 200)), 4))
+    return trainer
+
+
+def save_wide(names: list[str], folder: str) -> list[str]:
+    return [str(fit_wide(name, folder).save_checkpoint(f"{folder}/{name}")) for name in names]
+
+
+def measure(names: list[str], folder: str, paths: list[str]) -> dict[tuple[str, str], dict[str, float]]:
+    """In shares of this rank: what it reads of each checkpoint into an engine, and holds beside the engine's memory."""
+    found = {}
+    for name in names:
+        trainer = fit_wide(name, folder)
+        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        share = sum(part.flat.nbytes for part in strategy.state_parts(trainer.module).values())
+        for path in paths:
+            reader = CheckpointReader(path)
+            with Peak() as held, counting() as read:
+                strategy.load_module(reader, trainer.module)
+            figures = {"weights": read["bytes"] / share, "held beside the weights": held.most / share}
+            optimizer.state.clear()
+            with Peak() as held, counting() as read:
+                [state] = reader.optimizers(like=strategy.state_parts(trainer.module))
+                from_named(strategy.saved_form(optimizer), state, trainer.module)
+            figures |= {"states": read["bytes"] / (2 * share), "held of states": held.most / (2 * share)}
+            found[name, path] = figures
+    return found
+
+
+def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path) -> None:
+    sources = ["ddp", "fsdp", "stage 2", "stage 3", "bf16 stage 2"]
+    paths = run_world(2, save_wide, sources, str(tmp_path), timeout=280)[0]
+    for rank in run_world(
+        2, measure, ["stage 1", "stage 2", "stage 3", "bf16 stage 3"], str(tmp_path), paths, timeout=280
+    ):
+        for source, figures in rank.items():
+            assert 0.95 < figures["weights"] < 1.10 and 0.95 < figures["states"] < 1.10, (source, figures)
+            assert figures["held of states"] < 1.10, (source, figures)
+            assert figures["held beside the weights"] < 1.10, (source, figures)
