@@ -377,6 +377,11 @@ class Strategy(ABC):
         """After all optimizers of a window: the scaler takes its new scale."""
         self.precision.end_step()
 
+    def end_turn(self) -> None:
+        """A turn of a loop of one's own is over: a prepared loader is asked for the next batch, or an optimizer stepped where none
+        is read. A strategy that collects operations hands them to the device.
+        """
+
     # collectives: one rank has nothing to exchange ---------------------------------------------------------------------
     def barrier(self) -> None:
         """Waits for every rank."""

@@ -63,6 +63,15 @@ def local_part(tensor: Any) -> Tensor:
     return local
 
 
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor begins in memory. XLA's have no address; what is one tensor there has one number of XLA's own."""
+    if tensor.device.type == "xla":
+        from leyden.strategies.spmd.moving import number
+
+        return number(tensor)
+    return tensor.data_ptr()
+
+
 def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
     """Refuses a tensor that cannot be saved.
 
@@ -359,8 +368,10 @@ def _shared_groups(tensors: list[Tensor]) -> list[list[int]]:
     buckets: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         plain = tensor.layout is torch.strided and not is_sharded(tensor)
-        if plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            owner: tuple[Any, ...] = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
+        if plain and tensor.device.type == "xla":
+            owner: tuple[Any, ...] = (tensor.device, tensor.dtype, address_of(tensor))
+        elif plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+            owner = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
         else:
             owner = (id(tensor),)
         buckets.setdefault(owner, []).append(index)
