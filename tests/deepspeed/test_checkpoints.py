@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -187,7 +188,7 @@ def fits(runs: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
 
 
 def launch(ranks: int, runs: dict[str, tuple[Any, ...]]) -> dict[str, list[dict[str, Any]]]:
-    found = run_world(ranks, fits, runs, timeout=280)
+    found = run_world(ranks, fits, runs, timeout=800)
     return {key: [rank[key] for rank in found] for key in runs}
 
 
@@ -216,30 +217,21 @@ def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) 
         assert all(value.tobytes() == before["weights"][name].tobytes() for name, value in after["weights"].items())
 
 
-@pytest.fixture(scope="module")
-def names(pytestconfig: pytest.Config) -> list[str]:
-    """The layouts of two ranks."""
-    if pytestconfig.option.markexpr == "full":
-        return [name for name, layout in LAYOUTS.items() if layout.ranks == 2]
-    return list(QUICK)
+Runs = dict[str, list[dict[str, Any]]]
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+def run_straight(names: Iterable[str], folder: Path) -> Runs:
     """A run of each layout that is never interrupted."""
-    folder = tmp_path_factory.mktemp("straight")
-    return launch(2, {name: (name, f"{folder}/{name}") for name in names})
+    return launch(2, {name: (name, f"{folder}/straight {name}") for name in names})
 
 
-def saved(straight: dict[str, list[dict[str, Any]]], name: str, step: int = SAVED_AT) -> str:
+def saved(straight: Runs, name: str, step: int = SAVED_AT) -> str:
     """The checkpoint that a straight run left at a step."""
     return str(Path(straight[name][0]["path"]).with_name(f"step={step}"))
 
 
-@pytest.fixture(scope="module")
-def passed_on(tmp_path_factory: pytest.TempPathFactory, straight: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that go from one strategy and number of ranks to the next; the last of the first chain is in `resumed`."""
-    folder = str(tmp_path_factory.mktemp("passed on"))
+def pass_on(straight: Runs, folder: Path) -> Runs:
+    """Runs that go from one strategy and number of ranks to the next; the first chain ends in `resume`."""
     found = launch(
         2,
         {
@@ -257,111 +249,140 @@ def passed_on(tmp_path_factory: pytest.TempPathFactory, straight: dict[str, Any]
     return found | launch(4, {"four": ("stage 3 on 4", f"{folder}/four", END, END, f"{folder}/one/checkpoints/step=8")})
 
 
-@pytest.fixture(scope="module")
-def resumed(
-    tmp_path_factory: pytest.TempPathFactory, straight: dict[str, Any], passed_on: dict[str, Any], names: list[str]
-) -> dict[str, list[dict[str, Any]]]:
-    """What goes on on two ranks, in one launch."""
-    folder = str(tmp_path_factory.mktemp("resumed"))
+def resume(straight: Runs, passed_on: Runs, folder: Path) -> Runs:
+    """What goes on on two ranks, in one launch: each where it was saved and killed, the chain, and weights of a file."""
     runs: dict[str, tuple[Any, ...]] = {
-        name: (name, f"{folder}/{name}", END, END, saved(straight, name)) for name in names
+        name: (name, f"{folder}/resumed {name}", END, END, saved(straight, name)) for name in straight
     }
+    runs |= {f"{name} after a kill": (name, f"{folder}/killed {name}", END, END, "last") for name in KILLED_QUICK}
     runs["back"] = ("stage 3", f"{folder}/back", END, END, passed_on["single"][0]["path"])
-    # Weights alone, and no step that changes them.
-    merged = merge(saved(straight, "stage 3"), folder)
+    # Weights alone, and a step that does not change them.
+    merged = str(merge(saved(straight, "stage 3"), folder))
     for name in ("stage 3", "bf16 stage 2"):
-        runs[f"{name} of a file"] = (name, f"{folder}/{name} of a file", 1, END, str(merged), None, 0.0)
+        runs[f"{name} of a file"] = (name, f"{folder}/{name} of a file", 1, END, merged, None, 0.0)
     return launch(2, runs)
 
 
-def test_goes_on_bit_for_bit(straight: dict[str, Any], resumed: dict[str, Any], names: list[str]) -> None:
+def kill(names: Iterable[str], folder: Path) -> None:
+    """Both ranks, in mid-epoch, two steps after their last checkpoint."""
     for name in names:
+        codes = run_world(2, fit, name, f"{folder}/killed {name}", END, EVERY, None, KILLED_AT, may_fail=True)
+        assert codes == [-signal.SIGKILL, -signal.SIGKILL], codes
+        left = (folder / f"killed {name}" / "checkpoints").glob("step=*")
+        assert sorted(path.name for path in left) == ["step=3", "step=6"]
+
+
+# Every world costs seconds, so that all that can be asked of them stands in one test.
+@pytest.mark.timeout(900)
+def test_runs_go_on(tmp_path: Path) -> None:
+    straight = run_straight(QUICK, tmp_path)
+    for name in QUICK:
+        check_same_losses(batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
+    check_merged(straight, tmp_path)
+    check_files(straight)
+    kill(KILLED_QUICK, tmp_path)
+    passed_on = pass_on(straight, tmp_path)
+    resumed = resume(straight, passed_on, tmp_path)
+
+    for name in QUICK:
         assert len(resumed[name][0]["seen"]) == END - SAVED_AT
         check_identical(resumed[name], straight[name])
+    for name in KILLED_QUICK:
+        assert len(resumed[f"{name} after a kill"][0]["seen"]) == END - 6
+        check_identical(resumed[f"{name} after a kill"], straight[name])
 
-
-def test_stages_train_as_ddp_does(straight: dict[str, Any], names: list[str]) -> None:
-    for name in names:
-        check_same_losses(batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
-
-
-def test_through_every_strategy_and_back(
-    straight: dict[str, Any], passed_on: dict[str, Any], resumed: dict[str, Any]
-) -> None:
-    """DeepSpeed 3 → FSDP → DDP → one process → DeepSpeed 3."""
+    # DeepSpeed 3 → FSDP → DDP → one process → DeepSpeed 3; and stage 2 on two ranks → one → stage 3 on four.
     chain = [passed_on["fsdp"], passed_on["ddp"], passed_on["single"], resumed["back"]]
-    rest = [batch for ranks in chain for batch in batches(ranks)]
     assert [len(ranks[0]["seen"]) for ranks in chain] == [2, 2, 2, 6]
-    check_same_losses(rest, straight["stage 3"])
-
-
-def test_on_one_rank_and_on_four(straight: dict[str, Any], passed_on: dict[str, Any]) -> None:
+    check_same_losses([batch for ranks in chain for batch in batches(ranks)], straight["stage 3"])
+    assert [len(passed_on[name]) for name in ("one", "four")] == [1, 4]
     rest = batches(passed_on["one"]) + batches(passed_on["four"])
-    assert len(passed_on["four"]) == 4 and len(rest) == END - SAVED_AT
+    assert len(rest) == END - SAVED_AT
     check_same_losses(rest, straight["stage 2"])
 
-
-def killed_and_resumed(folder: Path, straight: dict[str, Any], killed: list[str]) -> None:
-    for name in killed:
-        # Both ranks, in mid-epoch, two steps after the last checkpoint.
-        codes = run_world(2, fit, name, f"{folder}/{name}", END, EVERY, None, KILLED_AT, may_fail=True)
-        assert codes == [-signal.SIGKILL, -signal.SIGKILL], codes
-        assert max(int(path.name.split("=")[1]) for path in (folder / name / "checkpoints").glob("step=*")) == 6
-    again = launch(2, {name: (name, f"{folder}/{name}", END, END, "last") for name in killed})
-    for name in killed:
-        assert len(again[name][0]["seen"]) == END - 6
-        check_identical(again[name], straight[name])
-
-
-def test_killed_and_resumed_bit_for_bit(tmp_path: Path, straight: dict[str, Any]) -> None:
-    killed_and_resumed(tmp_path, straight, list(KILLED_QUICK))
-
-
-@pytest.mark.full
-def test_every_one_is_killed_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    left = [name for name in KILLED if name not in KILLED_QUICK]
-    straight = launch(2, {name: (name, f"{tmp_path}/straight {name}") for name in left})
-    killed_and_resumed(tmp_path, straight, left)
-
-
-def test_merged_to_the_gathered_weights(straight: dict[str, Any], names: list[str], tmp_path: Path) -> None:
-    for name in names:
-        whole = straight[name][0]["weights"]
-        assert len(whole) == 15
-        found = load_file(merge(straight[name][0]["path"], tmp_path))
-        assert found.keys() == whole.keys()
-        loaded = Net.load_from_checkpoint(straight[name][0]["path"], layout=Layout(1, built=False)).state_dict()
-        for key, value in whole.items():
-            if "bf16 stage" in name and "scale" not in key and "frozen" not in key:
-                assert found[key].dtype == torch.float32, "the masters"
-                assert not torch.equal(found[key], torch.tensor(value)), "which hold more than the weights"
-            lower = found[key].bfloat16().float() if "bf16" in name else found[key]
-            assert lower.numpy().tobytes() == value.tobytes(), (name, key)
-            assert torch.equal(loaded[key], found[key].float())
-
-
-def test_no_file_of_deepspeed_and_no_pickle(straight: dict[str, Any], names: list[str]) -> None:
-    for name in names:
-        folder = Path(straight[name][0]["path"]).parent
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        assert len(files) > 4 * 8 and {path.suffix for path in files} == {".json", ".safetensors"}
-        writers = len(list(Path(straight[name][0]["path"]).glob("optimizer-0-*.safetensors")))
-        assert writers == (2 if ("stage" in name and name != "stage 0") or name == "fsdp" else 0)
-        state = CheckpointReader(straight[name][0]["path"]).optimizers()[0]["state"]["blocks.1.first.weight"]
-        assert {key: tuple(value.shape) for key, value in state.items()} == {
-            "step": (),
-            "exp_avg": (31, 16),
-            "exp_avg_sq": (31, 16),
-        }
-        assert float(state["step"]) == END
-
-
-def test_weights_of_a_file(straight: dict[str, Any], resumed: dict[str, Any]) -> None:
     found = CheckpointReader(saved(straight, "stage 3")).model()
     for name in ("stage 3", "bf16 stage 2"):
         for key, value in found.items():
             lower = value.bfloat16().float() if "bf16" in name else value
             assert lower.numpy().tobytes() == resumed[f"{name} of a file"][0]["weights"][key].tobytes(), (name, key)
+
+
+def check_merged(straight: Runs, folder: Path) -> None:
+    """One file of weights is what the ranks gather; of bf16 it is the masters, of which those are the nearest."""
+    for name, ranks in straight.items():
+        whole = ranks[0]["weights"]
+        assert len(whole) == 15
+        found = load_file(merge(ranks[0]["path"], folder))
+        assert found.keys() == whole.keys()
+        loaded = Net.load_from_checkpoint(ranks[0]["path"], layout=Layout(1, built=False)).state_dict()
+        for key, value in whole.items():
+            if "bf16 stage" in name and "scale" not in key and "frozen" not in key:
+                assert found[key].dtype == torch.float32
+                assert not torch.equal(found[key], torch.tensor(value)), "masters hold more than the weights"
+            lower = found[key].bfloat16().float() if "bf16" in name else found[key]
+            assert lower.numpy().tobytes() == value.tobytes(), (name, key)
+            assert torch.equal(loaded[key], found[key].float())
+
+
+def check_files(straight: Runs) -> None:
+    """No file of DeepSpeed's own and no pickle; each rank writes; state is kept as torch's optimizers do."""
+    shapes = {"step": (), "exp_avg": (31, 16), "exp_avg_sq": (31, 16)}
+    for name, ranks in straight.items():
+        path = Path(ranks[0]["path"])
+        files = [file for file in path.parent.rglob("*") if file.is_file()]
+        assert len(files) > 4 * 8 and {file.suffix for file in files} == {".json", ".safetensors"}
+        writers = len(list(path.glob("optimizer-0-*.safetensors")))
+        assert writers == (2 if name == "fsdp" or ("stage" in name and name != "stage 0") else 0), name
+        state = CheckpointReader(path).optimizers()[0]["state"]["blocks.1.first.weight"]
+        assert {key: tuple(value.shape) for key, value in state.items()} == shapes
+        assert float(state["step"]) == END
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_every_one_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    names = [name for name, layout in LAYOUTS.items() if layout.ranks == 2 and name not in QUICK]
+    killed = [name for name in KILLED if name not in KILLED_QUICK]
+    straight = run_straight([*names, *killed], tmp_path)
+    check_merged(straight, tmp_path)
+    check_files(straight)
+    kill(killed, tmp_path)
+    runs = {name: (name, f"{tmp_path}/resumed {name}", END, END, saved(straight, name)) for name in names}
+    runs |= {name: (name, f"{tmp_path}/killed {name}", END, END, "last") for name in killed}
+    for name, ranks in launch(2, runs).items():
+        check_identical(ranks, straight[name])
+
+
+SOURCES = (
+    "single",
+    "ddp",
+    "fsdp",
+    "stage 0",
+    "stage 1",
+    "stage 2",
+    "stage 3",
+    "round robin",
+    "stage 3 on 1",
+    "stage 1 on 4",
+)
+TARGETS = (*SOURCES, "stage 2 on 1", "stage 3 on 4", "stage 3 offload", "many groups")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+    straight: Runs = {}
+    for size in (1, 2, 4):
+        runs = {name: (name, f"{tmp_path}/straight {name}") for name in SOURCES if LAYOUTS[name].ranks == size}
+        straight |= launch(size, runs)
+    for size in (1, 2, 4):
+        pairs = [(name, source) for name in TARGETS if LAYOUTS[name].ranks == size for source in SOURCES]
+        runs = {f"{n} < {s}": (n, f"{tmp_path}/{n} < {s}", END, END, saved(straight, s)) for n, s in pairs}
+        found = launch(size, runs)
+        for name, source in pairs:
+            rest = batches(found[f"{name} < {source}"])
+            assert len(rest) == END - SAVED_AT
+            check_same_losses(rest, straight[source])
 
 
 class Wide(TrainModule):
@@ -424,12 +445,10 @@ def measure(names: list[str], folder: str, paths: list[str]) -> dict[tuple[str, 
 
 
 def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path) -> None:
-    sources = ["ddp", "fsdp", "stage 2", "stage 3", "bf16 stage 2"]
+    sources = ["ddp", "fsdp", "stage 2", "bf16 stage 3"]
     paths = run_world(2, save_wide, sources, str(tmp_path), timeout=280)[0]
-    for rank in run_world(
-        2, measure, ["stage 1", "stage 2", "stage 3", "bf16 stage 3"], str(tmp_path), paths, timeout=280
-    ):
+    for rank in run_world(2, measure, ["stage 2", "stage 3", "bf16 stage 1"], str(tmp_path), paths, timeout=280):
         for source, figures in rank.items():
             assert 0.95 < figures["weights"] < 1.10 and 0.95 < figures["states"] < 1.10, (source, figures)
             assert figures["held of states"] < 1.10, (source, figures)
-            assert figures["held beside the weights"] < 1.10, (source, figures)
+            assert figures["held beside the weights"] < 0.05, (source, figures)
