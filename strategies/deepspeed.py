@@ -24,14 +24,15 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.zero.engine import Stepped, close_engine, import_deepspeed, join_group, make_engine
+from leyden.strategies.zero.engine import close_engine, import_deepspeed, join_group, make_engine
+from leyden.strategies.zero.own_loop import OwnLoop
 from leyden.strategies.zero.state import NamedOptimizer, counters, pieces_of, refresh, restore_counters, weights
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 
 
-class DeepSpeedStrategy(ProcessGroupStrategy):
+class DeepSpeedStrategy(OwnLoop):
     """DeepSpeed's ZeRO engine.
 
     Needs the extra `leyden[deepspeed]`. What belongs to whom where a DeepSpeed config and the run both have a setting stands in
@@ -229,7 +230,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return self.optimizers
 
     def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        self._engines.append(make_engine(self._deepspeed, Stepped(module), self.final_config(), optimizer))
+        self._engines.append(make_engine(self._deepspeed, self._root(module), self.final_config(), optimizer))
         # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
 
@@ -294,9 +295,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         outputs: T = root.take()
         return outputs
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.engine.backward(loss, **kwargs)
-
     def sync_gradients(self) -> None:
         raise LeydenError(
             "the accumulation window was closed without a batch that closes it, and DeepSpeed had reduced its gradients as if more "
@@ -332,7 +330,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        engine = self.engine
+        engine, self._reduced = self.engine, False
         engine.step()
         sharded = engine.optimizer
         if sharded is not engine.basic_optimizer:
