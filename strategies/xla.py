@@ -17,6 +17,7 @@ from leyden.strategies.devices import parse_devices
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.precision import Precision
+from leyden.strategies.spmd import runtime
 from leyden.strategies.spmd.mesh import Layout, Spec
 from leyden.strategies.spmd.moving import bring, on_host, trees_on_host
 from leyden.strategies.weights import StateWriter, WeightReader
@@ -29,9 +30,6 @@ T = TypeVar("T")
 KINDS = {"cpu": "CPU", "tpu": "TPU"}
 """What the Trainer's accelerator means to XLA's runtime; for any other the runtime takes the best there is."""
 OTHERS = ("gpu", "cuda", "mps")
-
-_seeded_with: int | None = None
-"""The seed of torch that XLA's random numbers were set by. They are the process's own."""
 
 
 class XLAStrategy(Strategy):
@@ -123,53 +121,14 @@ class XLAStrategy(Strategy):
 
     def setup_environment(self) -> None:
         self._check_precision()
-        self._start_runtime()
+        self._device, count = runtime.start(self._kind, self._wanted)
+        self.layout.begin(count)
         super().setup_environment()
-
-    def _start_runtime(self) -> None:
-        """Chooses devices, while the process has none yet, and seeds their random numbers by torch's seed."""
-        import torch_xla
-        from torch_xla import runtime
-
-        is_running = torch_xla._XLAC._xla_runtime_is_initialized()
-        if self._kind is not None and self._kind != runtime.device_type():
-            if is_running:
-                raise ConfigurationError(
-                    f"accelerator={self._kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a new one."
-                )
-            runtime.set_device_type(self._kind)
-        if isinstance(self._wanted, int) and not is_running and runtime.device_type() == "CPU":
-            # XLA's CPU is as many devices as this says.
-            os.environ.setdefault("CPU_NUM_DEVICES", str(self._wanted))
-        count, one = runtime.global_runtime_device_count(), isinstance(self._wanted, list) or self._wanted == 1
-        if isinstance(self._wanted, int) and self._wanted not in (1, count):
-            raise ConfigurationError(
-                f"devices={self._wanted}, and XLA has {count} here: use devices='auto' for all of them, or devices=1."
-            )
-        one = one or count == 1
-        has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
-        if has_begun and runtime.is_spmd() == one:
-            raise ConfigurationError(
-                f"this process has begun to use XLA with {'all devices' if one else 'one device'}, and cannot change: run "
-                f"devices={'auto' if self._wanted is None else self._wanted!r} in a new one."
-            )
-        if not one and not runtime.is_spmd():
-            runtime.use_spmd()
-        index = self._wanted[0] if isinstance(self._wanted, list) else None
-        if index is not None and index >= count:
-            raise ConfigurationError(f"devices={self._wanted}: XLA has {count} devices here, counted from 0.")
-        self._device = torch_xla.device(index)
-        if not has_begun:
-            _check_autograd(self._device)
-        self.layout.begin(1 if one else count)
-        _seed()
 
     def teardown(self) -> None:
         super().teardown()
-        if torch_xla_is_used():
-            import torch_xla
-
-            torch_xla.sync()
+        if runtime.is_used():
+            runtime.sync()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
@@ -196,40 +155,28 @@ class XLAStrategy(Strategy):
     def _cut(self, window: Window) -> None:
         """The batches of a window are programs of their own: otherwise each length of a window would be another one."""
         if window.index > 0:
-            self._sync()
+            runtime.sync()
 
     def end_step(self) -> None:
         super().end_step()
-        self._sync()
+        runtime.sync()
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         outputs = self.forward(step_fn, batch, extra)
-        self._sync()
+        runtime.sync()
         return outputs
 
     def end_turn(self) -> None:
-        self._sync()
-
-    def _sync(self) -> None:
-        import torch_xla
-
-        torch_xla.sync()
+        runtime.sync()
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         names = [name for name, _ in module.named_parameters()]
-        state, states = self._on_host([module.state_dict(), optimizers])
+        runtime.sync(wait=True)
+        state, states = trees_on_host([module.state_dict(), optimizers])
         writer.model(state, replicated=names)
         if states is not None:
             writer.optimizers(states)
-
-    def _on_host(self, trees: list[Any]) -> list[Any]:
-        import torch_xla
-        from torch_xla.core import xla_model
-
-        torch_xla.sync(wait=True)
-        xla_model.wait_device_ops()
-        return trees_on_host(trees)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
         super().load_module(reader, module, strict)
@@ -263,35 +210,3 @@ class XLAFSDPStrategy(XLAStrategy):
     ) -> None:
         super().__init__(devices, None, shard, None, precision)
         self.layout = Layout(None, shard, None, fully=True, min_size=min_size)
-
-
-def torch_xla_is_used() -> bool:
-    """True if this process has XLA devices; asks without making any."""
-    import sys
-
-    torch_xla = sys.modules.get("torch_xla")
-    return torch_xla is not None and bool(torch_xla._XLAC._xla_runtime_is_initialized())
-
-
-def _check_autograd(device: torch.device) -> None:
-    """torch counts the devices that gradients are computed on once, in the first backward of a process."""
-    try:
-        (torch.ones((), device=device, requires_grad=True) * 1).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if "device_ready_queues_" not in str(error):
-            raise
-        raise ConfigurationError(
-            "this process has computed gradients before XLA was used, and torch does not see its devices any more: run on XLA first, or "
-            "in a new process."
-        ) from None
-
-
-def _seed() -> None:
-    """XLA's random numbers do not follow `torch.manual_seed` (tried, torch_xla 2.9): they are set once for each seed of torch."""
-    import torch_xla
-
-    global _seeded_with
-    seed = torch.initial_seed()
-    if seed != _seeded_with:
-        _seeded_with = seed
-        torch_xla.manual_seed(seed % 2**31)
