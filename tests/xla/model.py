@@ -38,7 +38,8 @@ class Regression(TrainModule):
         if self.options.get("num_items"):
             loss = self.loss(batch, "sum")
             self.losses.append(loss.detach() / len(batch))
-            return {"loss": loss, "num_items": len(batch)}
+            items = (batch[:, 0] == batch[:, 0]).sum() if self.options["num_items"] == "tensor" else len(batch)
+            return {"loss": loss, "num_items": items}
         loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.losses.append(loss.detach())

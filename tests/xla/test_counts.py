@@ -85,7 +85,7 @@ def count(root: Path, strategy: dict[str, Any], names: list[str]) -> list[dict[s
         logger = CSVLogger(root) if "log_every_n_steps" in arguments else False
         trainer = Trainer(**{**arguments, "logger": logger, "callbacks": [counts], "max_epochs": 1, "default_root_dir": root})
         loader: DataLoader[Tensor] = DataLoader(data, BATCH)  # type: ignore[arg-type]
-        trainer.fit(Regression(num_items=name.startswith("windows")), loader, loader)
+        trainer.fit(Regression(num_items="tensor" if name.startswith("windows") else None), loader, loader)
         found.append({"batches": counts.of_batches, "validations": counts.of_validations[2:]})
     return found
 

@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "uneven windows, clipped by norm": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "items": ({"num_items": True}, {"accumulate_grad_batches": 2}),
+    "items as tensors": ({"num_items": "tensor"}, {"accumulate_grad_batches": 3}),
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
     "one device": {"accelerator": "xla", "strategy": "xla", "devices": 1},
