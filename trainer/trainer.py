@@ -63,8 +63,8 @@ class Trainer(TrainerView):
         devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
             started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
-        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", a short name (`no fp32 fp16 bf16 16
-            32 64`) or a `Precision`. Default "32-true".
+        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine", a
+            short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default "32-true".
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
         plugins: a `Precision`, as another way to give it.

@@ -60,7 +60,9 @@ def local_part(tensor: Any) -> Tensor:
     if isinstance(tensor, Fragment):
         return tensor.flat
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
-    return local
+    # A shard that is cast before it is gathered (fp8) holds its memory within.
+    within: Tensor | None = getattr(local, "_tensor", None)
+    return local if within is None else within
 
 
 def address_of(tensor: Tensor) -> int:
