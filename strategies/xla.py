@@ -16,6 +16,7 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.precision import Precision
 from leyden.strategies.spmd import runtime
 from leyden.strategies.spmd.mesh import Layout, Spec
@@ -63,6 +64,8 @@ class XLAStrategy(Strategy):
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
+    _device = torch.device("xla", 0)
+    _kind: str | None = None
 
     def __init__(
         self,
@@ -73,15 +76,36 @@ class XLAStrategy(Strategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(precision)
-        self.layout = Layout(mesh, shard, batch)
-        self._own_devices = devices
+        self._given = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
-        self._kind: str | None = None
-        self._device = torch.device("xla", 0)
+        self.begin_layout(mesh, shard, batch)
+
+    def begin_layout(
+        self, mesh: Mapping[str, int] | None, shard: Mapping[str, Spec] | None, batch: Sequence[str] | None
+    ) -> None:
+        """What every strategy on XLA has from its construction on."""
+        self.layout = Layout(mesh, shard, batch)
         self.before_forward = self._cut
 
     # its place --------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        self.check_place(accelerator)
+        if self._given is None:
+            self._wanted = parse_devices(devices)
+        if isinstance(self._wanted, list) and len(self._wanted) > 1:
+            raise ConfigurationError(
+                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one index."
+            )
+        place = rank_environment()
+        if num_nodes > 1 or (place is not None and place.world_size > 1):
+            raise ConfigurationError(
+                f"strategy={self.name!r} is one process, which drives the devices of its machine, and there are several: use "
+                "strategy='xla_ddp' for a rank on each device, or start one."
+            )
+        self.layout.check_devices(self._wanted)
+
+    def check_place(self, accelerator: str) -> None:
+        """Raises where torch_xla, or the device that is meant, cannot be had."""
         if importlib.util.find_spec("torch_xla") is None:
             raise MissingExtraError("torch_xla", "xla", f"strategy={self.name!r}")
         if accelerator in OTHERS:
@@ -94,17 +118,11 @@ class XLAStrategy(Strategy):
                 "accelerator='tpu', and libtpu, the TPU's own library, is not here: pip install 'torch_xla[tpu]' on a TPU host, or use "
                 "accelerator='cpu' with strategy='xla' to try a script."
             )
-        if self._own_devices is None:
-            self._wanted = parse_devices(devices)
-        if isinstance(self._wanted, list) and len(self._wanted) > 1:
-            raise ConfigurationError(
-                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one index."
-            )
         self._kind = KINDS.get(accelerator)
-        self.layout.check_devices(self._wanted)
-        self._check_precision()
+        self.check_precision()
 
-    def _check_precision(self) -> None:
+    def check_precision(self) -> None:
+        """Raises for what XLA's devices do not compute in."""
         if getattr(self.precision, "dtype", None) is torch.float16:
             raise ConfigurationError(
                 f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler would read a flag "
@@ -120,7 +138,7 @@ class XLAStrategy(Strategy):
         return self.layout.described(self.modules)
 
     def setup_environment(self) -> None:
-        self._check_precision()
+        self.check_precision()
         self._device, count = runtime.start(self._kind, self._wanted)
         self.layout.begin(count)
         super().setup_environment()

@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError
 
 _seeded_with: int | None = None
@@ -66,6 +67,28 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
         _check_autograd(device)
     _follow_seed()
     return device, 1 if one else count
+
+
+def ranks_of_host(devices: object) -> int:
+    """How many ranks this machine has where each device has one; asks without making any."""
+    wanted = parse_devices(devices)
+    if wanted is not None:
+        return wanted if isinstance(wanted, int) else len(wanted)
+    from torch_xla._internal import tpu
+
+    return max(1, int(tpu.num_available_chips()))
+
+
+def start_rank() -> torch.device:
+    """The one device of a rank of several. The process group has been made, and with it the runtime knows its place."""
+    import torch_xla
+
+    has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
+    device: torch.device = torch_xla.device()
+    if not has_begun:
+        _check_autograd(device)
+    _follow_seed()
+    return device
 
 
 def _check_autograd(device: torch.device) -> None:

@@ -26,17 +26,27 @@ class SaveAt(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if trainer.global_step == STEP and trainer.window.closes:
             trainer.save_checkpoint(self.path)
 
 
-def run(where: dict[str, Any], root: Path, *, save: Path | None = None, path: Path | None = None, dropout: float = 0.0) -> Regression:
+def run(
+    where: dict[str, Any], root: Path, *, save: Path | None = None, path: Path | None = None, dropout: float = 0.0
+) -> Regression:
     torch.manual_seed(1)
     module = Regression(dropout=dropout)
     callbacks = [] if save is None else [SaveAt(save)]
     trainer = Trainer(
-        max_epochs=3, accumulate_grad_batches=2, gradient_clip_val=0.5, callbacks=callbacks, default_root_dir=root, **QUIET, **where
+        max_epochs=3,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        callbacks=callbacks,
+        default_root_dir=root,
+        **QUIET,
+        **where,
     )
     trainer.fit(module, loader(shuffle=True), ckpt_path=path)
     return module
@@ -54,7 +64,9 @@ def one_device(root: Path) -> dict[str, Any]:
     return {
         "straight": losses(straight),
         "resumed": losses(resumed),
-        "alike": all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True)),
+        "alike": all(
+            torch.equal(a.cpu(), b.cpu()) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True)
+        ),
         "from cpu": losses(run(ONE, root, path=root / "cpu")),
     }
 

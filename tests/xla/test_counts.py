@@ -33,7 +33,9 @@ class Counts(Callback):
         if batch_idx == 0:
             self.before = now()
 
-    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.of_batches.append(since(self.before))
         self.before = now()
 
@@ -83,7 +85,9 @@ def count(root: Path, strategy: dict[str, Any], names: list[str]) -> list[dict[s
         data = torch.randn(batches * BATCH, 5)
         counts = Counts()
         logger = CSVLogger(root) if "log_every_n_steps" in arguments else False
-        trainer = Trainer(**{**arguments, "logger": logger, "callbacks": [counts], "max_epochs": 1, "default_root_dir": root})
+        trainer = Trainer(
+            **{**arguments, "logger": logger, "callbacks": [counts], "max_epochs": 1, "default_root_dir": root}
+        )
         loader: DataLoader[Tensor] = DataLoader(data, BATCH)  # type: ignore[arg-type]
         trainer.fit(Regression(num_items="tensor" if name.startswith("windows") else None), loader, loader)
         found.append({"batches": counts.of_batches, "validations": counts.of_validations[2:]})
@@ -100,9 +104,13 @@ def test_nothing_is_compiled_after_the_second_step_and_nothing_is_read_back(wher
         later = counts["batches"][2 * length :]
         assert later == [(0, 0, 0)] * len(later), f"{name}: {counts['batches']}"
         assert all(read == 0 for _, read, _ in counts["batches"]), name
-        assert sum(compiled for compiled, _, _ in counts["batches"]) > 0 or name != names[0], "the counter counts nothing"
+        assert sum(compiled for compiled, _, _ in counts["batches"]) > 0 or name != names[0], (
+            "the counter counts nothing"
+        )
         assert [read for _, read, _ in counts["validations"]] == [0] * len(counts["validations"]), name
-        assert [compiled for compiled, _, _ in counts["validations"][2:]] == [0] * (len(counts["validations"]) - 2), name
+        assert [compiled for compiled, _, _ in counts["validations"][2:]] == [0] * (len(counts["validations"]) - 2), (
+            name
+        )
 
 
 def test_logging_reads_once_for_a_row_and_the_program_for_it_is_compiled_once(tmp_path: Path) -> None:

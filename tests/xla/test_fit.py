@@ -13,6 +13,7 @@ from xla.process import on_xla
 from leyden import Trainer
 from leyden.strategies.xla import XLAStrategy
 
+
 def fit(root: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     """Two epochs; gives back losses, metrics, weights and predictions."""
     torch.manual_seed(0)

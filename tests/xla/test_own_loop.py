@@ -64,13 +64,20 @@ def on_one(root: Path) -> list[dict[str, Any]]:
     import torch_xla.debug.metrics  # noqa: F401
 
     straight = train(root, strategy="xla")
-    return [straight, train(root, root / "first", strategy="xla"), train(root, root.parent / "cpu" / "first", strategy="xla")]
+    return [
+        straight,
+        train(root, root / "first", strategy="xla"),
+        train(root, root.parent / "cpu" / "first", strategy="xla"),
+    ]
 
 
 def on_four(root: Path) -> list[dict[str, Any]]:
     from leyden.strategies.xla import XLAFSDPStrategy
 
-    return [train(root, strategy=XLAFSDPStrategy(devices=4)), train(root, root / "first", strategy=XLAFSDPStrategy(devices=4))]
+    return [
+        train(root, strategy=XLAFSDPStrategy(devices=4)),
+        train(root, root / "first", strategy=XLAFSDPStrategy(devices=4)),
+    ]
 
 
 @pytest.fixture(scope="module")
