@@ -232,7 +232,8 @@ def evaluate(names: list[str], paths: list[str]) -> dict[str, list[float]]:
 
     found = {}
     for name in names:
-        trainer = Trainer(strategy=DeepSpeedStrategy(**LAYOUTS[name].strategy), accelerator="cpu", logger=False)
+        strategy = DeepSpeedStrategy(**LAYOUTS[name].strategy)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False)
         module, loader = Net(LAYOUTS[name]), DataLoader(data(), 8)
         found[name] = [trainer.validate(module, loader, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
     return found
