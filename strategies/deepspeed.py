@@ -26,7 +26,15 @@ from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.zero.engine import close_engine, import_deepspeed, join_group, make_engine
 from leyden.strategies.zero.own_loop import OwnLoop
-from leyden.strategies.zero.state import NamedOptimizer, counters, pieces_of, refresh, restore_counters, weights
+from leyden.strategies.zero.state import (
+    NamedOptimizer,
+    counters,
+    pieces_of,
+    refresh,
+    release,
+    restore_counters,
+    weights,
+)
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
@@ -124,22 +132,29 @@ class DeepSpeedStrategy(OwnLoop):
 
     def setup_environment(self) -> None:
         lower = self.config.lower_weights(self.precision.name)
-        if lower is not None and self.precision.name.endswith("-mixed"):
+        if lower is not None and self.precision.name == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[lower]:
             # The config's word: weights in half precision, and so the inputs.
             self.precision = HalfPrecision("bf16" if lower == "bf16" else "16")
-        self.final_config()
+        # What is "auto" yet, an Accelerator's prepare may fill.
+        self.final_config(complete=False)
         self._deepspeed = import_deepspeed(self.root_device, self.logging_level)
         super().setup_environment()
         join_group(self._deepspeed, self.local_rank)
 
-    def final_config(self) -> dict[str, Any]:
+    def final_config(self, complete: bool = True) -> dict[str, Any]:
         """What DeepSpeed is given.
+
+        Args:
+            complete: nothing may be "auto" any more.
 
         Raises:
             ConfigurationError: for what contradicts precision or device.
         """
         return self.config.build(
-            precision=self.precision.name, device=self.root_device.type, micro_batch=self.settings.batch_size
+            precision=self.precision.name,
+            device=self.root_device.type,
+            micro_batch=self.settings.batch_size,
+            complete=complete,
         )
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
@@ -369,6 +384,8 @@ class DeepSpeedStrategy(OwnLoop):
         fill_weights(module, reader, strict, weights(module, pieces))
         if pieces:
             refresh(self.engine)
+        else:
+            release(module)
 
     def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
         pieces = {key: piece for key, piece in pieces_of(self.engine).items() if piece.is_copy}
