@@ -24,7 +24,14 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.zero.engine import Stepped, close_engine, import_deepspeed, join_group, make_engine
+from leyden.strategies.zero.engine import (
+    Stepped,
+    close_engine,
+    import_deepspeed,
+    join_group,
+    make_engine,
+    make_scheduler,
+)
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
@@ -176,9 +183,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self.stage < 3 or not self.zero3_init_flag:
             yield
             return
-        lower = self.config.lower_weights(self.precision.name)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[lower]
-        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config(), dtype=dtype):
+        # The dtype is the config's: one that is given is not heeded everywhere.
+        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config()):
             yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -187,6 +193,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"DeepSpeed's engine drives one module, and {len(modules)} were given: make them parts of one."
             )
         [module] = modules
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigurationError(f"DeepSpeed cannot hold {name}, which has no dimension: give it the shape (1,).")
         if self.engine is not None and self.engine.module.module is not module:
             self.close_engine()
         if self.engine is None and not any(is_partitioned(parameter) for parameter in module.parameters()):
@@ -228,6 +237,10 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self._engines.append(make_engine(self._deepspeed, Stepped(module), self.final_config(), optimizer))
         # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
+
+    def make_schedulers(self) -> list[Any]:
+        section = self.config.scheduler
+        return [] if section is None else [make_scheduler(self.engine.basic_optimizer, section)]
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
         return self._groups
