@@ -195,7 +195,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         [module] = modules
         for name, parameter in module.named_parameters():
             if parameter.dim() == 0:
-                raise ConfigurationError(f"DeepSpeed cannot hold {name}, which has no dimension: give it the shape (1,).")
+                raise ConfigurationError(
+                    f"DeepSpeed cannot hold {name}, which has no dimension: give it the shape (1,)."
+                )
         if self.engine is not None and self.engine.module.module is not module:
             self.close_engine()
         if self.engine is None and not any(is_partitioned(parameter) for parameter in module.parameters()):

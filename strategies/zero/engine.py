@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import os
@@ -110,7 +109,6 @@ def make_engine(deepspeed: Any, stepped: Stepped, config: dict[str, Any], optimi
     except (AssertionError, ValueError) as error:
         raise ConfigurationError(f"DeepSpeed refuses this config: {error}") from error
 
-
     if engine.basic_optimizer is not None and engine.basic_optimizer is not engine.optimizer:
         # Its own would take away the buffers of offloaded gradients, and leave those of the parameters.
         engine.basic_optimizer.zero_grad = engine.optimizer.zero_grad
@@ -159,4 +157,3 @@ def close_engine(engine: Any) -> None:
         # Stage 3 puts its own in the place of torch's, for every model of the process.
         nn.functional.linear = linear
     engine.optimizer = engine.basic_optimizer = engine.client_optimizer = engine.lr_scheduler = None
-    gc.collect()
