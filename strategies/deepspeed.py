@@ -24,7 +24,7 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.zero.engine import close_engine, import_deepspeed, join_group, make_engine
+from leyden.strategies.zero.engine import close_engine, import_deepspeed, join_group, make_engine, make_scheduler
 from leyden.strategies.zero.own_loop import OwnLoop
 from leyden.strategies.zero.state import (
     NamedOptimizer,
@@ -203,6 +203,11 @@ class DeepSpeedStrategy(OwnLoop):
                 f"DeepSpeed's engine drives one module, and {len(modules)} were given: make them parts of one."
             )
         [module] = modules
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigurationError(
+                    f"DeepSpeed cannot hold {name}, which has no dimension: give it the shape (1,)."
+                )
         if self.engine is not None and self.engine.module.module is not module:
             self.close_engine()
         if self.engine is None and not any(is_partitioned(parameter) for parameter in module.parameters()):
@@ -248,6 +253,10 @@ class DeepSpeedStrategy(OwnLoop):
         self._engines.append(make_engine(self._deepspeed, self._root(module), self.final_config(), optimizer))
         # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
+
+    def make_schedulers(self) -> list[Any]:
+        section = self.config.scheduler
+        return [] if section is None else [make_scheduler(self.engine.basic_optimizer, section)]
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
         return self._groups
