@@ -371,6 +371,9 @@ class Strategy(ABC):
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
+    def clip_each_step(self, value: float) -> None:
+        """A launch's configuration asks that each step of a loop of one's own clips to a norm. An engine does; loops clip themselves."""
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps one optimizer; False where the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure)

@@ -168,6 +168,9 @@ class OwnLoop(ProcessGroupStrategy):
         self.engine.backward(loss, **kwargs)
         self._reduced = self._closes
 
+    def clip_each_step(self, value: float) -> None:
+        self.config.fill({"gradient_clipping": value})
+
     # clipping ---------------------------------------------------------------------------------------------------------
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0

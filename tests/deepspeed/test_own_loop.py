@@ -305,7 +305,7 @@ def refusals() -> dict[str, str]:
     frozen = accelerator.prepare_model(build()[0], evaluation_mode=True)
     x, y = next(iter(loader))
     assert frozen(x).shape == y.shape
-    refused("joined", lambda: accelerator.join_uneven_inputs([model]).__enter__())
+    refused("joined", lambda: accelerator.strategy.joining([model]))
     accelerator.backward(F.mse_loss(model(x), y))
     refused("clip", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
     refused("clip value", lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))

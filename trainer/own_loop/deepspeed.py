@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.settings import RunSettings
+from leyden.strategies.zero.config import ZeroConfig
 
 if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
     from leyden.strategies.deepspeed import DeepSpeedStrategy
     from leyden.trainer.accelerator import Accelerator
 
@@ -191,10 +193,29 @@ def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
     return found[0] if found else None
 
 
+def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
+    """The plugin that scripts find where a strategy of DeepSpeed was given, or came from `leyden launch`; None for others."""
+    config = getattr(strategy, "config", None)
+    if not isinstance(config, ZeroConfig):
+        return None
+    found: Any = strategy
+    plugin = DeepSpeedPlugin(
+        hf_ds_config=config.values,
+        gradient_accumulation_steps=config.given("gradient_accumulation_steps"),
+        gradient_clipping=config.given("gradient_clipping"),
+        zero_stage=config.stage,
+        offload_optimizer_device=config.offloads("optimizer"),
+        offload_param_device=config.offloads("param"),
+        zero3_init_flag=found.zero3_init_flag,
+    )
+    plugin.strategy = found
+    return plugin
+
+
 def accumulation_of(strategy: Any, steps: int) -> int:
     """Batches of a step: the Accelerator's, else those of DeepSpeed's config. A contradiction is found later, by the strategy."""
     config = getattr(strategy, "config", None)
-    own = None if config is None else config.given("gradient_accumulation_steps")
+    own = config.given("gradient_accumulation_steps") if isinstance(config, ZeroConfig) else None
     return int(own) if own is not None and steps == 1 else steps
 
 

@@ -13,7 +13,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.launched import read_launched, with_options, with_recipe
-from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_of
+from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
 from leyden.trainer.own_loop.fp8_recipes import recipe_of
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
@@ -59,6 +59,7 @@ class Options:
         self.project = _project(given)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
+        self._clips_to: float | None = given.get("clips_to")
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
         self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
@@ -107,6 +108,10 @@ class Options:
     def apply(self, strategy: Strategy) -> None:
         """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
+        if self._clips_to is not None:
+            strategy.clip_each_step(self._clips_to)
+        if self.deepspeed is None:
+            self.deepspeed = plugin_for(strategy)
         if self.accumulation.sync_each_batch and strategy.drives_one:
             raise ConfigurationError(
                 f"sync_each_batch=True cannot go with {strategy.name}, whose engine says when gradients are sent: leave it out."
@@ -135,7 +140,8 @@ def _fill(given: dict[str, Any]) -> None:
     if launched is None:
         return
     filled: dict[str, Any] = {}
-    if launched.strategy is not None and given["strategy"] == "auto" and given["fsdp_plugin"] is None:
+    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+    if launched.strategy is not None and given["strategy"] == "auto" and not any(given[name] for name in plugins):
         filled["strategy"] = launched.strategy
     if launched.precision is not None and given["mixed_precision"] is None:
         filled["mixed_precision"] = launched.precision
@@ -151,6 +157,7 @@ def _fill(given: dict[str, Any]) -> None:
         print(f"leyden launch fills {told} (from {launched.source})")
     if "strategy" in filled and launched.options:
         filled["strategy"] = with_options(filled["strategy"], launched.options)
+    given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
     given.update(filled)
 
 
