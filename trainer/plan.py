@@ -30,7 +30,8 @@ def five_lines(trainer: Trainer, start: str) -> str:
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
     total = str(sum(sizes) * readers * accumulated) if sizes else "?"
-    details = f": {strategy.details}" if strategy.details else ""
+    told = [text for text in (strategy.details, strategy.precision.describe(strategy.modules)) if text]
+    details = f": {', '.join(told)}" if told else ""
     folder = trainer.log_dir or trainer.default_root_dir
     return "\n".join(
         (

@@ -135,7 +135,7 @@ class PreparedLoader:
                 for batch, self.end_of_dataloader in lookahead(iterator):
                     self.position += 1
                     yield move(self._own(batch))
-                    accelerator.write_due()
+                    accelerator.end_turn()
             else:
                 yield from self._counted(iterator, total, move)
             self.iteration += 1
@@ -151,7 +151,7 @@ class PreparedLoader:
             try:
                 # Without a name of its own, which would keep the batch in memory through the next one's loading.
                 yield move(self._own(next(iterator)))
-                self._accelerator.write_due()
+                self._accelerator.end_turn()
             except StopIteration:
                 warnings.warn(
                     f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
