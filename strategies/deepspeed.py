@@ -242,11 +242,7 @@ class DeepSpeedStrategy(OwnLoop):
             trained
         ]
         self._make_engine(module, optimizers[0] if optimizers else None)
-        optimizer = self.engine.basic_optimizer
-        if self.engine.optimizer is not optimizer:
-            # Its gradients are the engine's memory, which the engine clears in its step.
-            optimizer.zero_grad = _leave_gradients
-        self.optimizers = [optimizer]
+        self.optimizers = [self.engine.basic_optimizer]
         return self.optimizers
 
     def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -425,10 +421,6 @@ class DeepSpeedStrategy(OwnLoop):
 def is_partitioned(tensor: Tensor) -> bool:
     """True for a parameter that DeepSpeed's stage 3 holds: its own data is empty outside of a forward."""
     return hasattr(tensor, "ds_id")
-
-
-def _leave_gradients(set_to_none: bool = True) -> None:
-    """In the place of the `zero_grad` of an optimizer that the engine steps."""
 
 
 def _close(engines: list[Any]) -> None:

@@ -106,13 +106,20 @@ def make_engine(deepspeed: Any, stepped: Stepped, config: dict[str, Any], optimi
         deepspeed.checkpointing.configure(None, deepspeed_config=config)
     try:
         engine = deepspeed.initialize(model=stepped, optimizer=optimizer, model_parameters=trained, config=config)[0]
-    except (AssertionError, ValueError) as error:
+    except _refusals() as error:
         raise ConfigurationError(f"DeepSpeed refuses this config: {error}") from error
 
     if engine.basic_optimizer is not None and engine.basic_optimizer is not engine.optimizer:
         # Its own would take away the buffers of offloaded gradients, and leave those of the parameters.
         engine.basic_optimizer.zero_grad = engine.optimizer.zero_grad
     return engine
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What DeepSpeed raises for a config that cannot be."""
+    own = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfigError
+    offload = importlib.import_module("deepspeed.runtime.zero.utils").ZeRORuntimeException
+    return own, offload, AssertionError, ValueError, NotImplementedError
 
 
 def make_scheduler(optimizer: Optimizer, section: Mapping[str, Any]) -> Any:
