@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -435,6 +435,34 @@ class Strategy(ABC):
             fill_weights(module, reader, strict)
         else:
             load_weights(module, reader.model(), strict)
+
+    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
+        """Once optimizers are set up: reads what an engine made of the weights for itself, as copies in float32.
+
+        `load_module` came before these were there, and gave the module weights of its own dtype.
+        """
+
+    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        """By name, the parameters that an optimizer's state belongs to, for the reader: DTensors and Fragments are read in part.
+
+        None where that is not known before `setup_optimizers`: the state is read after it.
+        """
+        return dict(module.named_parameters())
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        """The optimizer as a checkpoint knows it: the module's parameters in its groups, and its state by them.
+
+        An engine that has flat memory in their place gives an object with torch's `param_groups`, `state_dict` and
+        `load_state_dict`, in whose state Fragments stand for its part of the memory.
+        """
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy itself counts, beside modules and optimizers: numbers and small tensors, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave. Another strategy may have saved it: what it does not know it leaves alone."""
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """The module's whole tensors, on rank 0 at least; where they are sharded, every rank must call it."""

@@ -21,10 +21,11 @@ from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.precision import HalfPrecision
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.settings import RunSettings
-from leyden.strategies.weights import StateWriter
+from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.zero.engine import Stepped, close_engine, import_deepspeed, join_group, make_engine
+from leyden.strategies.zero.state import NamedOptimizer, counters, pieces_of, refresh, restore_counters, weights
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
@@ -176,9 +177,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         if self.stage < 3 or not self.zero3_init_flag:
             yield
             return
-        lower = self.config.lower_weights(self.precision.name)
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}[lower]
-        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config(), dtype=dtype):
+        # Not by its argument dtype: on a device without float16 it takes bfloat16 for every other.
+        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config()):
             yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -221,7 +221,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             trained
         ]
         self._make_engine(module, optimizers[0] if optimizers else None)
-        self.optimizers = [self.engine.basic_optimizer]
+        optimizer = self.engine.basic_optimizer
+        if self.engine.optimizer is not optimizer:
+            # Its gradients are the engine's memory, which the engine clears in its step.
+            optimizer.zero_grad = _leave_gradients
+        self.optimizers = [optimizer]
         return self.optimizers
 
     def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> None:
@@ -353,15 +357,54 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return state
 
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        raise LeydenError(
-            "checkpoints of a DeepSpeed run are not in this version: give enable_checkpointing=False, and write "
-            "trainer.strategy.full_state_dict(module) yourself."
-        )
+        """Writes what DDP would: float32 masters by the names of the parameters; each rank its stretches, what all have once."""
+        pieces = {} if self.engine is None else pieces_of(self.engine)
+        writer.model(weights(module, pieces), replicated=[name for name, _ in module.named_parameters()])
+        if optimizers is not None:
+            writer.optimizers(optimizers)
+
+    def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
+        pieces = {} if self.engine is None else pieces_of(self.engine)
+        if not pieces and not any(is_partitioned(parameter) for parameter in module.parameters()):
+            super().load_module(reader, module, strict)
+            return
+        fill_weights(module, reader, strict, weights(module, pieces))
+        if pieces:
+            refresh(self.engine)
+
+    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
+        pieces = {key: piece for key, piece in pieces_of(self.engine).items() if piece.is_copy}
+        stored = set(reader.names()) if pieces else ()
+        named = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
+        if named:
+            reader.fill({name: fragment for name, fragment in named.items() if name in stored})
+            refresh(self.engine)
+
+    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        if self.engine is None:
+            return None
+        pieces = pieces_of(self.engine)
+        return {name: pieces[id(p)].fragment() if id(p) in pieces else p for name, p in module.named_parameters()}
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        pieces = pieces_of(self.engine)
+        return NamedOptimizer(optimizer, self._groups, pieces) if pieces else optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.engine is None else counters(self.engine)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.engine is not None:
+            restore_counters(self.engine, state_dict)
 
 
 def is_partitioned(tensor: Tensor) -> bool:
     """True for a parameter that DeepSpeed's stage 3 holds: its own data is empty outside of a forward."""
     return hasattr(tensor, "ds_id")
+
+
+def _leave_gradients(set_to_none: bool = True) -> None:
+    """In the place of the `zero_grad` of an optimizer that the engine steps."""
 
 
 def _close(engines: list[Any]) -> None:

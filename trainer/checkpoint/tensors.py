@@ -151,6 +151,9 @@ def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     """
     dtype, shape = dtype_named(spec["dtype"]), _sizes(spec["shape"])
     layout = spec.get("layout")
+    if "" in parts and is_sharded(parts[""]):
+        # Read to where it belongs, in the dtype and order of the memory there.
+        return parts[""]
     if layout is None:
         tensor = _from_stored(parts[""], dtype, shape)
         if "strides" in spec:

@@ -6,20 +6,19 @@ import itertools
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.share import counting
 from ranks.world import run_world
 from safetensors.torch import load_file
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment, rectangles
-from leyden.trainer.checkpoint import safefile
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.ranks import Ranks
@@ -240,21 +239,6 @@ def test_state_is_read_to_where_the_engine_has_it(saved: dict[str, str]) -> None
     run_world(2, into_memory, saved["flat 3"])
 
 
-@contextmanager
-def counting() -> Iterator[list[int]]:
-    """Bytes read from files of tensors."""
-    plain, counts = safefile.CheckedFile._exactly, [0]
-
-    def exactly(self: Any, view: memoryview) -> None:
-        if self.path.suffix == ".safetensors":
-            counts[0] += len(view)
-        plain(self, view)
-
-    safefile.CheckedFile._exactly = exactly  # type: ignore[method-assign]
-    yield counts
-    safefile.CheckedFile._exactly = plain  # type: ignore[method-assign]
-
-
 def measure(layout: str, paths: list[str]) -> list[float]:
     strategy = join(layout)
     found = []
@@ -263,7 +247,7 @@ def measure(layout: str, paths: list[str]) -> list[float]:
         share = sum(target.flat.nbytes for target in targets.values())
         with counting() as counts:
             CheckpointReader(path).fill(targets)
-        found.append(counts[0] / share)
+        found.append(counts["bytes"] / share)
     strategy.teardown()
     return found
 
