@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from leyden.strategies import Strategy, Window, find_strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.precision import Precision, find_precision
 from leyden.trainer.prepared import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from leyden.trainer.debugging import Checker
 
 T = TypeVar("T")
 
@@ -37,6 +40,9 @@ class Engine:
         devices: as of the Trainer.
         num_nodes: machines.
     """
+
+    checker: Checker | None = None
+    """In debug mode, compares what ranks bring to a collective before each."""
 
     def __init__(
         self,
@@ -146,10 +152,14 @@ class Engine:
     # collectives ------------------------------------------------------------------------------------------------------
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
         """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
+        if self.checker is not None:
+            self.checker.compare("all_gather", data)
         return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank `src`."""
+        if self.checker is not None:
+            self.checker.compare("broadcast", None)
         return self.strategy.broadcast(obj, src)
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:
