@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,11 @@ from torch.optim import Optimizer
 from leyden.strategies import Strategy, Window, find_strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.precision import Precision, find_precision
+from leyden.trainer.gathering import check_gathered
 from leyden.trainer.prepared import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from leyden.trainer.data.sharding import Share
 
 T = TypeVar("T")
 
@@ -56,6 +60,8 @@ class Engine:
         self.before_step: Callable[[Optimizer], Any] | None = None
         """Called in manual optimisation, with unscaled gradients, before each step."""
         self.manual = False
+        self.share: Share | None = None
+        """What ranks know of each other's part of the current batch; None between batches, and where nothing is known."""
 
     @property
     def precision(self) -> Precision:
@@ -86,7 +92,7 @@ class Engine:
 
     def teardown(self) -> None:
         """Closes the window and leaves the strategy; optimizers stay for a run that goes on."""
-        self.window = Window()
+        self.window, self.share = Window(), None
         self.strategy.teardown()
 
     # the window -------------------------------------------------------------------------------------------------------
@@ -145,7 +151,13 @@ class Engine:
 
     # collectives ------------------------------------------------------------------------------------------------------
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
+        """Stacks tensors of any nested structure over the ranks: (world_size, *shape).
+
+        Raises:
+            ConfigurationError: where a rank cannot take part, or has tensors of other shapes.
+        """
+        if self.strategy.world_size > 1:
+            check_gathered(self.strategy, self.share, data, group)
         return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:

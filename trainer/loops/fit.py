@@ -56,7 +56,8 @@ class FitLoop:
         """Something follows a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
         self._clock = time.perf_counter()
-        self._counts_samples = True
+        self._window_samples = 0
+        self._counts_samples, self._shares_batches, self._readers = True, False, trainer.strategy.data_size
         self._draws = False
         self._agreement = Agreement(self) if trainer.world_size > 1 else None
 
@@ -202,14 +203,17 @@ class FitLoop:
 
     def _shares(self) -> Iterator[tuple[Any, bool]]:
         """This rank's batches, or `NOTHING`, with the weight of each in the window."""
-        window, ranks = self.accelerator.window, self.trainer.strategy.data_size
-        for pair, is_last in self._batches():
-            share, held = pair[1], [pair[0]]
-            window.weight, window.idle = share.weight(ranks), share.idle
-            # Without a name here, which would keep the last batch through a validation.
-            pair = None
-            yield held.pop(), is_last
-        window.weight, window.idle = 1.0, False
+        engine, ranks = self.accelerator, self.trainer.strategy.data_size
+        window = engine.window
+        try:
+            for pair, is_last in self._batches():
+                share, held = pair[1], [pair[0]]
+                window.weight, window.idle, engine.share = share.weight(ranks), share.idle, share
+                # Without a name here, which would keep the last batch through a validation.
+                pair = None
+                yield held.pop(), is_last
+        finally:
+            window.weight, window.idle, engine.share = 1.0, False, None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         iterator, total = self._iterator, self.num_batches
@@ -296,6 +300,7 @@ class FitLoop:
     def _window_length(self) -> int:
         """Batches of the window that begins now: the last one of an epoch may be shorter."""
         assert self.trainer.accumulation is not None
+        self._window_samples = self.progress.samples
         length = self.trainer.accumulation.length(self.progress.epoch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
@@ -304,11 +309,19 @@ class FitLoop:
         progress = self.progress
         progress.batch += 1
         progress.batches += 1
-        if self._counts_samples and batch is not NOTHING:
-            try:
-                progress.samples += batch_size_of(batch)
-            except ConfigurationError:
-                self._counts_samples = False
+        if not self._counts_samples:
+            return
+        if self._shares_batches:
+            share = self.accelerator.share
+            assert share is not None
+            progress.samples += share.total
+            self._counts_samples = share.told
+            return
+        try:
+            # A DistributedSampler of the user's gives each rank as many.
+            progress.samples += batch_size_of(batch) * self._readers
+        except ConfigurationError:
+            self._counts_samples = False
 
     def _after_step(self, is_last: bool) -> None:
         """What belongs to the step itself: a checkpoint saved from here on has it done."""
@@ -431,6 +444,7 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
+            self._shares_batches = self.cursor.shares
             check_batches(self.trainer.strategy, self.num_batches)
 
     def _limit_batches(self) -> None:
@@ -463,8 +477,14 @@ class FitLoop:
     def window_start(self) -> Progress:
         """The progress at the start of the open window, which a resume then repeats."""
         progress, done = self.progress, self.progress.batch - self._window_start
+        samples = self._window_samples if self.trainer.accumulation is not None else progress.samples
         return dataclasses.replace(
-            progress, batch=self._window_start, batches=progress.batches - done, phase="settled", exact=False
+            progress,
+            batch=self._window_start,
+            batches=progress.batches - done,
+            samples=samples,
+            phase="settled",
+            exact=False,
         )
 
     def estimated_steps(self) -> float:
