@@ -48,7 +48,6 @@ class CometLogger(Logger):
         self._prefix = prefix
         self._kwargs = kwargs
         self._experiment: Any = None
-        self._last_step = -1
 
     @property
     def name(self) -> str | None:
@@ -80,8 +79,7 @@ class CometLogger(Logger):
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self.is_writer:
-            number = self._last_step + 1 if step is None else int(step)
-            self._last_step = max(self._last_step, number)
+            number = self._next_step(step)
             self.experiment.log_metrics(plain_numbers(metrics, self._prefix), step=number)
 
     def log_hyperparams(

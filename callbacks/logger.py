@@ -48,6 +48,7 @@ class Logger(Callback, ABC):
     """False on the ranks that write nothing."""
     _stage: str | None = None
     _default_root_dir: str | None = None
+    _last_step: int = -1
 
     @property
     def name(self) -> str | None:
@@ -107,6 +108,12 @@ class Logger(Callback, ABC):
         self.is_writer = trainer.is_global_zero
         self._default_root_dir = str(trainer.default_root_dir)
 
+    def _next_step(self, step: int | None) -> int:
+        """The step that is logged now: the one given, else the one after the last."""
+        number = self._last_step + 1 if step is None else int(step)
+        self._last_step = max(self._last_step, number)
+        return number
+
 
 class FolderLogger(Logger):
     """Base class of loggers that write to a run folder `<save_dir>/<name>/version_N`.
@@ -137,7 +144,6 @@ class FolderLogger(Logger):
         self._run: str | None = None
         self._claimed: Path | None = None
         self._peers: list[FolderLogger] = []
-        self._last_step = -1
         self.hparams: dict[str, Any] = {}
 
     @property
@@ -227,12 +233,10 @@ class FolderLogger(Logger):
         return folder
 
     def _next_step(self, step: int | None) -> int:
-        """The step that is logged now. What is logged has a folder, which a checkpoint must name."""
         if self._version is None:
+            # What is logged has a folder, which a checkpoint must name.
             self._version, self._run = self._open_folder()
-        number = self._last_step + 1 if step is None else int(step)
-        self._last_step = max(self._last_step, number)
-        return number
+        return super()._next_step(step)
 
     def _folder(self, version: int | str) -> Path:
         return Path(self.root_dir) / (version if isinstance(version, str) else f"version_{version}")

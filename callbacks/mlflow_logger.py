@@ -51,7 +51,6 @@ class MLFlowLogger(Logger):
         self._run_id = run_id
         self._prefix = prefix
         self._client: Any = None
-        self._last_step = -1
 
     @property
     def name(self) -> str:
@@ -83,8 +82,7 @@ class MLFlowLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self.is_writer:
             return
-        number = self._last_step + 1 if step is None else int(step)
-        self._last_step = max(self._last_step, number)
+        number = self._next_step(step)
         client, now = self.experiment, int(time.time() * 1000)
         from mlflow.entities import Metric
 

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 class TensorBoardLogger(FolderLogger):
     """Writes to `<save_dir>/<name>/version_N`; look at it with `tensorboard --logdir <save_dir>`.
 
-    TensorBoard is imported at the first write. A resumed run goes on in the same folder, and TensorBoard is told to
-    drop what was logged after the checkpoint's step (`purge_step`); what was logged at that very step, but after the
-    checkpoint, is there twice, with the same value.
+    TensorBoard is imported at the first write. A resumed run goes on in the same folder, and what was logged after the
+    checkpoint is cut off the event files: they hold each value once. (TensorBoard's own `purge_step` would go by the number of
+    the step, which validation steps count anew, and knows no order within a step.) A TensorBoard that was open at that moment
+    shows the cut part until it is reloaded.
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`.
@@ -68,7 +69,6 @@ class TensorBoardLogger(FolderLogger):
         self._default_hp_metric = default_hp_metric
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
-        self._purge_step: int | None = None
 
     @property
     def log_dir(self) -> str | None:
@@ -85,11 +85,10 @@ class TensorBoardLogger(FolderLogger):
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
                 raise MissingExtraError("tensorboard", None, "TensorBoardLogger") from error
-            kwargs = {"purge_step": self._purge_step} | self._kwargs
             folder = self._needed_folder()
             _wait_out_the_second(folder)
+            kwargs = self._kwargs | {"filename_suffix": self._suffix}
             self._writer = SummaryWriter(log_dir=folder, **kwargs)
-            self._purge_step = None
         return self._writer
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -152,9 +151,33 @@ class TensorBoardLogger(FolderLogger):
             self._writer.close()
             self._writer = None
 
+    @property
+    def _suffix(self) -> str:
+        """What the names of this run's event files end with: others may write to the folder too."""
+        assert self._run is not None, "the folder was made, and with it the run's name"
+        return f".{self._run[:8]}{self._kwargs.get('filename_suffix', '')}"
+
+    def _event_files(self) -> list[Path]:
+        """The event files that this run's loggers of this kind have written, by their order in time."""
+        assert self.log_dir is not None
+        return sorted(path for path in Path(self.log_dir).glob("events.out.*") if path.name.endswith(self._suffix))
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        if state and self.is_writer:
+            self.save()
+            state["event_files"] = {path.name: path.stat().st_size for path in self._event_files()}
+        return state
+
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
-        self._purge_step = self._last_step + 1
+        kept = state["event_files"]
+        for path in self._event_files():
+            # Neither is done in a folder of another run, whose files end with another name.
+            if path.name in kept:
+                os.truncate(path, kept[path.name])
+            else:
+                path.unlink()
 
 
 def _wait_out_the_second(folder: str) -> None:

@@ -88,7 +88,6 @@ class WandbLogger(Logger):
         self._run = experiment
         self._is_own = experiment is None
         self._is_defined = False
-        self._last_step = -1
 
     @property
     def name(self) -> str | None:
@@ -129,8 +128,7 @@ class WandbLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self.is_writer:
             return
-        number = self._last_step + 1 if step is None else int(step)
-        self._last_step = max(self._last_step, number)
+        number = self._next_step(step)
         self.experiment.log({**plain_numbers(metrics, self._prefix), GLOBAL_STEP: number})
 
     def log_hyperparams(

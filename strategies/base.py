@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -15,6 +15,7 @@ from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
+from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
@@ -116,6 +117,14 @@ class Strategy(ABC):
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
+    def check_settings(self, settings: RunSettings) -> None:
+        """Is told what the run asks for, as soon as it is known and in several calls; a strategy with settings of its own for the
+        same things refuses what contradicts them.
+
+        Raises:
+            ConfigurationError: names both sides, and the fix.
+        """
+
     def join(self, place: RankEnvironment | None) -> None:
         """Takes a place among ranks that were started after this strategy was made."""
 
@@ -162,6 +171,15 @@ class Strategy(ABC):
         for optimizer in self.optimizers:
             self.precision.register(optimizer)
         return self.optimizers
+
+    def make_schedulers(self) -> list[Any]:
+        """Schedulers that the strategy's own settings ask for; called once optimizers are set up. Whoever calls this steps and
+        saves them, once per optimizer step."""
+        return []
+
+    def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        """The module's parameters that each group of an optimizer steps, also where it holds flat copies in their place."""
+        return [list(group["params"]) for group in optimizer.param_groups]
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
@@ -359,6 +377,11 @@ class Strategy(ABC):
         """After all optimizers of a window: the scaler takes its new scale."""
         self.precision.end_step()
 
+    def end_turn(self) -> None:
+        """A turn of a loop of one's own is over: a prepared loader is asked for the next batch, or an optimizer stepped where none
+        is read. A strategy that collects operations hands them to the device.
+        """
+
     # collectives: one rank has nothing to exchange ---------------------------------------------------------------------
     def barrier(self) -> None:
         """Waits for every rank."""
@@ -420,6 +443,34 @@ class Strategy(ABC):
             fill_weights(module, reader, strict)
         else:
             load_weights(module, reader.model(), strict)
+
+    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
+        """Once optimizers are set up: reads what an engine made of the weights for itself, as copies in float32.
+
+        `load_module` came before these were there, and gave the module weights of its own dtype.
+        """
+
+    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        """By name, the parameters that an optimizer's state belongs to, for the reader: DTensors and Fragments are read in part.
+
+        None where that is not known before `setup_optimizers`: the state is read after it.
+        """
+        return dict(module.named_parameters())
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        """The optimizer as a checkpoint knows it: the module's parameters in its groups, and its state by them.
+
+        An engine that has flat memory in their place gives an object with torch's `param_groups`, `state_dict` and
+        `load_state_dict`, in whose state Fragments stand for its part of the memory.
+        """
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy itself counts, beside modules and optimizers: numbers and small tensors, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave. Another strategy may have saved it: what it does not know it leaves alone."""
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """The module's whole tensors, on rank 0 at least; where they are sharded, every rank must call it."""

@@ -14,7 +14,8 @@ from leyden.strategies.errors import ConfigurationError
 class StateWriter(Protocol):
     """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
 
-    Of a DTensor each rank's shard is written, a replica once. Other tensors are written once: by rank 0, or, where they are
+    Of a DTensor each rank's shard is written, a replica once; so is a `Fragment`, an engine's stretch of flat memory, which may
+    stand in the place of a parameter or of an optimizer's state. Other tensors are written once: by rank 0, or, where they are
     large and named in `replicated`, by any rank.
     """
 
@@ -25,8 +26,8 @@ class StateWriter(Protocol):
 class WeightReader(Protocol):
     """The part of a checkpoint reader that a strategy loads modules from.
 
-    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor only this
-    rank's shard, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
+    `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor or a
+    `Fragment` only this rank's part, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
     """
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
@@ -46,13 +47,21 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
         raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
 
 
-def fill_weights(module: nn.Module, reader: WeightReader, strict: bool = True) -> None:
+def fill_weights(
+    module: nn.Module, reader: WeightReader, strict: bool = True, places: Mapping[str, Any] | None = None
+) -> None:
     """Reads weights into a module in place, so that no rank ever holds more than its part of a sharded one.
+
+    Args:
+        module: whose weights they are.
+        reader: of the checkpoint.
+        strict: every name must be there, and no other.
+        places: where each is read to, with the names of the module's state dict, which it is if left out.
 
     Raises:
         ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
     """
-    state, saved = module.state_dict(), reader.names()
+    state, saved = module.state_dict() if places is None else places, reader.names()
     missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
     if strict and (missing or unexpected):
         found = [f"Missing: {', '.join(missing)}."] if missing else []

@@ -73,6 +73,7 @@ class Accelerator(Stepping):
         ConfigurationError: for arguments that cannot be, or contradict each other.
 
     Example:
+        >>> import torch
         >>> accelerator = Accelerator(cpu=True)
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

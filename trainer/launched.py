@@ -165,6 +165,21 @@ def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
     return getattr(importlib.import_module(module), name)(**{**arguments, **options})
 
 
+def with_recipe(precision: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """The precision itself; where it is "fp8" by name, which leaves the recipe open, the one that the launch describes.
+
+    Args:
+        precision: a name or a Precision.
+        environ: the variables; those of this process if left out.
+    """
+    launched = read_launched(environ)
+    if launched is None or not launched.fp8 or precision != "fp8":
+        return precision
+    from leyden.strategies.precision.fp8_config import precision_of_config
+
+    return precision_of_config(launched.fp8)
+
+
 def as_launched(model: Any, environ: Mapping[str, str] | None = None) -> Any:
     """The model, compiled where the launch asks for it and the script has not done so itself.
 

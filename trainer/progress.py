@@ -28,6 +28,7 @@ class Progress:
         ended: the window that was closed last ended its epoch.
         validation_due: a validation belongs to the window that was closed last.
         validations: validation passes done (the sanity check does not count).
+        validation_batches: batches of these passes: the step under which loggers are given a validation step's values.
         seconds: training time, over all resumes.
         seconds_at_validation: training time at the last validation, for intervals in time.
         exact: False if it was saved in the middle of a window (`OnExceptionCheckpoint`): a resume repeats that window.
@@ -44,6 +45,7 @@ class Progress:
     ended: bool = False
     validation_due: bool = False
     validations: int = 0
+    validation_batches: int = 0
     seconds: float = 0.0
     seconds_at_validation: float = 0.0
     exact: bool = True

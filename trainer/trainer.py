@@ -63,8 +63,8 @@ class Trainer(TrainerView):
         devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
             started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
-        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", a short name (`no fp32 fp16 bf16 16
-            32 64`) or a `Precision`. Default "32-true".
+        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine", a
+            short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default "32-true".
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
         plugins: a `Precision`, as another way to give it.
@@ -197,6 +197,7 @@ class Trainer(TrainerView):
         self.sources = Sources(self)
         self.hooks = Hooks((), self, self.module, TrainModule)
         self.logs = Logs(self.hooks)
+        self.strategy.check_settings(plan.settings_of(self))
 
     # what users call --------------------------------------------------------------------------------------------------
     def fit(
@@ -438,8 +439,11 @@ class Trainer(TrainerView):
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
         if self._kept is None:
             optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
+            self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
+            made = self.strategy.make_schedulers()
+            self.lr_scheduler_configs += [SchedulerConfig(scheduler, "step") for scheduler in made]
             self.accelerator.check_parameters([self.module])
             differences.check_optimizers(self)
         else:

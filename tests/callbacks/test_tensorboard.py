@@ -64,7 +64,7 @@ def test_logging_goes_on_after_finalize(tmp_path: Path) -> None:
     assert scalars(logger, "a") == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_resume_purges_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_a_resume_cuts_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     first = in_trainer(tmp_path)
     first.log_metrics({"loss": 1.0}, 1)
     first.log_metrics({"loss": 2.0}, 2)
@@ -79,6 +79,30 @@ def test_a_resume_purges_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     second.finalize("success")
     assert second.log_dir == first.log_dir
     assert scalars(second, "loss") == [(1, 1.0), (2, 2.0), (3, 30.0)]
+
+
+def test_a_resume_keeps_what_others_wrote_and_goes_by_the_order_of_writing(tmp_path: Path) -> None:
+    """A file opened after the checkpoint goes; a higher step that was logged before it stays; another writer's file too."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    logger = in_trainer(tmp_path)
+    logger.log_metrics({"val": 7.0}, 70)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finalize("success")
+    state = logger.state_dict()
+    logger.log_metrics({"val": 8.0}, 80)
+    logger.finalize("success")
+    assert logger.log_dir is not None
+    others = SummaryWriter(logger.log_dir)
+    others.add_scalar("others", 5.0, 90)
+    others.close()
+    second = in_trainer(tmp_path)
+    second.load_state_dict(state)
+    second.log_metrics({"val": 9.0}, 80)
+    second.finalize("success")
+    assert scalars(second, "val") == [(70, 7.0), (80, 9.0)]
+    assert scalars(second, "loss") == [(1, 1.0)]
+    assert scalars(second, "others") == [(90, 5.0)]
 
 
 def test_a_writer_that_is_open_goes_back_to_a_checkpoint(tmp_path: Path) -> None:

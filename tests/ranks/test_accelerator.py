@@ -34,12 +34,20 @@ def plain(tensors: Any) -> list[Any]:
     return [tensor.detach().tolist() for tensor in tensors]
 
 
-def by_accelerator(precision: str, accumulation: int, strategy: str = "auto") -> list[Any]:
-    from leyden import Accelerator
+def by_accelerator(
+    precision: str, accumulation: int, strategy: str = "auto", init_scale: float = 2.0**16
+) -> tuple[list[Any], int]:
+    """The weights, and how many steps the scaler skipped."""
+    from leyden import Accelerator, GradScalerKwargs
 
     accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, strategy=strategy
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        strategy=strategy,
+        kwargs_handlers=[GradScalerKwargs(init_scale=init_scale)],
     )
+    skips = 0
     model, optimizer = build()
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), 2))
     for _ in range(2):
@@ -52,7 +60,9 @@ def by_accelerator(precision: str, accumulation: int, strategy: str = "auto") ->
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-    return plain(accelerator.get_state_dict(model).values())
+            if accelerator.sync_gradients:
+                skips += accelerator.optimizer_step_was_skipped
+    return plain(accelerator.get_state_dict(model).values()), skips
 
 
 def by_hand(precision: str, accumulation: int) -> list[Any]:
@@ -85,7 +95,7 @@ def by_hand(precision: str, accumulation: int) -> list[Any]:
 @pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 3), ("bf16", 2), ("fp16", 3)])
 def test_weights_are_those_of_hand_written_ddp(precision: str, accumulation: int) -> None:
     ours, theirs = run_world(2, by_accelerator, precision, accumulation), run_world(2, by_hand, precision, accumulation)
-    assert ours == theirs
+    assert [weights for weights, _ in ours] == theirs
 
 
 def gathered(even: bool, split: bool) -> dict[str, Any]:
@@ -237,17 +247,20 @@ def test_a_resume_on_ranks_goes_on_exactly(tmp_path: Path, stop: int) -> None:
         assert weights == whole[rank][1]
 
 
-def by_fully_shard(accumulation: int) -> list[Any]:
+def by_fully_shard(precision: str, accumulation: int, init_scale: float) -> list[Any]:
+    """As torch's own recipe: whole-precision shards, gathered in half precision, autocast, one scaler."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    rank, mesh, dtype = dist.get_rank(), init_device_mesh("cpu", (2,)), DTYPES[precision]
     model, _ = build()
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    reduced = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
     data = numbers()
     for _ in range(2):
         for index in range(4):
@@ -255,11 +268,14 @@ def by_fully_shard(accumulation: int) -> list[Any]:
             length = min(accumulation, 4 - index // accumulation * accumulation)
             closes = (index + 1) % accumulation == 0 or index == 3
             model.set_requires_gradient_sync(closes)  # type: ignore[operator]
-            loss = F.mse_loss(model(x), y)
-            (loss / length if length > 1 else loss).backward()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = F.mse_loss(model(x), y)
+            scaler.scale(loss / length if length > 1 else loss).backward()
             if closes:
+                scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
     found = plain(p.full_tensor() for p in model.parameters())
     del model, optimizer
@@ -267,9 +283,15 @@ def by_fully_shard(accumulation: int) -> list[Any]:
     return found
 
 
-def test_weights_are_those_of_hand_written_fsdp() -> None:
-    ours, theirs = run_world(2, by_accelerator, "no", 3, "fsdp"), run_world(2, by_fully_shard, 3)
-    assert ours == theirs
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "init_scale"),
+    [("no", 1, 1.0), ("no", 3, 1.0), ("bf16", 1, 1.0), ("bf16", 3, 1.0), ("fp16", 3, 2.0**10), ("fp16", 1, 2.0**30)],
+)
+def test_weights_are_those_of_hand_written_fsdp(precision: str, accumulation: int, init_scale: float) -> None:
+    ours = run_world(2, by_accelerator, precision, accumulation, "fsdp", init_scale)
+    theirs = run_world(2, by_fully_shard, precision, accumulation, init_scale)
+    assert [weights for weights, _ in ours] == theirs
+    assert all((skips > 0) == (init_scale > 2.0**20) for _, skips in ours)
 
 
 def fsdp_state(folder: str) -> tuple[list[Any], list[Any], list[str]]:
@@ -325,12 +347,31 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         yield from (torch.tensor([float(number)]) for number in range(self.count))
 
 
+class SplitStream(Stream):
+    """As torch asks for it: each worker process reads its own part."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from (torch.tensor([float(number)]) for number in range(first, self.count, step))
+
+
 def streamed() -> dict[str, Any]:
     from leyden import Accelerator, DataLoaderConfiguration, LocalSGD, find_executable_batch_size
 
     found: dict[str, Any] = {}
     for name, config, loader in (
         ("stream", DataLoaderConfiguration(), DataLoader(Stream(9), 2)),
+        (
+            "workers",
+            DataLoaderConfiguration(),
+            DataLoader(SplitStream(9), 2, num_workers=2, multiprocessing_context="fork"),
+        ),
+        (
+            "batches",
+            DataLoaderConfiguration(),
+            DataLoader(SplitStream(9), None, num_workers=1, multiprocessing_context="fork"),
+        ),
         ("own", DataLoaderConfiguration(even_batches=False), DataLoader(Stream(7), 2)),
         ("dispatched", DataLoaderConfiguration(dispatch_batches=True), DataLoader(Stream(9), 2)),
         ("split", DataLoaderConfiguration(dispatch_batches=True, split_batches=True), DataLoader(Stream(9), 4)),
@@ -382,8 +423,11 @@ def test_streams_lists_and_data_that_rank_0_hands_out() -> None:
     assert second["split"][0] == [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
     assert (first["list"][0], second["list"][0]) == ([[0.0], [2.0], [4.0]], [[1.0], [3.0], [0.0]])
     for found in (first, second):
-        for name in ("stream", "dispatched", "split"):
+        for name in ("stream", "batches", "dispatched", "split"):
             assert found[name][1] == [float(number) for number in range(9)], name
+        # Each worker's part of the stream has an end of its own.
+        assert found["workers"][1] == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0, 8.0]
+        assert found["list"][1] == [float(number) for number in range(5)]
         assert sorted(found["seeded"][1]) == list(range(8))
         assert found["sizes"] == [8, 4, 2]
     assert first["seeded"][1] == second["seeded"][1]

@@ -203,6 +203,59 @@ def test_log_every_n_steps(Tiny: Any, quiet: Any, batches: Any, every: int, step
     assert [row["step"] for row in rows(trainer) if "x" in row] == steps
 
 
+def test_steps_of_a_validation_count_on_from_pass_to_pass(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+    class Logging(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", batch.mean(), on_step=True, on_epoch=False)
+
+    def run(epochs: int, **options: Any) -> Trainer:
+        trainer = Trainer(**{**quiet, "logger": CSVLogger(tmp_path)}, max_epochs=epochs, log_every_n_steps=1)
+        trainer.fit(Logging(), batches(2), batches(3), **options)
+        return trainer
+
+    path = run(1).save_checkpoint(tmp_path / "one")
+    assert [row["step"] for row in rows(run(3, ckpt_path=path)) if "val" in row] == [*range(1, 10)]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(
+    late: bool, Tiny: Any, quiet: Any, batches: Any, tmp_path: Path
+) -> None:
+    """What the hook logs after its save goes into a row of its own, so that none is written twice and none is lost."""
+
+    class Saving(Tiny):
+        saves = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", batch.mean())
+            return self(batch).mean()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.saves and batch_idx == 1:
+                self.trainer.save_checkpoint(tmp_path / "two")
+            if late:
+                self.log("late", 10.0 * batch_idx)
+
+    def run(saves: bool, **options: Any) -> list[dict[str, float]]:
+        module = Saving()
+        module.saves = saves
+        trainer = Trainer(**{**quiet, "logger": CSVLogger(tmp_path)}, max_epochs=1, log_every_n_steps=1)
+        trainer.fit(module, batches(4), **options)
+        return rows(trainer)
+
+    def values(found: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
+        return [(row["step"], row[name]) for row in found if name in row]
+
+    assert values(run(False), "x") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    whole, resumed = run(True), run(False, ckpt_path=tmp_path / "two")
+    for found in (whole, resumed):
+        assert values(found, "x") == [(1, 0.0), (2, 1.0), (3, 2.0), (4, 3.0)]
+    if late:
+        assert values(whole, "late") == [(1, 0.0), (2, 10.0), (3, 20.0), (4, 30.0)]
+        # It was logged after the checkpoint, by a step that is not done again.
+        assert values(resumed, "late") == [(1, 0.0), (3, 20.0), (4, 30.0)]
+
+
 def test_manual_optimisation_logs_each_step_once(Tiny: Any, quiet: Any, batches: Any) -> None:
     class Logging(Tiny):
         def __init__(self) -> None:

@@ -25,6 +25,7 @@ class Ranks:
         each_node: every machine keeps a whole checkpoint in a folder of its own; else all see one folder.
 
     Attributes:
+        path: the checkpoint.
         rank: of this process, from 0.
         size: how many there are.
         share: this rank's number, and how many there are, of those that see the same folder.
@@ -45,7 +46,7 @@ class Ranks:
     ) -> None:
         together = strategy is not None and strategy.is_joined and strategy.world_size > 1
         self._strategy = strategy if together else None
-        self._path = Path(path)
+        self.path = Path(path)
         self._over = False
         self.rank = 0 if self._strategy is None else self._strategy.global_rank
         self.size = 1 if self._strategy is None else self._strategy.world_size
@@ -108,5 +109,5 @@ class Ranks:
         for rank, (_, failure) in enumerate(found):
             if failure is not None:
                 self._over = True
-                raise OtherRankError(self._path, f"rank {rank} could not do its part: {failure}")
+                raise OtherRankError(self.path, f"rank {rank} could not do its part: {failure}")
         return [value for value, _ in found]

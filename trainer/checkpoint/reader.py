@@ -29,7 +29,6 @@ from leyden.trainer.checkpoint.tensors import (
     dtype_named,
     is_sharded,
     join,
-    local_part,
     part_names,
 )
 
@@ -170,12 +169,12 @@ class CheckpointReader:
             return [*parsed["tensors"], *(self.state(EXTRA) if parsed["extra"] else {})]
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads the module's tensors into tensors where they are, in their dtype; of a DTensor only this rank's shard.
+        """Reads the module's tensors into tensors where they are, in their dtype; of a sharded one only this rank's part.
 
         Raises:
             ConfigurationError: if a shape differs.
         """
-        from leyden.trainer.checkpoint.sharded import place_of
+        from leyden.trainer.checkpoint.sharded import copy_part, parts_of
 
         with self._blame(LAYOUT):
             layout: dict[str, Any] = self.json(LAYOUT)["tensors"]
@@ -190,13 +189,14 @@ class CheckpointReader:
         with self._blame(LAYOUT):
             wants: dict[tuple[Any, ...], Want] = {}
             for name, target in targets.items():
-                local, spec = local_part(target).detach(), specs[name]
+                spec = specs[name]
                 if list(spec["parts"]) != [""] or dtype_named(spec["dtype"]) in TRANSLATED:
-                    local.copy_(self.model([name])[name])
+                    copy_part(name, self.model([name])[name], target)
                     continue
-                # Tied tensors are filled once.
-                key = (local.data_ptr(), tuple(local.shape), local.stride()) if local.numel() else (name,)
-                wants[key] = Want(spec["parts"][""], place_of(target)[0], local)
+                for offsets, part in parts_of(target.detach()):
+                    # Tied tensors are filled once.
+                    key = (part.data_ptr(), tuple(part.shape), part.stride()) if part.numel() else (name,)
+                    wants[key] = Want(spec["parts"][""], offsets, part)
             fill(self._file, wants.values())
 
     def optimizers(
@@ -206,8 +206,8 @@ class CheckpointReader:
 
         Args:
             device: where tensors go that were not on the CPU when saved; the CPU if left out.
-            like: the module's parameters by name. Where one is sharded, so is the state of its shape, and no more than this
-                rank's part is read.
+            like: the module's parameters by name. Where one is a DTensor or a Fragment, so is the state of its shape, and no
+                more than this rank's part is read.
         """
         if not self.has(OPTIMIZERS):
             return []
@@ -239,12 +239,13 @@ class CheckpointReader:
             sharded = _sharded_keys(parsed["tree"], like or {}, where)
             wants = self._whole({key: table for key, table in found.items() if key not in sharded})
             tensors = {key: want.target for key, want in wants.items()}
+            rectangles: dict[str, list[Want]] = {}
             if sharded:
                 from leyden.trainer.checkpoint.sharded import room_for
 
-                for key, parameter in sharded.items():
-                    wants[key], tensors[key] = room_for(found[key], parameter)
-            fill(self._file, wants.values())
+                for key, (entry, parameter) in sharded.items():
+                    rectangles[key], tensors[key] = room_for(found[key], entry, parameter)
+            fill(self._file, [*wants.values(), *(want for part in rectangles.values() for want in part)])
             like = None
         return decode(parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=where)
 
@@ -297,19 +298,20 @@ class _Forms:
         return self._given[id(tensor)][1]
 
 
-def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """Keys of an optimizer's tensors that are to be sharded, each with the parameter that it belongs to."""
+def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> dict[str, tuple[str, Tensor]]:
+    """Keys of an optimizer's tensors that are to be sharded, each with its name there and the parameter that it belongs to."""
     sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
     if not sharded:
         return {}
     forms = _Forms()
     state = decode(tree, forms, where=where)["state"]
     return {
-        forms.key(value): sharded[name]
+        forms.key(value): (str(entry), sharded[name])
         for name, entries in state.items()
         if name in sharded and isinstance(entries, Mapping)
-        for value in entries.values()
-        if isinstance(value, Tensor) and value.shape == sharded[name].shape
+        for entry, value in entries.items()
+        # As torch has it, "step" is a number, even where a parameter is one too.
+        if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step"
     }
 
 

@@ -2,12 +2,13 @@
 
 Who writes what is planned by torch.distributed.checkpoint, whose planner knows every placement of a DTensor, writes replicas
 once, and checks that the shards fill each tensor. It is shown tensors alone, since all else it would pickle. What is stored, and
-how, is ours. Reading goes by the tables of the checkpoint (`shards.py`) without its planner: what a rank needs follows from the
+how, is ours: a Fragment is stored as the rectangles that it consists of, so that readers need not know of it. Reading goes by the tables of the checkpoint (`shards.py`) without its planner: what a rank needs follows from the
 tensor that it fills, there is nothing to agree on, and a process by itself, as one that evaluates, need not import it (0.6 s).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,35 +16,61 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fragment import Fragment
+from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.shards import Sizes, Table, Want, file_name
 from leyden.trainer.checkpoint.tensors import dtype_named, is_sharded, local_part
 
 
-def place_of(tensor: Any) -> tuple[Sizes, Sizes]:
-    """Offsets and sizes of this rank's part in the whole tensor."""
+def parts_of(tensor: Any) -> list[tuple[Sizes, Tensor]]:
+    """The rectangles that this rank has of a tensor: offsets in the whole one, and memory. The whole, if it is not sharded."""
+    if isinstance(tensor, Fragment):
+        return tensor.parts()
     if not is_sharded(tensor):
-        return (0,) * tensor.dim(), tuple(tensor.shape)
+        return [((0,) * tensor.dim(), tensor)]
+    return [(_place_of(tensor)[0], local_part(tensor))]
+
+
+def _place_of(tensor: Any) -> tuple[Sizes, Sizes]:
+    """Offsets and sizes of this rank's part of a DTensor in the whole one."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(offsets), tuple(sizes)
 
 
-def room_for(table: Table, like: Any) -> tuple[Want, Tensor]:
+def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
     """Room for this rank's part of a stored tensor, on the ranks and with the placements of another of its shape.
 
+    Args:
+        table: of the stored tensor.
+        entry: its name in the state of an optimizer.
+        like: the parameter that it belongs to: a DTensor, or a Fragment.
+
     Returns:
-        What is to be read, and the DTensor that it fills.
+        What is to be read, and the tensor that it fills, of the kind of `like`.
     """
+    dtype, shape = dtype_named(table["dtype"]), torch.Size(table["shape"])
+    if isinstance(like, Fragment):
+        if like.state is None:
+            flat = torch.empty(like.flat.shape, dtype=dtype, device=like.flat.device)
+        else:
+            flat = like.state(entry, dtype)
+        fragment = like.like(flat)
+        return wants_of(table, fragment), fragment
     from torch.distributed.tensor import DTensor
 
-    offsets, sizes = place_of(like)
-    local = torch.empty(sizes, dtype=dtype_named(table["dtype"]), device=like._local_tensor.device)
-    shape = torch.Size(table["shape"])
+    offsets, sizes = _place_of(like)
+    local = torch.empty(sizes, dtype=dtype, device=like._local_tensor.device)
     strides = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
-    return Want(table, offsets, local), whole
+    return [Want(table, offsets, local)], whole
+
+
+def wants_of(table: Table, target: Any) -> list[Want]:
+    """What is to be read to fill this rank's part of a tensor."""
+    return [Want(table, offsets, part) for offsets, part in parts_of(target)]
 
 
 def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
@@ -54,10 +81,11 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
     """
     if whole.shape != target.shape:
         raise ConfigurationError(f"{name!r} has the shape {tuple(whole.shape)} there, and {tuple(target.shape)} here.")
-    part = whole
-    for dim, (start, size) in enumerate(zip(*place_of(target), strict=True)):
-        part = part.narrow(dim, start, size)
-    local_part(target).detach().copy_(part)
+    for offsets, place in parts_of(target):
+        part = whole
+        for dim, (start, size) in enumerate(zip(offsets, place.shape, strict=True)):
+            part = part.narrow(dim, start, size)
+        place.detach().copy_(part)
 
 
 def plan(
@@ -87,22 +115,32 @@ def plan(
         if item.type is WriteItemType.BYTE_IO:
             raise TypeError(f"{item.index.fqn!r} is no tensor, and would have been pickled")
     plans: list[SavePlan] = ranks.gather(local)
-    plans, _ = planner.create_global_plan(plans)
+    try:
+        plans, _ = planner.create_global_plan(plans)
+    except ValueError as error:
+        raise CheckpointError(
+            ranks.path, f"cannot be written: what the ranks hold is no whole tensor. {error}."
+        ) from error
     writers = [rank for rank, plan in enumerate(plans) if any(_counts(item) for item in plan.items)]
     names = {rank: file_name(stem, number, len(writers)) for number, rank in enumerate(writers)}
     tables: dict[str, Table] = {}
     mine: dict[str, dict[str, Tensor]] = {}
+    own_parts = {key: dict(parts_of(tensor)) for key, tensor in own.items()}
     for rank, plan_of_rank in enumerate(plans):
+        count: Counter[str] = Counter()
         for item in plan_of_rank.items:
             if not _counts(item):
                 continue
-            key, data = item.index.fqn, item.tensor_data
+            name, data = item.index.fqn, item.tensor_data
             assert data is not None
+            # A rank may have several rectangles of one tensor, and in a file each has a name of its own.
+            key = f"{name}::{count[name]}" if count[name] else name
+            count[name] += 1
             whole = {"dtype": str(data.properties.dtype).removeprefix("torch."), "shape": list(data.size), "shards": []}
-            shards = tables.setdefault(key, whole)["shards"]
+            shards = tables.setdefault(name, whole)["shards"]
             shards.append([names[rank], key, list(data.chunk.offsets), list(data.chunk.sizes)])
             if rank == ranks.rank:
-                mine.setdefault(names[rank], {})[key] = local_part(tensors[key])
+                mine.setdefault(names[rank], {})[key] = own_parts[name][tuple(data.chunk.offsets)]
     return {key: tables[key] for key in tensors}, mine
 
 

@@ -150,42 +150,37 @@ def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
         dtype, shape, offset = header[piece.key]
         if dtype != dtype_named(piece.want.table["dtype"]) or len(shape) != len(piece.sizes):
             raise ValueError(f"{piece.key!r} is stored as {dtype} {shape}")
-        row, rows, first = _rows(shape, piece)
-        if rows * row > math.prod(shape) or (first + rows) * row > math.prod(shape):
-            raise ValueError(f"{piece.key!r} of shape {shape} has no rows {first} to {first + rows}")
+        if any(start + n > end for start, n, end in zip(piece.begin, piece.sizes, shape, strict=True)):
+            raise ValueError(f"{piece.key!r} of shape {shape} has no part of {piece.sizes} at {piece.begin}")
+        dim, first = _rows(shape, piece)
         target = piece.target.detach()
-        direct = (
-            target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous() and _spans(shape, piece)
-        )
-        if not direct:
-            target = torch.empty((rows, *shape[1:]) if shape else (), dtype=dtype)
+        # Rows that are wanted in their whole width lie in the file as they do in memory.
+        spans = tuple(shape[dim + 1 :]) == piece.sizes[dim + 1 :]
+        if not (spans and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()):
+            target = torch.empty((*piece.sizes[: dim + 1], *shape[dim + 1 :]), dtype=dtype)
             aside.append((target, piece))
             size += target.numel() * target.element_size()
-        targets.append((offset + first * row * dtype.itemsize, memory_of(target)))
+        targets.append((offset + first * dtype.itemsize, memory_of(target)))
         if size >= _BATCH:
             _flush(file, targets, aside)
             size = 0
     _flush(file, targets, aside)
 
 
-def _rows(shape: Sizes, piece: _Piece) -> tuple[int, int, int]:
-    """Elements of a row of the stored shard, how many rows are wanted, and the first of them."""
-    if not shape:
-        return 1, 1, 0
-    return math.prod(shape[1:]), piece.sizes[0], piece.begin[0]
-
-
-def _spans(shape: Sizes, piece: _Piece) -> bool:
-    """True if the rows are wanted in their whole width."""
-    return tuple(shape[1:]) == piece.sizes[1:]
+def _rows(shape: Sizes, piece: _Piece) -> tuple[int, int]:
+    """The dimension whose rows are read, the first of which more than one is wanted; and the first element of them."""
+    dim = next((dim for dim, size in enumerate(piece.sizes) if size != 1), max(len(shape) - 1, 0))
+    first = sum(start * math.prod(shape[at + 1 :]) for at, start in enumerate(piece.begin[: dim + 1]))
+    return dim, first
 
 
 def _flush(file: CheckedFile, targets: list[tuple[int, memoryview]], aside: list[tuple[Tensor, _Piece]]) -> None:
     file.fill(targets)
     for rows, piece in aside:
         part = rows
-        for dim in range(1, rows.dim()):
-            part = part.narrow(dim, piece.begin[dim], piece.sizes[dim])
+        for dim, size in enumerate(piece.sizes):
+            if part.shape[dim] != size:
+                part = part.narrow(dim, piece.begin[dim], size)
         piece.target.detach().copy_(part)
     targets.clear()
     aside.clear()

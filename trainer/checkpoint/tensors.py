@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.errors import UnsupportedStateError
 
 Spec: TypeAlias = dict[str, Any]
@@ -47,15 +48,30 @@ _COMPRESSED = {
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor, of which each rank holds a shard. Where nobody has imported them, there are none."""
+    """True for a DTensor or a Fragment, of which each rank holds a part. Where nobody has imported DTensors, there are none."""
+    if isinstance(tensor, Fragment):
+        return True
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The memory of a tensor on this rank: of a DTensor its shard, else the tensor itself."""
+    """The memory of a tensor on this rank: of a DTensor its shard, of a Fragment its elements, else the tensor itself."""
+    if isinstance(tensor, Fragment):
+        return tensor.flat
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
-    return local
+    # A shard that is cast before it is gathered (fp8) holds its memory within.
+    within: Tensor | None = getattr(local, "_tensor", None)
+    return local if within is None else within
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor begins in memory. XLA's have no address; what is one tensor there has one number of XLA's own."""
+    if tensor.device.type == "xla":
+        from leyden.strategies.spmd.moving import number
+
+        return number(tensor)
+    return tensor.data_ptr()
 
 
 def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
@@ -64,7 +80,7 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
     Args:
         tensor: any.
         where: what the error calls it.
-        sharded: a DTensor may be.
+        sharded: a DTensor or a Fragment may be.
 
     Raises:
         UnsupportedStateError: names `where` and the kind of tensor.
@@ -135,6 +151,9 @@ def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     """
     dtype, shape = dtype_named(spec["dtype"]), _sizes(spec["shape"])
     layout = spec.get("layout")
+    if "" in parts and is_sharded(parts[""]):
+        # Read to where it belongs, in the dtype and order of the memory there.
+        return parts[""]
     if layout is None:
         tensor = _from_stored(parts[""], dtype, shape)
         if "strides" in spec:
@@ -160,7 +179,7 @@ class TensorCollector:
     stretch of memory that they cover.
 
     Args:
-        sharded: DTensors may be among them, and are kept as they are.
+        sharded: DTensors and Fragments may be among them, and are kept as they are.
     """
 
     def __init__(self, sharded: bool = False) -> None:
@@ -351,8 +370,10 @@ def _shared_groups(tensors: list[Tensor]) -> list[list[int]]:
     buckets: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         plain = tensor.layout is torch.strided and not is_sharded(tensor)
-        if plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            owner: tuple[Any, ...] = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
+        if plain and tensor.device.type == "xla":
+            owner: tuple[Any, ...] = (tensor.device, tensor.dtype, address_of(tensor))
+        elif plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+            owner = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
         else:
             owner = (id(tensor),)
         buckets.setdefault(owner, []).append(index)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.codec import encode
 from leyden.trainer.checkpoint.errors import CheckpointError
@@ -40,6 +41,7 @@ from leyden.trainer.checkpoint.safefile import entry_of, write_file, write_tenso
 from leyden.trainer.checkpoint.shards import Table, file_name, spread, whole_table
 from leyden.trainer.checkpoint.tensors import (
     TensorCollector,
+    address_of,
     check_tensor,
     dtype_named,
     is_sharded,
@@ -425,13 +427,15 @@ class CheckpointWriter:
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    if isinstance(tensor, Fragment):
+        return (id(tensor),)
     if is_sharded(tensor):
         # Of a tensor with few rows this rank may have nothing, so its memory has no address.
         local = local_part(tensor)
         return (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.shape)
     if tensor.layout is not torch.strided or not tensor.numel():
         return (id(tensor),)
-    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    place = (tensor.device, address_of(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (*place, tensor.shape, tensor.stride())
 
 

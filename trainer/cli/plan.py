@@ -141,6 +141,7 @@ class Plan:
         found = [f"up to {self.max_restarts} restart{'s' * (self.max_restarts > 1)}"] if self.max_restarts else []
         found += [f"accumulation {launched.accumulate_grad_batches}"] if launched.accumulate_grad_batches else []
         found += [f"clipping {launched.gradient_clip_val}"] if launched.gradient_clip_val else []
+        found += [f"fp8{_listed(launched.fp8)}"] if launched.fp8 else []
         found += [f"torch.compile{_listed(launched.compile)}"] if launched.compile else []
         found += [f"GPUs {self.settings.get('gpu_ids')}"] if "CUDA_VISIBLE_DEVICES" in self.variables() else []
         found += ["CPUs bound to GPUs"] if self.binds_cpus else []
@@ -364,9 +365,21 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
         accumulate_grad_batches=_number("gradient_accumulation_steps", steps, int),
         gradient_clip_val=_number("gradient_clipping", norm, float),
         compile=compiled,
-        fp8=settings.section("fp8_config") if precision == "fp8" else {},
+        fp8=_fp8(settings, unused) if precision == "fp8" else {},
         debug=bool(settings.get("debug", False)),
     )
+
+
+def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
+    """The recipe of fp8, without what has no effect."""
+    section = settings.section("fp8_config")
+    if not section:
+        return {}
+    from leyden.strategies.precision.fp8_config import NO_MSAMP, backend_of
+
+    if backend_of(section) == "MSAMP":
+        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+    return {name: value for name, value in section.items() if name not in unused}
 
 
 def _number(name: str, value: Any, kind: type) -> Any:

@@ -42,6 +42,8 @@ class EvaluationLoop:
         self.step_name = f"{stage}_step"
         self.step = trainer.step_function(self.step_name)
         own = getattr(trainer.module, self.step_name)
+        self._done = 0
+        """Batches done, in fit those of former passes too: the step under which loggers are given the values of one."""
         self.takes_index, self.takes_loader = step_arguments(own, several=len(loaders) > 1)
         if len(loaders) > 1 and not self.takes_loader:
             raise ConfigurationError(
@@ -61,6 +63,7 @@ class EvaluationLoop:
         engine = self.trainer.accelerator
         # Of the training batch after which fit validates.
         share, engine.share = engine.share, None
+        self._done = self.trainer.progress.validation_batches if self.trainer.state.stage == "fit" else 0
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
@@ -90,6 +93,7 @@ class EvaluationLoop:
         for batch_idx, batch in enumerate(batches):
             if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
+            self._done += 1
             if batch is NOTHING:
                 if not trainer.strategy.replicates:
                     self._keep_step(index, cursor, batch_idx)
@@ -107,7 +111,7 @@ class EvaluationLoop:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
             self._take(index, outputs)
             if trainer.loggers and every and not trainer.sanity_checking and (batch_idx + 1) % every == 0:
-                trainer.send(logs.step_values(self.stage), step=batch_idx + 1)
+                trainer.send(logs.step_values(self.stage), step=self._done)
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
             outputs = batch = logs.batch = None
@@ -160,6 +164,7 @@ class EvaluationLoop:
             if trainer.state.stage == "fit":
                 trainer.progress.phase = "validated"
                 trainer.progress.validations += 1
+                trainer.progress.validation_batches = self._done
         self.hooks.close(f"on_{stage}_epoch_end")
         self._fire("end")
         return values

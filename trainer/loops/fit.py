@@ -7,23 +7,24 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.differences import check_batches
-from leyden.trainer.logs import load_metric_states, metric_states
+from leyden.trainer.logs import Value, load_metric_states, metric_states
+from leyden.trainer.loops.count import Count
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
+from leyden.trainer.plan import settings_of
 
 if TYPE_CHECKING:
     from leyden.trainer.progress import Progress
@@ -56,8 +57,9 @@ class FitLoop:
         """Something follows a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
         self._clock = time.perf_counter()
-        self._window_samples = 0
-        self._counts_samples, self._shares_batches, self._readers = True, False, trainer.strategy.data_size
+        self.count = Count(trainer)
+        self._row: tuple[int, Mapping[str, Value]] = (-1, {})
+        """The step of the loggers' last row, and its values."""
         self._draws = False
         self._agreement = Agreement(self) if trainer.world_size > 1 else None
 
@@ -100,7 +102,7 @@ class FitLoop:
     def _epoch(self) -> None:
         progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
         accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
-        agreement = self._agreement
+        agreement, count = self._agreement, self.count.batch
         transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
         waits, accumulates = self._waits, self.trainer.accumulation is not None
@@ -134,7 +136,7 @@ class FitLoop:
             if draws:
                 is_last = batch.is_last
             else:
-                self.count(batch)
+                count(batch)
             if window.closes:
                 if agreement is not None:
                     cut = agreement.read(cut)
@@ -300,28 +302,9 @@ class FitLoop:
     def _window_length(self) -> int:
         """Batches of the window that begins now: the last one of an epoch may be shorter."""
         assert self.trainer.accumulation is not None
-        self._window_samples = self.progress.samples
+        self.count.begin_window()
         length = self.trainer.accumulation.length(self.progress.epoch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
-
-    def count(self, batch: Any) -> None:
-        """A batch is done (or, where the step draws by itself, drawn)."""
-        progress = self.progress
-        progress.batch += 1
-        progress.batches += 1
-        if not self._counts_samples:
-            return
-        if self._shares_batches:
-            share = self.accelerator.share
-            assert share is not None
-            progress.samples += share.total
-            self._counts_samples = share.told
-            return
-        try:
-            # A DistributedSampler of the user's gives each rank as many.
-            progress.samples += batch_size_of(batch) * self._readers
-        except ConfigurationError:
-            self._counts_samples = False
 
     def _after_step(self, is_last: bool) -> None:
         """What belongs to the step itself: a checkpoint saved from here on has it done."""
@@ -337,8 +320,20 @@ class FitLoop:
         if self.accelerator.manual and not self.accelerator.stepped:
             # No step was done, so these would be further values of the last one.
             return
-        if self.trainer.loggers and every and self.progress.global_step % every == 0:
-            self.trainer.send(self.logs.step_values("train"))
+        step = self.progress.global_step
+        if self.trainer.loggers and every and step % every == 0:
+            values = self.logs.step_values("train")
+            if self._row[0] == step:
+                # A save has sent the others ahead.
+                values = {name: value for name, value in values.items() if self._row[1].get(name) is not value}
+            self.trainer.send(values)
+            self._row = step, values
+
+    def send_ahead(self) -> None:
+        """What a hook of a batch's end saves has its step done, so the loggers' row of that step belongs before it."""
+        ends_window = self.hooks.current == "on_train_batch_end" and self.accelerator.window.closes
+        if ends_window and self._row[0] != self.progress.global_step:
+            self._log_step(self.trainer.log_every_n_steps)
 
     def _settle(self) -> None:
         """What follows a step: its validation, then the schedulers that wait for one. A resume goes on here."""
@@ -444,8 +439,9 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
-            self._shares_batches = self.cursor.shares
+            self.count.shares = self.cursor.shares
             check_batches(self.trainer.strategy, self.num_batches)
+            self.trainer.strategy.check_settings(settings_of(self.trainer, loader=self.trainer.sources.train_loader))
 
     def _limit_batches(self) -> None:
         """The batches of this epoch: fewer or more where it was begun with global batches of another size."""
@@ -477,7 +473,7 @@ class FitLoop:
     def window_start(self) -> Progress:
         """The progress at the start of the open window, which a resume then repeats."""
         progress, done = self.progress, self.progress.batch - self._window_start
-        samples = self._window_samples if self.trainer.accumulation is not None else progress.samples
+        samples = self.count.window_samples if self.trainer.accumulation is not None else progress.samples
         return dataclasses.replace(
             progress,
             batch=self._window_start,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.tensors import address_of
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -152,7 +153,7 @@ def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             continue
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        place = (tensor.device, address_of(tensor), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and place in seen:
             continue
         seen.add(place)

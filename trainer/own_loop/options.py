@@ -12,7 +12,8 @@ import torch
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
-from leyden.trainer.launched import read_launched, with_options
+from leyden.trainer.launched import read_launched, with_options, with_recipe
+from leyden.trainer.own_loop.fp8_recipes import recipe_of
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -65,10 +66,11 @@ class Options:
     def _precision(self, wanted: Any) -> Precision | None:
         scaler = self.handlers.get(GradScalerKwargs)
         if wanted is None and isinstance(self.strategy, Strategy):
-            found = None
+            found = recipe_of(self.handlers, self.strategy.precision.name)
         else:
             name = wanted if wanted is not None else os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-            found = find_precision(getattr(name, "value", name))
+            name = getattr(name, "value", name)
+            found = recipe_of(self.handlers, name) or find_precision(with_recipe(name))
         if scaler is not None and isinstance(found, MixedPrecision) and found.may_skip:
             found = MixedPrecision(
                 "16", scaler.init_scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval

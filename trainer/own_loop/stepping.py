@@ -131,7 +131,14 @@ class Stepping(Tracked, Engine):
             self.steps += 1
         else:
             self._counted.add(id(prepared))
+        if not self._reading:
+            self.strategy.end_turn()
         return stepped
+
+    def end_turn(self) -> None:
+        """A prepared loader is asked for its next batch: what was to wait for the end of the last one's turn is done."""
+        self.strategy.end_turn()
+        self.write_due()
 
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
         if self.sync_gradients:
@@ -161,7 +168,8 @@ class Stepping(Tracked, Engine):
         """
         chosen = self._clippable(parameters)
         if not self.sync_gradients:
-            return self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type) or torch.zeros(())
+            found = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
+            return torch.zeros(()) if found is None else found
         norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
         assert norm is not None
         return norm
