@@ -37,6 +37,7 @@ SEVERAL |= {
     "hsdp": (*FSDP, {"device_mesh": "auto"}),
     "xla": ("leyden.strategies.xla", "XLAStrategy", {}),
     "xla_fsdp": ("leyden.strategies.xla", "XLAFSDPStrategy", {}),
+    "xla_ddp": ("leyden.strategies.xla_ddp", "XLADDPStrategy", {}),
     "deepspeed": (*DEEPSPEED, {}),
     "deepspeed_stage_1": (*DEEPSPEED, {"stage": 1}),
     "deepspeed_stage_2": (*DEEPSPEED, {"stage": 2}),
@@ -49,7 +50,7 @@ SEVERAL |= {
 }
 XLA = ("xla", "tpu")
 """Accelerators that only torch_xla reaches."""
-XLA_NAMES = ("xla", "xla_fsdp")
+XLA_NAMES = ("xla", "xla_fsdp", "xla_ddp")
 NAMES = ("auto", "single_device", *SEVERAL)
 
 

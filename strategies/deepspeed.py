@@ -25,7 +25,15 @@ from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.zero.engine import Stepped, close_engine, import_deepspeed, join_group, make_engine
-from leyden.strategies.zero.state import NamedOptimizer, counters, pieces_of, refresh, restore_counters, weights
+from leyden.strategies.zero.state import (
+    NamedOptimizer,
+    counters,
+    pieces_of,
+    refresh,
+    release,
+    restore_counters,
+    weights,
+)
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
@@ -371,6 +379,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         fill_weights(module, reader, strict, weights(module, pieces))
         if pieces:
             refresh(self.engine)
+        else:
+            release(module)
 
     def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
         pieces = {key: piece for key, piece in pieces_of(self.engine).items() if piece.is_copy}

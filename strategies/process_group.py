@@ -80,7 +80,7 @@ class ProcessGroupStrategy(Strategy):
             ConfigurationError: if the device cannot be had, or ranks are started already, and not as many.
         """
         place, given = self.place, parse_devices(devices) is not None or self._own_devices is not None
-        plan = self._own_devices or find_devices(accelerator, devices)
+        plan = self._own_devices or self._plan_devices(accelerator, devices)
         self.num_nodes = self._own_nodes or num_nodes
         if plan[0].type == "mps":
             raise ConfigurationError("several ranks need accelerator='cpu' or 'cuda': MPS has one device.")
@@ -105,6 +105,10 @@ class ProcessGroupStrategy(Strategy):
                 )
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
+
+    def _plan_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
+        """The devices of this machine's ranks that the Trainer's arguments mean."""
+        return find_devices(accelerator, devices)
 
     def join(self, place: RankEnvironment | None) -> None:
         """Takes a place among ranks that were started after this strategy was made."""
@@ -163,6 +167,13 @@ class ProcessGroupStrategy(Strategy):
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
+        self._init_group(backend)
+        # atexit would not do: multiprocessing ends its children without it.
+        multiprocessing.util.Finalize(None, _leave, exitpriority=100)
+        if self.world_size > 1:
+            _watch(self.global_rank, self.world_size)
+
+    def _init_group(self, backend: str) -> None:
         place = self.place
         arguments: dict[str, Any] = {}
         if place is None:
@@ -176,10 +187,6 @@ class ProcessGroupStrategy(Strategy):
             arguments = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
         bound = self.root_device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, **arguments)
-        # atexit would not do: multiprocessing ends its children without it.
-        multiprocessing.util.Finalize(None, _leave, exitpriority=100)
-        if self.world_size > 1:
-            _watch(self.global_rank, self.world_size)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)

@@ -16,7 +16,9 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.precision import Precision
+from leyden.strategies.spmd import runtime
 from leyden.strategies.spmd.mesh import Layout, Spec
 from leyden.strategies.spmd.moving import bring, on_host, trees_on_host
 from leyden.strategies.weights import StateWriter, WeightReader
@@ -29,9 +31,6 @@ T = TypeVar("T")
 KINDS = {"cpu": "CPU", "tpu": "TPU"}
 """What the Trainer's accelerator means to XLA's runtime; for any other the runtime takes the best there is."""
 OTHERS = ("gpu", "cuda", "mps")
-
-_seeded_with: int | None = None
-"""The seed of torch that XLA's random numbers were set by. They are the process's own."""
 
 
 class XLAStrategy(Strategy):
@@ -65,6 +64,8 @@ class XLAStrategy(Strategy):
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
+    _device = torch.device("xla", 0)
+    _kind: str | None = None
 
     def __init__(
         self,
@@ -75,15 +76,36 @@ class XLAStrategy(Strategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(precision)
-        self.layout = Layout(mesh, shard, batch)
-        self._own_devices = devices
+        self._given = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
-        self._kind: str | None = None
-        self._device = torch.device("xla", 0)
+        self.begin_layout(mesh, shard, batch)
+
+    def begin_layout(
+        self, mesh: Mapping[str, int] | None, shard: Mapping[str, Spec] | None, batch: Sequence[str] | None
+    ) -> None:
+        """What every strategy on XLA has from its construction on."""
+        self.layout = Layout(mesh, shard, batch)
         self.before_forward = self._cut
 
     # its place --------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        self.check_place(accelerator)
+        if self._given is None:
+            self._wanted = parse_devices(devices)
+        if isinstance(self._wanted, list) and len(self._wanted) > 1:
+            raise ConfigurationError(
+                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one index."
+            )
+        place = rank_environment()
+        if num_nodes > 1 or (place is not None and place.world_size > 1):
+            raise ConfigurationError(
+                f"strategy={self.name!r} is one process, which drives the devices of its machine, and there are several: use "
+                "strategy='xla_ddp' for a rank on each device, or start one."
+            )
+        self.layout.check_devices(self._wanted)
+
+    def check_place(self, accelerator: str) -> None:
+        """Raises where torch_xla, or the device that is meant, cannot be had."""
         if importlib.util.find_spec("torch_xla") is None:
             raise MissingExtraError("torch_xla", "xla", f"strategy={self.name!r}")
         if accelerator in OTHERS:
@@ -96,17 +118,11 @@ class XLAStrategy(Strategy):
                 "accelerator='tpu', and libtpu, the TPU's own library, is not here: pip install 'torch_xla[tpu]' on a TPU host, or use "
                 "accelerator='cpu' with strategy='xla' to try a script."
             )
-        if self._own_devices is None:
-            self._wanted = parse_devices(devices)
-        if isinstance(self._wanted, list) and len(self._wanted) > 1:
-            raise ConfigurationError(
-                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one index."
-            )
         self._kind = KINDS.get(accelerator)
-        self.layout.check_devices(self._wanted)
-        self._check_precision()
+        self.check_precision()
 
-    def _check_precision(self) -> None:
+    def check_precision(self) -> None:
+        """Raises for what XLA's devices do not compute in."""
         if getattr(self.precision, "dtype", None) is torch.float16:
             raise ConfigurationError(
                 f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler would read a flag "
@@ -122,54 +138,15 @@ class XLAStrategy(Strategy):
         return self.layout.described(self.modules)
 
     def setup_environment(self) -> None:
-        self._check_precision()
-        self._start_runtime()
+        self.check_precision()
+        self._device, count = runtime.start(self._kind, self._wanted)
+        self.layout.begin(count)
         super().setup_environment()
-
-    def _start_runtime(self) -> None:
-        """Chooses devices, while the process has none yet, and seeds their random numbers by torch's seed."""
-        import torch_xla
-        from torch_xla import runtime
-
-        is_running = torch_xla._XLAC._xla_runtime_is_initialized()
-        if self._kind is not None and self._kind != runtime.device_type():
-            if is_running:
-                raise ConfigurationError(
-                    f"accelerator={self._kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a new one."
-                )
-            runtime.set_device_type(self._kind)
-        if isinstance(self._wanted, int) and not is_running and runtime.device_type() == "CPU":
-            # XLA's CPU is as many devices as this says.
-            os.environ.setdefault("CPU_NUM_DEVICES", str(self._wanted))
-        count, one = runtime.global_runtime_device_count(), isinstance(self._wanted, list) or self._wanted == 1
-        if isinstance(self._wanted, int) and self._wanted not in (1, count):
-            raise ConfigurationError(
-                f"devices={self._wanted}, and XLA has {count} here: use devices='auto' for all of them, or devices=1."
-            )
-        one = one or count == 1
-        has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
-        if has_begun and runtime.is_spmd() == one:
-            raise ConfigurationError(
-                f"this process has begun to use XLA with {'all devices' if one else 'one device'}, and cannot change: run "
-                f"devices={'auto' if self._wanted is None else self._wanted!r} in a new one."
-            )
-        if not one and not runtime.is_spmd():
-            runtime.use_spmd()
-        index = self._wanted[0] if isinstance(self._wanted, list) else None
-        if index is not None and index >= count:
-            raise ConfigurationError(f"devices={self._wanted}: XLA has {count} devices here, counted from 0.")
-        self._device = torch_xla.device(index)
-        if not has_begun:
-            _check_autograd(self._device)
-        self.layout.begin(1 if one else count)
-        _seed()
 
     def teardown(self) -> None:
         super().teardown()
-        if torch_xla_is_used():
-            import torch_xla
-
-            torch_xla.sync()
+        if runtime.is_used():
+            runtime.sync()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
@@ -196,40 +173,28 @@ class XLAStrategy(Strategy):
     def _cut(self, window: Window) -> None:
         """The batches of a window are programs of their own: otherwise each length of a window would be another one."""
         if window.index > 0:
-            self._sync()
+            runtime.sync()
 
     def end_step(self) -> None:
         super().end_step()
-        self._sync()
+        runtime.sync()
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         outputs = self.forward(step_fn, batch, extra)
-        self._sync()
+        runtime.sync()
         return outputs
 
     def end_turn(self) -> None:
-        self._sync()
-
-    def _sync(self) -> None:
-        import torch_xla
-
-        torch_xla.sync()
+        runtime.sync()
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         names = [name for name, _ in module.named_parameters()]
-        state, states = self._on_host([module.state_dict(), optimizers])
+        runtime.sync(wait=True)
+        state, states = trees_on_host([module.state_dict(), optimizers])
         writer.model(state, replicated=names)
         if states is not None:
             writer.optimizers(states)
-
-    def _on_host(self, trees: list[Any]) -> list[Any]:
-        import torch_xla
-        from torch_xla.core import xla_model
-
-        torch_xla.sync(wait=True)
-        xla_model.wait_device_ops()
-        return trees_on_host(trees)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
         super().load_module(reader, module, strict)
@@ -263,35 +228,3 @@ class XLAFSDPStrategy(XLAStrategy):
     ) -> None:
         super().__init__(devices, None, shard, None, precision)
         self.layout = Layout(None, shard, None, fully=True, min_size=min_size)
-
-
-def torch_xla_is_used() -> bool:
-    """True if this process has XLA devices; asks without making any."""
-    import sys
-
-    torch_xla = sys.modules.get("torch_xla")
-    return torch_xla is not None and bool(torch_xla._XLAC._xla_runtime_is_initialized())
-
-
-def _check_autograd(device: torch.device) -> None:
-    """torch counts the devices that gradients are computed on once, in the first backward of a process."""
-    try:
-        (torch.ones((), device=device, requires_grad=True) * 1).backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:
-        if "device_ready_queues_" not in str(error):
-            raise
-        raise ConfigurationError(
-            "this process has computed gradients before XLA was used, and torch does not see its devices any more: run on XLA first, or "
-            "in a new process."
-        ) from None
-
-
-def _seed() -> None:
-    """XLA's random numbers do not follow `torch.manual_seed` (tried, torch_xla 2.9): they are set once for each seed of torch."""
-    import torch_xla
-
-    global _seeded_with
-    seed = torch.initial_seed()
-    if seed != _seeded_with:
-        _seeded_with = seed
-        torch_xla.manual_seed(seed % 2**31)

@@ -30,6 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.callbacks",),
     (
         "leyden.trainer.accelerator",
+        "leyden.trainer.debugging",
         "leyden.trainer.engine",
         "leyden.trainer.prepared",
         "leyden.trainer.own_loop",

@@ -274,7 +274,11 @@ class Accelerator(Stepping):
             if even_batches is not None:
                 stack.enter_context(preparing.even_batches(self, even_batches))
             stack.enter_context(self.strategy.joining(joinables) if self.num_processes > 1 else nullcontext())
-            yield
+            self._joins = True
+            try:
+                yield
+            finally:
+                self._joins = False
 
     # loaders ----------------------------------------------------------------------------------------------------------
     def begin_loader(self, loader: PreparedLoader) -> None:

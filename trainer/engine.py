@@ -19,6 +19,7 @@ from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.data.sharding import Share
+    from leyden.trainer.debugging import Checker
 
 T = TypeVar("T")
 
@@ -41,6 +42,9 @@ class Engine:
         devices: as of the Trainer.
         num_nodes: machines.
     """
+
+    checker: Checker | None = None
+    """In debug mode, compares what ranks bring to a collective before each."""
 
     def __init__(
         self,
@@ -158,10 +162,14 @@ class Engine:
         """
         if self.strategy.world_size > 1:
             check_gathered(self.strategy, self.share, data, group)
+        if self.checker is not None:
+            self.checker.compare("all_gather", data)
         return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank `src`."""
+        if self.checker is not None:
+            self.checker.compare("broadcast", None)
         return self.strategy.broadcast(obj, src)
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:

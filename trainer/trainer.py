@@ -14,7 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import differences, ending, launching, plan
+from leyden.trainer import debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
@@ -417,6 +417,8 @@ class Trainer(TrainerView):
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
         self.strategy.setup_environment()
+        if debugging.is_debugging():
+            debugging.begin(self.accelerator, self.accumulation.length(0) if self.accumulation is not None else 1)
         reader, self._start = checkpoints.open_reader(self, goal)
         check_steps(module, stage)
         if datamodule is not None:
@@ -470,6 +472,8 @@ class Trainer(TrainerView):
         """The five lines, once the training data is there."""
         if not self.arguments.barebones:
             self.print(plan.five_lines(self, self._start))
+        if debugging.is_debugging():
+            debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
 
     def _finish_fit(self, loop: FitLoop) -> None:
         """Keeps what `ckpt_path="current"` goes on from."""

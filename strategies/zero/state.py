@@ -76,7 +76,8 @@ def pieces_of(engine: Any) -> dict[int, Piece]:
         ConfigurationError: if the memory is on a disk, or of a kind that is not known.
     """
     sharded = engine.optimizer
-    if sharded is None or sharded is engine.basic_optimizer:
+    # Where nothing is trained, DeepSpeed puts a holder of the parameters in the optimizer's place.
+    if engine.basic_optimizer is None or sharded is engine.basic_optimizer:
         return {}
     if getattr(sharded, "swap_optimizer", False):
         raise ConfigurationError(
@@ -184,6 +185,13 @@ def _stored(parameter: Any) -> Fragment:
     """The stretch of a parameter that stage 3 holds and no optimizer steps."""
     start, count = _partition(parameter)
     return Fragment(parameter.ds_tensor.detach().reshape(-1)[:count], parameter.ds_shape, start)
+
+
+def release(module: Any) -> None:
+    """After stretches of parameters were written to: frees what is gathered of the old ones."""
+    for parameter in module.parameters():
+        if hasattr(parameter, "ds_id"):
+            parameter.partition()
 
 
 @torch.no_grad()

@@ -109,7 +109,7 @@ class Net(TrainModule):
             self.build()
 
     def configure_model(self) -> None:
-        if self.layout.built:
+        if self.layout.built and not hasattr(self, "blocks"):
             self.build()
 
     def build(self) -> None:
@@ -118,14 +118,20 @@ class Net(TrainModule):
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
         self.register_buffer("scale", torch.full((3,), 0.5))
 
+    def losses(self, batch: Any) -> Tensor:
+        x, y, _ = batch
+        out = self.blocks(x)
+        return cross_entropy((out + self.scale * self.frozen(out)).float(), y, reduction="none")
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y, index = batch
         if len(self.seen) == self.die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        out = self.blocks(x)
-        losses = cross_entropy((out + self.scale * self.frozen(out)).float(), y, reduction="none")
-        self.seen.append((index.tolist(), losses.detach().tolist()))
+        losses = self.losses(batch)
+        self.seen.append((batch[2].tolist(), losses.detach().tolist()))
         return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.losses(batch).mean(), batch_size=len(batch[0]))
 
     def configure_optimizers(self) -> Any:
         named = dict(self.named_parameters())
@@ -138,6 +144,12 @@ class Net(TrainModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"},
         }
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator)
+    return TensorDataset(x, y, torch.arange(SIZE))
 
 
 def fit(
@@ -154,9 +166,6 @@ def fit(
 
     layout = LAYOUTS[name]
     strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
-    generator = torch.Generator().manual_seed(2)
-    x, y = torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator)
-    data = TensorDataset(x, y, torch.arange(SIZE))
     torch.manual_seed(4)
     module = Net(layout, die_at, rate)
     checkpoint = ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=every)
@@ -171,7 +180,7 @@ def fit(
         max_steps=steps,
         callbacks=[checkpoint],
     )
-    trainer.fit(module, DataLoader(data, GLOBAL // layout.ranks, shuffle=True), ckpt_path=path)
+    trainer.fit(module, DataLoader(data(), GLOBAL // layout.ranks, shuffle=True), ckpt_path=path)
     weights = trainer.strategy.full_state_dict(module)
     return {
         "seen": module.seen,
@@ -215,6 +224,25 @@ def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) 
         assert after["lr"] == before["lr"] and after["steps"] == before["steps"] == END
         assert after["weights"].keys() == before["weights"].keys()
         assert all(value.tobytes() == before["weights"][name].tobytes() for name, value in after["weights"].items())
+
+
+def evaluate(names: list[str], paths: list[str]) -> dict[str, list[float]]:
+    """The loss of each checkpoint, by one Trainer that never trains."""
+    from leyden.strategies.deepspeed import DeepSpeedStrategy
+
+    found = {}
+    for name in names:
+        strategy = DeepSpeedStrategy(**LAYOUTS[name].strategy)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False)
+        module, loader = Net(LAYOUTS[name]), DataLoader(data(), 8)
+        found[name] = [trainer.validate(module, loader, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
+    return found
+
+
+def whole_loss(path: str) -> float:
+    module = Net.load_from_checkpoint(path, layout=Layout(1, built=False))
+    with torch.no_grad():
+        return float(module.losses(data().tensors).mean())
 
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -299,6 +327,11 @@ def test_runs_go_on(tmp_path: Path) -> None:
     rest = batches(passed_on["one"]) + batches(passed_on["four"])
     assert len(rest) == END - SAVED_AT
     check_same_losses(rest, straight["stage 2"])
+
+    paths = [saved(straight, "stage 3", step) for step in (SAVED_AT, END)]
+    for evaluated in run_world(2, evaluate, ["stage 2", "stage 3"], paths):
+        for losses in evaluated.values():
+            assert losses == pytest.approx([whole_loss(path) for path in paths], rel=1e-5)
 
     found = CheckpointReader(saved(straight, "stage 3")).model()
     for name in ("stage 3", "bf16 stage 2"):

@@ -197,6 +197,8 @@ def compose(trainer: Trainer) -> dict[str, Any]:
 def check_composable(trainer: Trainer) -> dict[str, Any]:
     """Finds before the first step what the first save would refuse; gives back what it composed."""
     state = compose(trainer)
+    for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
+        trainer.strategy.saved_form(optimizer)
     for name, tree in state.items():
         check_encodable(tree, where=name)
     return state

@@ -189,7 +189,7 @@ def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str
     # Nothing of the file is run: code beside it is not trusted.
     found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
     architectures = getattr(found, "architectures", None) or [""]
-    kind = (
+    kind: Any = (
         transformers.AutoModelForCausalLM
         if architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
         else transformers.AutoModel

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.sources import Composite
-from leyden.trainer.own_loop.debugging import is_debugging, prepared_facts
+from leyden.trainer.debugging import is_debugging, loader_facts, model_facts, tell
 from leyden.trainer.own_loop.loader import PreparedLoader
 from leyden.trainer.own_loop.sharing import share
 from leyden.trainer.prepared import (
@@ -53,10 +52,16 @@ def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[b
     results = [done.get(id(entry), entry) for entry in objects]
     if is_debugging():
         for result in results:
-            facts = prepared_facts(accelerator, result)
-            if facts is not None:
-                print(facts, file=sys.stderr, flush=True)
+            _tell_facts(accelerator, result)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _tell_facts(accelerator: Accelerator, prepared: Any) -> None:
+    rank = accelerator.process_index
+    if isinstance(prepared, nn.Module):
+        tell(model_facts(rank, prepared, unwrap(prepared, keep_context=True, keep_compiled=False)))
+    elif isinstance(prepared, PreparedLoader):
+        tell(loader_facts(rank, prepared.loader))
 
 
 def is_scheduler(entry: Any) -> bool:

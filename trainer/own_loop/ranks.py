@@ -80,7 +80,7 @@ class RankControl:
     @property
     def distributed_type(self) -> DistributedType:
         """How this run's ranks work together."""
-        name = {"hsdp": "fsdp"}.get(self.strategy.name, self.strategy.name).upper()
+        name = {"hsdp": "fsdp", "xla_fsdp": "xla"}.get(self.strategy.name, self.strategy.name).upper()
         if name in DistributedType.__members__ and name != "NO":
             return DistributedType(name)
         if self.num_processes == 1:

@@ -41,6 +41,7 @@ class Stepping(Tracked, Engine):
         self._updates_scale = False
         self._is_settled = False
         self._in_window = False
+        self._joins = False
         self._counted: set[int] = set()
 
     @property
@@ -109,6 +110,9 @@ class Stepping(Tracked, Engine):
             **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
         """
         self._checks.in_backward()
+        if self.checker is not None and self.window.closes and not self._joins:
+            # Gradients are exchanged in it.
+            self.checker.compare("backward", None)
         self.flush_scaler()
         if num_items is not None or self.window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, self.window)
