@@ -61,6 +61,8 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
         >>> memory(nn.Linear(2, 1), "ddp", 2, "32-true", "adamw")
         Memory(weights=12, gradients=24, optimizer=24, passing=0)
     """
+    # fp8 keeps no weight in 8 bits for longer than an operation: it takes what bf16-mixed does.
+    precision = "bf16-mixed" if precision in ("fp8", "transformer-engine") else precision
     held = _held(precision)
     states = OPTIMIZERS[optimizer]
     shards = ranks if strategy.startswith("fsdp") else 1

@@ -9,6 +9,7 @@ from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
+from leyden.trainer.cli.keys import FP8
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.launched import Launched
@@ -379,6 +380,7 @@ def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
 
     if backend_of(section) == "MSAMP":
         raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+    unused = unused | {key.name for key in FP8 if key.without}
     return {name: value for name, value in section.items() if name not in unused}
 
 
