@@ -461,7 +461,8 @@ class Strategy(ABC):
         """The optimizer as a checkpoint knows it: the module's parameters in its groups, and its state by them.
 
         An engine that has flat memory in their place gives an object with torch's `param_groups`, `state_dict` and
-        `load_state_dict`, in whose state Fragments stand for its part of the memory.
+        `load_state_dict`, in whose state Fragments stand for its part of the memory; and with `dtypes`, of what is stepped in
+        the place of each parameter, where that has another.
         """
         return optimizer
 
