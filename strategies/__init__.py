@@ -16,6 +16,7 @@ from leyden.strategies.window import Window
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")
+DEEPSPEED = ("leyden.strategies.deepspeed", "DeepSpeedStrategy")
 # Name -> module, class, arguments. Imported when asked for: torch.distributed costs a run without it some time.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
@@ -34,7 +35,22 @@ SEVERAL |= {
     "fsdp_shard_grad_op": (*FSDP, {"reshard_after_forward": False}),
     "fsdp_cpu_offload": (*FSDP, {"cpu_offload": True}),
     "hsdp": (*FSDP, {"device_mesh": "auto"}),
+    "xla": ("leyden.strategies.xla", "XLAStrategy", {}),
+    "xla_fsdp": ("leyden.strategies.xla", "XLAFSDPStrategy", {}),
+    "xla_ddp": ("leyden.strategies.xla_ddp", "XLADDPStrategy", {}),
+    "deepspeed": (*DEEPSPEED, {}),
+    "deepspeed_stage_1": (*DEEPSPEED, {"stage": 1}),
+    "deepspeed_stage_2": (*DEEPSPEED, {"stage": 2}),
+    "deepspeed_stage_2_offload": (*DEEPSPEED, {"stage": 2, "offload_optimizer": True}),
+    "deepspeed_stage_3": (*DEEPSPEED, {"stage": 3}),
+    "deepspeed_stage_3_offload": (
+        *DEEPSPEED,
+        {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    ),
 }
+XLA = ("xla", "tpu")
+"""Accelerators that only torch_xla reaches."""
+XLA_NAMES = ("xla", "xla_fsdp", "xla_ddp")
 NAMES = ("auto", "single_device", *SEVERAL)
 
 
@@ -50,7 +66,7 @@ def find_strategy(
     Args:
         strategy: a name of `NAMES`, or a strategy. "auto" is one device, "ddp" for several, and "ddp_notebook" for several that
             are asked for in an interactive session.
-        accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
+        accelerator: "cpu", "gpu", "cuda", "mps", "xla", "tpu" or "auto".
         devices: as of the Trainer: how many ranks this machine has. Ranks that are started already are counted for "auto".
         num_nodes: machines.
         precision: the Precision plugin it runs in; None leaves a given strategy's own.
@@ -64,7 +80,9 @@ def find_strategy(
     elif strategy not in NAMES:
         raise ConfigurationError(f"strategy={strategy!r} is not known in this version. {nearest(strategy, NAMES)}")
     else:
-        if strategy != "single_device" and _is_one_by_default(accelerator, devices, num_nodes):
+        if strategy == "auto" and accelerator in XLA:
+            strategy = "xla"
+        if strategy not in ("single_device", *XLA_NAMES) and _is_one_by_default(accelerator, devices, num_nodes):
             print("leyden: an interactive session runs on one device; give devices=… for more.")
             devices = 1
         if strategy == "auto":

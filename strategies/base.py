@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -15,6 +15,7 @@ from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
+from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
@@ -49,6 +50,8 @@ class Strategy(ABC):
     """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
+    drives_one: bool = False
+    """An engine drives one model that is trained, and its one optimizer; others are only placed on the device."""
     replicates: bool = True
     """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
     num_nodes: int = 1
@@ -116,6 +119,14 @@ class Strategy(ABC):
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
 
+    def check_settings(self, settings: RunSettings) -> None:
+        """Is told what the run asks for, as soon as it is known and in several calls; a strategy with settings of its own for the
+        same things refuses what contradicts them.
+
+        Raises:
+            ConfigurationError: names both sides, and the fix.
+        """
+
     def join(self, place: RankEnvironment | None) -> None:
         """Takes a place among ranks that were started after this strategy was made."""
 
@@ -162,6 +173,15 @@ class Strategy(ABC):
         for optimizer in self.optimizers:
             self.precision.register(optimizer)
         return self.optimizers
+
+    def make_schedulers(self) -> list[Any]:
+        """Schedulers that the strategy's own settings ask for; called once optimizers are set up. Whoever calls this steps and
+        saves them, once per optimizer step."""
+        return []
+
+    def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        """The module's parameters that each group of an optimizer steps, also where it holds flat copies in their place."""
+        return [list(group["params"]) for group in optimizer.param_groups]
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
@@ -351,6 +371,9 @@ class Strategy(ABC):
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
+    def clip_each_step(self, value: float) -> None:
+        """A launch's configuration asks that each step of a loop of one's own clips to a norm. An engine does; loops clip themselves."""
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps one optimizer; False where the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure)
@@ -358,6 +381,11 @@ class Strategy(ABC):
     def end_step(self) -> None:
         """After all optimizers of a window: the scaler takes its new scale."""
         self.precision.end_step()
+
+    def end_turn(self) -> None:
+        """A turn of a loop of one's own is over: a prepared loader is asked for the next batch, or an optimizer stepped where none
+        is read. A strategy that collects operations hands them to the device.
+        """
 
     # collectives: one rank has nothing to exchange ---------------------------------------------------------------------
     def barrier(self) -> None:
@@ -387,6 +415,14 @@ class Strategy(ABC):
         """True on every rank if it is true on one."""
         return flag
 
+    def aborts_on_shapes(self, group: Any = None) -> bool:
+        """True where a collective over tensors of different shapes would end the process, rather than raise."""
+        return False
+
+    def differing(self, what: str, group: Any = None) -> list[str]:
+        """What the ranks of a group each hand in, in their order; an empty list where it is the same on all of them."""
+        return []
+
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         """Begins to ask all ranks; what it gives back is called later, and tells which flags are true on one of them."""
         kept = list(flags)
@@ -412,6 +448,40 @@ class Strategy(ABC):
             fill_weights(module, reader, strict)
         else:
             load_weights(module, reader.model(), strict)
+
+    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
+        """Once optimizers are set up: reads what an engine made of the weights for itself, as copies in float32.
+
+        `load_module` came before these were there, and gave the module weights of its own dtype.
+        """
+
+    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        """By name, the parameters that an optimizer's state belongs to, for the reader: DTensors and Fragments are read in part.
+
+        None where that is not known before `setup_optimizers`: the state is read after it.
+        """
+        return dict(module.named_parameters())
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        """The optimizer as a checkpoint knows it: the module's parameters in its groups, and its state by them.
+
+        An engine that has flat memory in their place gives an object with torch's `param_groups`, `state_dict` and
+        `load_state_dict`, in whose state Fragments stand for its part of the memory; and with `dtypes`, of what is stepped in
+        the place of each parameter, where that has another.
+        """
+        return optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the strategy itself counts, beside modules and optimizers: numbers and small tensors, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what `state_dict` gave. Another strategy may have saved it: what it does not know it leaves alone."""
+
+    def whole_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state with whole tensors on every rank; where they are sharded, every rank must call it."""
+        state = module.state_dict().items()
+        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """The module's whole tensors, on rank 0 at least; where they are sharded, every rank must call it."""

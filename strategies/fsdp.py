@@ -204,7 +204,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         policy = self.settings["mp_policy"] or policy_of(self.precision)
         earlier = module.__dict__.get("_leyden_plan")
         if earlier is not None:
-            earlier.check_same(policy)
+            earlier.check_same(policy, self.precision.form)
             self.plan = earlier
             restart(roots)
         else:
@@ -221,7 +221,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
-        self.precision.convert_module(module)
+        self.precision.convert_for_shards(module)
         groups = choose(module, settings["auto_wrap_policy"], ignored)
         again = settings["activation_checkpointing_policy"]
         checkpointed = checkpoint_activations(module, groups if again is True else again)
@@ -237,6 +237,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             reshard=settings["reshard_after_forward"],
             ignored=ignored,
             values=self._values,
+            before=self.precision.before_sharding,
             source=self.host_group if settings["sync_module_states"] and self.world_size > 1 else None,
         ).apply([*parts, *roots])
         if roots != [module]:
@@ -246,7 +247,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         if settings["forward_prefetch"]:
             prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
         self._replaced.after(module, before)
-        self.plan = Plan.of(module, groups, checkpointed, policy, tuple(self.device_mesh.shape))
+        shape, form = tuple(self.device_mesh.shape), self.precision.form
+        self.plan = Plan.of(module, groups, checkpointed, policy, shape, form)
         module.__dict__["_leyden_plan"] = self.plan
 
     def _reshard_roots(self) -> None:

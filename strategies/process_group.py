@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing.util
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -79,7 +80,7 @@ class ProcessGroupStrategy(Strategy):
             ConfigurationError: if the device cannot be had, or ranks are started already, and not as many.
         """
         place, given = self.place, parse_devices(devices) is not None or self._own_devices is not None
-        plan = self._own_devices or find_devices(accelerator, devices)
+        plan = self._own_devices or self._plan_devices(accelerator, devices)
         self.num_nodes = self._own_nodes or num_nodes
         if plan[0].type == "mps":
             raise ConfigurationError("several ranks need accelerator='cpu' or 'cuda': MPS has one device.")
@@ -104,6 +105,10 @@ class ProcessGroupStrategy(Strategy):
                 )
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
+
+    def _plan_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
+        """The devices of this machine's ranks that the Trainer's arguments mean."""
+        return find_devices(accelerator, devices)
 
     def join(self, place: RankEnvironment | None) -> None:
         """Takes a place among ranks that were started after this strategy was made."""
@@ -162,6 +167,13 @@ class ProcessGroupStrategy(Strategy):
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
+        self._init_group(backend)
+        # atexit would not do: multiprocessing ends its children without it.
+        multiprocessing.util.Finalize(None, _leave, exitpriority=100)
+        if self.world_size > 1:
+            _watch(self.global_rank, self.world_size)
+
+    def _init_group(self, backend: str) -> None:
         place = self.place
         arguments: dict[str, Any] = {}
         if place is None:
@@ -175,10 +187,6 @@ class ProcessGroupStrategy(Strategy):
             arguments = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
         bound = self.root_device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, **arguments)
-        # atexit would not do: multiprocessing ends its children without it.
-        multiprocessing.util.Finalize(None, _leave, exitpriority=100)
-        if self.world_size > 1:
-            _watch(self.global_rank, self.world_size)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
@@ -225,6 +233,22 @@ class ProcessGroupStrategy(Strategy):
 
     def any(self, flag: bool) -> bool:
         return self.exchange_flags([flag])()[0]
+
+    def aborts_on_shapes(self, group: Any = None) -> bool:
+        return bool(dist.get_backend(group) == "gloo")
+
+    def differing(self, what: str, group: Any = None) -> list[str]:
+        within = self.host_group if group is None else group
+        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+        device = self.root_device if dist.get_backend(within) == "nccl" else torch.device("cpu")
+        ends = torch.tensor([digest, -digest], device=device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=within)
+        largest, smallest = ends.tolist()
+        if largest == -smallest:
+            return []
+        found: list[Any] = [None] * dist.get_world_size(within)
+        dist.all_gather_object(found, what, group=within)
+        return found
 
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         sent = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)

@@ -11,7 +11,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import Precision
 
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "tpu")
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xla", "tpu")
 
 
 def find_device(accelerator: str = "auto", index: int = 0) -> torch.device:
@@ -26,9 +26,9 @@ def find_device(accelerator: str = "auto", index: int = 0) -> torch.device:
     """
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"accelerator={accelerator!r} is not known. {nearest(accelerator, ACCELERATORS)}")
-    if accelerator == "tpu":
+    if accelerator in ("xla", "tpu"):
         raise ConfigurationError(
-            "accelerator='tpu' needs strategy='xla' and torch_xla, which this process does not have."
+            f"accelerator={accelerator!r} needs a strategy that runs on XLA: use strategy='xla' or 'xla_fsdp'."
         )
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if accelerator in ("auto", "gpu"):

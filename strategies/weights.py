@@ -47,13 +47,21 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
         raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
 
 
-def fill_weights(module: nn.Module, reader: WeightReader, strict: bool = True) -> None:
+def fill_weights(
+    module: nn.Module, reader: WeightReader, strict: bool = True, places: Mapping[str, Any] | None = None
+) -> None:
     """Reads weights into a module in place, so that no rank ever holds more than its part of a sharded one.
+
+    Args:
+        module: whose weights they are.
+        reader: of the checkpoint.
+        strict: every name must be there, and no other.
+        places: where each is read to, with the names of the module's state dict, which it is if left out.
 
     Raises:
         ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
     """
-    state, saved = module.state_dict(), reader.names()
+    state, saved = module.state_dict() if places is None else places, reader.names()
     missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
     if strict and (missing or unexpected):
         found = [f"Missing: {', '.join(missing)}."] if missing else []

@@ -60,12 +60,11 @@ def check_optimizers(trainer: Trainer) -> None:
     lines = []
     for number, optimizer in enumerate(trainer.optimizers):
         lines.append(f"optimizer {number} of type {type(optimizer).__name__}")
-        for group in optimizer.param_groups:
+        owned = trainer.strategy.parameter_groups(optimizer)
+        for group, parameters in zip(optimizer.param_groups, owned, strict=True):
             options = ", ".join(f"{key}={_option(value)}" for key, value in sorted(group.items()) if key != "params")
             lines.append(f"a group of optimizer {number} with {options}")
-            lines += [
-                f"the parameter {names.get(id(p), 'of no module')} in optimizer {number}" for p in group["params"]
-            ]
+            lines += [f"the parameter {names.get(id(p), 'of no module')} in optimizer {number}" for p in parameters]
     lines += [f"the scheduler {type(config.scheduler).__name__}" for config in trainer.lr_scheduler_configs]
     agree(trainer.strategy, lines, "Every rank must make the same optimizers in configure_optimizers.")
 

@@ -162,7 +162,25 @@ def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
     if strategy not in SEVERAL:
         return strategy
     module, name, arguments = SEVERAL[strategy]
-    return getattr(importlib.import_module(module), name)(**{**arguments, **options})
+    kind = getattr(importlib.import_module(module), name)
+    return (
+        kind.from_accelerate(options, **arguments) if hasattr(kind, "from_accelerate") else kind(**arguments, **options)
+    )
+
+
+def with_recipe(precision: Any, environ: Mapping[str, str] | None = None) -> Any:
+    """The precision itself; where it is "fp8" by name, which leaves the recipe open, the one that the launch describes.
+
+    Args:
+        precision: a name or a Precision.
+        environ: the variables; those of this process if left out.
+    """
+    launched = read_launched(environ)
+    if launched is None or not launched.fp8 or precision != "fp8":
+        return precision
+    from leyden.strategies.precision.fp8_config import precision_of_config
+
+    return precision_of_config(launched.fp8)
 
 
 def as_launched(model: Any, environ: Mapping[str, str] | None = None) -> Any:

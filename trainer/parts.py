@@ -20,7 +20,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
 from leyden.trainer.hooks import overrides
-from leyden.trainer.launched import as_launched
+from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -39,8 +39,8 @@ def precision_of(arguments: Arguments) -> Any:
     if plugins:
         return plugins[0]
     if isinstance(arguments.strategy, Strategy):
-        return arguments.precision
-    return arguments.precision if arguments.precision is not None else "32-true"
+        return with_recipe(arguments.precision)
+    return with_recipe(arguments.precision) if arguments.precision is not None else "32-true"
 
 
 def build_callbacks(arguments: Arguments) -> list[Callback]:

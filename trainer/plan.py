@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.settings import RunSettings
+from leyden.trainer.hooks import overrides
+from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -27,7 +30,8 @@ def five_lines(trainer: Trainer, start: str) -> str:
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
     total = str(sum(sizes) * readers * accumulated) if sizes else "?"
-    details = f": {strategy.details}" if strategy.details else ""
+    told = [text for text in (strategy.details, strategy.precision.describe(strategy.modules)) if text]
+    details = f": {', '.join(told)}" if told else ""
     folder = trainer.log_dir or trainer.default_root_dir
     return "\n".join(
         (
@@ -37,6 +41,29 @@ def five_lines(trainer: Trainer, start: str) -> str:
             f"run folder  {folder}",
             f"start       {start}",
         )
+    )
+
+
+def settings_of(trainer: Trainer, optimizers: int | None = None, loader: Any = None) -> RunSettings:
+    """What a run asks for, for a strategy that has settings of its own.
+
+    Args:
+        trainer: before a fit its module is a blank one.
+        optimizers: how many there are, once they are made.
+        loader: of the training data, once it is loaded.
+    """
+    accumulation, module = trainer.accumulation, trainer.module
+    lengths = [1] if accumulation is None else list(set(accumulation.scheduling.values()))
+    sizes = _batch_sizes(loader)
+    return RunSettings(
+        accumulation=lengths[0] if len(lengths) == 1 else None,
+        clip_value=trainer.arguments.gradient_clip_val,
+        clip_algorithm=trainer.arguments.gradient_clip_algorithm,
+        batch_size=sizes[0] if len(sizes) == 1 else None,
+        manual=not module.automatic_optimization,
+        own_backward=overrides(module, "backward", TrainModule),
+        optimizers=optimizers,
+        schedulers=None if optimizers is None else len(trainer.lr_scheduler_configs),
     )
 
 

@@ -14,7 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import differences, ending, launching, plan
+from leyden.trainer import debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
@@ -63,8 +63,8 @@ class Trainer(TrainerView):
         devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
             started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
-        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", a short name (`no fp32 fp16 bf16 16
-            32 64`) or a `Precision`. Default "32-true".
+        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine", a
+            short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default "32-true".
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
         plugins: a `Precision`, as another way to give it.
@@ -194,9 +194,11 @@ class Trainer(TrainerView):
         self._fit = None
         self._kept: dict[str, Any] | None = None
         self._start = "anew"
+        self._writer_folder = None
         self.sources = Sources(self)
         self.hooks = Hooks((), self, self.module, TrainModule)
         self.logs = Logs(self.hooks)
+        self.strategy.check_settings(plan.settings_of(self))
 
     # what users call --------------------------------------------------------------------------------------------------
     def fit(
@@ -416,6 +418,8 @@ class Trainer(TrainerView):
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
         self.strategy.setup_environment()
+        if debugging.is_debugging():
+            debugging.begin(self.accelerator, self.accumulation.length(0) if self.accumulation is not None else 1)
         reader, self._start = checkpoints.open_reader(self, goal)
         check_steps(module, stage)
         if datamodule is not None:
@@ -438,8 +442,11 @@ class Trainer(TrainerView):
         """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
         if self._kept is None:
             optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
+            self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)
+            made = self.strategy.make_schedulers()
+            self.lr_scheduler_configs += [SchedulerConfig(scheduler, "step") for scheduler in made]
             self.accelerator.check_parameters([self.module])
             differences.check_optimizers(self)
         else:
@@ -463,9 +470,18 @@ class Trainer(TrainerView):
         return restored
 
     def announce(self) -> None:
-        """The five lines, once the training data is there."""
-        if not self.arguments.barebones:
+        """The five lines, once the training data is there; and the ranks that do not write are told where the first one does."""
+        barebones = self.arguments.barebones
+        if self.world_size > 1 and not barebones:
+            if self.log_dir is None and self.is_global_zero:
+                for logger in self.loggers:
+                    # W&B names its folder when its run begins.
+                    _ = logger.experiment
+            self._writer_folder = self.strategy.broadcast(self.log_dir)
+        if not barebones:
             self.print(plan.five_lines(self, self._start))
+        if debugging.is_debugging():
+            debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
 
     def _finish_fit(self, loop: FitLoop) -> None:
         """Keeps what `ckpt_path="current"` goes on from."""

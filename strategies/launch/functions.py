@@ -34,7 +34,8 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
     """Calls `function(*args)` on so many ranks of this machine.
 
     Args:
-        start_method: "spawn" (everything is pickled, the script's module imported anew), "fork" or "notebook" (both fork).
+        start_method: "spawn" (everything is pickled, the script's module imported anew), "fork" or "notebook" (both fork), or
+            "xla", by torch_xla, which counts its devices itself.
         count: ranks.
         function: called on each, with the variables of its rank set.
         *args: its arguments.
@@ -46,20 +47,24 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
         ConfigurationError: if CUDA is in use already, and would have to be forked.
         BaseException: the error of the first rank that failed.
     """
+    if start_method == "xla":
+        from leyden.strategies.launch.xla import run_on_devices
+
+        return run_on_devices(function, *args)
     if start_method != "spawn":
         _check_fork()
     handed: Any = (function, args)
     if start_method == "spawn":
         # As bytes: multiprocessing would give every rank the same memory for the module's parameters, and all would step in it.
         try:
-            handed = _packed(handed)
+            handed = packed(handed)
         except Exception as error:
             raise ConfigurationError(
                 f"start_method='spawn' must pickle the Trainer, the module and the loaders, and could not: {error}. Define classes "
                 "and functions at the top of a file that can be imported, or use strategy='ddp_fork'."
             ) from error
     context: Any = multiprocessing.get_context("spawn" if start_method == "spawn" else "fork")
-    port = _free_port()
+    port = free_port()
     ranks: list[tuple[Any, Any]] = []
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
@@ -81,7 +86,8 @@ def _check_fork() -> None:
         )
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -183,7 +189,7 @@ def _rank(sender: Any, rank: int, count: int, port: int, starter: str, handed: A
     try:
         function, args = torch.load(io.BytesIO(handed), weights_only=False) if isinstance(handed, bytes) else handed
         value = function(*args)
-        answer = ("returned", _packed(value) if rank == 0 else None)
+        answer = ("returned", packed(value) if rank == 0 else None)
     except SystemExit:
         raise
     except BaseException as error:
@@ -195,7 +201,8 @@ def _rank(sender: Any, rank: int, count: int, port: int, starter: str, handed: A
     sender.close()
 
 
-def _packed(value: Any) -> bytes:
+def packed(value: Any) -> bytes:
+    """What a rank is handed, or gives back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -204,7 +211,7 @@ def _packed(value: Any) -> bytes:
 def _pack(error: BaseException) -> bytes | None:
     """The error itself, if it survives the way."""
     try:
-        data = _packed(error)
+        data = packed(error)
         torch.load(io.BytesIO(data), weights_only=False)
     except Exception:
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.strategies.precision.base import Precision
+from leyden.strategies.precision.fp8 import Float8Precision
 from leyden.strategies.precision.true import DoublePrecision, HalfPrecision
 
 ALIASES = {
@@ -16,7 +17,7 @@ ALIASES = {
     "fp16": "16-mixed",
     "bf16": "bf16-mixed",
 }
-NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true")
+NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine")
 
 
 def find_precision(precision: str | int | Precision | None) -> Precision:
@@ -27,6 +28,7 @@ def find_precision(precision: str | int | Precision | None) -> Precision:
 
     Raises:
         ConfigurationError: if the name is unknown; names the nearest.
+        MissingExtraError: if it needs a package that is not installed.
 
     Example:
         >>> find_precision("bf16").name
@@ -44,7 +46,22 @@ def find_precision(precision: str | int | Precision | None) -> Precision:
         return MixedPrecision("16" if name.startswith("16") else "bf16")
     if name in ("16-true", "bf16-true"):
         return HalfPrecision("16" if name.startswith("16") else "bf16")
+    if name == "fp8":
+        return Float8Precision()
+    if name == "transformer-engine":
+        from leyden.strategies.precision.transformer_engine import TransformerEnginePrecision
+
+        return TransformerEnginePrecision()
     raise ConfigurationError(f"precision={precision!r} is not known. {nearest(name, (*NAMES, *ALIASES))}")
 
 
-__all__ = ["ALIASES", "NAMES", "DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision", "find_precision"]
+__all__ = [
+    "ALIASES",
+    "NAMES",
+    "DoublePrecision",
+    "Float8Precision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+    "find_precision",
+]

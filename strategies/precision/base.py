@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -26,6 +26,8 @@ class Precision:
     """Opens the context of a forward pass; None where there is none, which costs nothing."""
     may_skip: bool = False
     """True where a step can be skipped (a gradient scaler found inf or nan)."""
+    form: str = ""
+    """How layers of a module were changed by `convert_module`, beyond their dtype: two runs of it must agree on that."""
     scales_loss: bool = False
     """True where `scale_loss` has work to do: in a class that overrides it."""
 
@@ -44,8 +46,19 @@ class Precision:
         return nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Gives parameters and buffers their dtype, in place."""
-        return module
+        """Gives parameters and buffers their dtype, and layers the form in which they compute, in place."""
+        return restore_layers(module)
+
+    def convert_for_shards(self, module: nn.Module) -> nn.Module:
+        """The same for a module whose parameters will be sharded (FSDP)."""
+        return self.convert_module(module)
+
+    def before_sharding(self, owner: nn.Module, name: str) -> None:
+        """A parameter of such a module has its values and is about to be sharded: it may take another form."""
+
+    def describe(self, modules: Sequence[nn.Module]) -> str:
+        """What else fit prints of the precision, once modules are set up; empty where there is nothing to tell."""
+        return ""
 
     def convert_input(self, batch: T) -> T:
         """Gives the floating tensors of a batch their dtype."""
@@ -77,6 +90,17 @@ class Precision:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` gave."""
+
+
+def restore_layers(module: nn.Module) -> nn.Module:
+    """Gives layers back the class that they had before an earlier run made them compute in another precision, in place."""
+    for part in module.modules():
+        plain = vars(part).pop("_leyden_plain", None)
+        if plain is not None:
+            part.__class__, settings = plain
+            for name in settings:
+                vars(part).pop(name, None)
+    return module
 
 
 class DefaultDtype(AbstractContextManager[None]):

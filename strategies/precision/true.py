@@ -10,7 +10,7 @@ from torch import nn
 
 from leyden.strategies.batch import convert_floats
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.precision.base import DefaultDtype, Precision
+from leyden.strategies.precision.base import DefaultDtype, Precision, restore_layers
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class TruePrecision(Precision):
         return DefaultDtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module.to(self.dtype)
+        return restore_layers(module).to(self.dtype)
 
     def convert_input(self, batch: T) -> T:
         return convert_floats(batch, self.dtype)

@@ -26,6 +26,7 @@ class Plan:
         dtypes: of the shards, by number of parameters.
         policy: in which dtypes parameters are gathered and gradients reduced.
         mesh: sizes, (shard,) or (replicate, shard).
+        form: how layers compute, where the precision has changed them.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -34,6 +35,7 @@ class Plan:
     dtypes: dict[torch.dtype, int] = field(default_factory=dict)
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     mesh: tuple[int, ...] = ()
+    form: str = ""
 
     @classmethod
     def of(
@@ -43,12 +45,13 @@ class Plan:
         checkpointed: list[str],
         policy: MixedPrecisionPolicy,
         mesh: tuple[int, ...],
+        form: str,
     ) -> Plan:
         kinds = {name: type(module.get_submodule(name)).__name__.removeprefix("FSDP") for name in sorted(groups.names)}
         dtypes: Counter[torch.dtype] = Counter()
         for parameter in module.parameters():
             dtypes[parameter.dtype] += parameter.numel()
-        return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh)
+        return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh, form)
 
     def line(self) -> str:
         """The plan in a line, for the summary at the start of fit."""
@@ -71,15 +74,18 @@ class Plan:
             parts.append(f"{len(self.left)} left in the root, being tied")
         return ", ".join(parts)
 
-    def check_same(self, policy: MixedPrecisionPolicy) -> None:
-        """Refuses a second run of a module in other dtypes than those it was sharded with.
+    def check_same(self, policy: MixedPrecisionPolicy, form: str) -> None:
+        """Refuses a second run of a module in other dtypes or layers than those it was sharded with.
 
         Raises:
             ConfigurationError: says which.
         """
-        if policy != self.policy:
+        if policy != self.policy or form != self.form:
+            before, now = (
+                f"{kind}{', ' + how if how else ''}" for kind, how in ((self.policy, self.form), (policy, form))
+            )
             raise ConfigurationError(
-                f"the module was sharded by an earlier run with {self.policy}, and this one asks for {policy}: use the same "
+                f"the module was sharded by an earlier run with {before}, and this one asks for {now}: use the same "
                 "precision, or a new module that loads the checkpoint."
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,7 @@ class Sharding:
         ignored: parameters that stay whole.
         source: the group in which rank 0's values are given to all; None leaves each rank its own.
         values: of the tensors on the meta device.
+        before: told of each module and parameter name when it has its values and is about to be sharded.
     """
 
     mesh: DeviceMesh
@@ -44,6 +45,7 @@ class Sharding:
     ignored: set[nn.Parameter] = field(default_factory=set)
     source: Any = None
     values: Values = field(default_factory=Values)
+    before: Callable[[nn.Module, str], None] | None = None
 
     def apply(self, parts: Iterable[nn.Module]) -> None:
         """Shards the parts; those that stand in others come first."""
@@ -58,6 +60,9 @@ class Sharding:
         if self.source is not None:
             self._take_values(places)
         self._check_dtypes(part, places)
+        for module, name in places:
+            if self.before is not None and name in module._parameters:
+                self.before(module, name)
         fully_shard(
             part,
             mesh=self.mesh,

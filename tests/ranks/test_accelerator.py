@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from ranks.world import run_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import TrainModule
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,12 +38,20 @@ def plain(tensors: Any) -> list[Any]:
     return [tensor.detach().tolist() for tensor in tensors]
 
 
-def by_accelerator(precision: str, accumulation: int, strategy: str = "auto") -> list[Any]:
-    from leyden import Accelerator
+def by_accelerator(
+    precision: str, accumulation: int, strategy: str = "auto", init_scale: float = 2.0**16
+) -> tuple[list[Any], int]:
+    """The weights, and how many steps the scaler skipped."""
+    from leyden import Accelerator, GradScalerKwargs
 
     accelerator = Accelerator(
-        cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, strategy=strategy
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        strategy=strategy,
+        kwargs_handlers=[GradScalerKwargs(init_scale=init_scale)],
     )
+    skips = 0
     model, optimizer = build()
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(), 2))
     for _ in range(2):
@@ -52,7 +64,9 @@ def by_accelerator(precision: str, accumulation: int, strategy: str = "auto") ->
                     accelerator.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
                 optimizer.zero_grad()
-    return plain(accelerator.get_state_dict(model).values())
+            if accelerator.sync_gradients:
+                skips += accelerator.optimizer_step_was_skipped
+    return plain(accelerator.get_state_dict(model).values()), skips
 
 
 def by_hand(precision: str, accumulation: int) -> list[Any]:
@@ -85,7 +99,7 @@ def by_hand(precision: str, accumulation: int) -> list[Any]:
 @pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 3), ("bf16", 2), ("fp16", 3)])
 def test_weights_are_those_of_hand_written_ddp(precision: str, accumulation: int) -> None:
     ours, theirs = run_world(2, by_accelerator, precision, accumulation), run_world(2, by_hand, precision, accumulation)
-    assert ours == theirs
+    assert [weights for weights, _ in ours] == theirs
 
 
 def gathered(even: bool, split: bool) -> dict[str, Any]:
@@ -237,17 +251,20 @@ def test_a_resume_on_ranks_goes_on_exactly(tmp_path: Path, stop: int) -> None:
         assert weights == whole[rank][1]
 
 
-def by_fully_shard(accumulation: int) -> list[Any]:
+def by_fully_shard(precision: str, accumulation: int, init_scale: float) -> list[Any]:
+    """As torch's own recipe: whole-precision shards, gathered in half precision, autocast, one scaler."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
-    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+    rank, mesh, dtype = dist.get_rank(), init_device_mesh("cpu", (2,)), DTYPES[precision]
     model, _ = build()
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    reduced = None if dtype is None else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
     data = numbers()
     for _ in range(2):
         for index in range(4):
@@ -255,11 +272,14 @@ def by_fully_shard(accumulation: int) -> list[Any]:
             length = min(accumulation, 4 - index // accumulation * accumulation)
             closes = (index + 1) % accumulation == 0 or index == 3
             model.set_requires_gradient_sync(closes)  # type: ignore[operator]
-            loss = F.mse_loss(model(x), y)
-            (loss / length if length > 1 else loss).backward()
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                loss = F.mse_loss(model(x), y)
+            scaler.scale(loss / length if length > 1 else loss).backward()
             if closes:
+                scaler.unscale_(optimizer)
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                optimizer.step()
+                scaler.step(optimizer)
+                scaler.update()
                 optimizer.zero_grad()
     found = plain(p.full_tensor() for p in model.parameters())
     del model, optimizer
@@ -267,9 +287,15 @@ def by_fully_shard(accumulation: int) -> list[Any]:
     return found
 
 
-def test_weights_are_those_of_hand_written_fsdp() -> None:
-    ours, theirs = run_world(2, by_accelerator, "no", 3, "fsdp"), run_world(2, by_fully_shard, 3)
-    assert ours == theirs
+@pytest.mark.parametrize(
+    ("precision", "accumulation", "init_scale"),
+    [("no", 1, 1.0), ("no", 3, 1.0), ("bf16", 1, 1.0), ("bf16", 3, 1.0), ("fp16", 3, 2.0**10), ("fp16", 1, 2.0**30)],
+)
+def test_weights_are_those_of_hand_written_fsdp(precision: str, accumulation: int, init_scale: float) -> None:
+    ours = run_world(2, by_accelerator, precision, accumulation, "fsdp", init_scale)
+    theirs = run_world(2, by_fully_shard, precision, accumulation, init_scale)
+    assert [weights for weights, _ in ours] == theirs
+    assert all((skips > 0) == (init_scale > 2.0**20) for _, skips in ours)
 
 
 def fsdp_state(folder: str) -> tuple[list[Any], list[Any], list[str]]:
@@ -325,12 +351,31 @@ class Stream(torch.utils.data.IterableDataset[Any]):
         yield from (torch.tensor([float(number)]) for number in range(self.count))
 
 
+class SplitStream(Stream):
+    """As torch asks for it: each worker process reads its own part."""
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        yield from (torch.tensor([float(number)]) for number in range(first, self.count, step))
+
+
 def streamed() -> dict[str, Any]:
     from leyden import Accelerator, DataLoaderConfiguration, LocalSGD, find_executable_batch_size
 
     found: dict[str, Any] = {}
     for name, config, loader in (
         ("stream", DataLoaderConfiguration(), DataLoader(Stream(9), 2)),
+        (
+            "workers",
+            DataLoaderConfiguration(),
+            DataLoader(SplitStream(9), 2, num_workers=2, multiprocessing_context="fork"),
+        ),
+        (
+            "batches",
+            DataLoaderConfiguration(),
+            DataLoader(SplitStream(9), None, num_workers=1, multiprocessing_context="fork"),
+        ),
         ("own", DataLoaderConfiguration(even_batches=False), DataLoader(Stream(7), 2)),
         ("dispatched", DataLoaderConfiguration(dispatch_batches=True), DataLoader(Stream(9), 2)),
         ("split", DataLoaderConfiguration(dispatch_batches=True, split_batches=True), DataLoader(Stream(9), 4)),
@@ -382,8 +427,11 @@ def test_streams_lists_and_data_that_rank_0_hands_out() -> None:
     assert second["split"][0] == [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
     assert (first["list"][0], second["list"][0]) == ([[0.0], [2.0], [4.0]], [[1.0], [3.0], [0.0]])
     for found in (first, second):
-        for name in ("stream", "dispatched", "split"):
+        for name in ("stream", "batches", "dispatched", "split"):
             assert found[name][1] == [float(number) for number in range(9)], name
+        # Each worker's part of the stream has an end of its own.
+        assert found["workers"][1] == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0, 8.0]
+        assert found["list"][1] == [float(number) for number in range(5)]
         assert sorted(found["seeded"][1]) == list(range(8))
         assert found["sizes"] == [8, 4, 2]
     assert first["seeded"][1] == second["seeded"][1]
@@ -398,9 +446,12 @@ def mismatched(kind: str) -> str:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     accelerator.gather(torch.ones(2))
-    if kind == "missing" and rank == 1:
+    model, _ = accelerator.prepare(*build())
+    if kind in ("missing", "backward") and rank == 1:
         return "left"
     try:
+        if kind == "backward":
+            accelerator.backward(model(torch.ones(1, 4)).sum())
         if kind == "other" and rank == 1:
             accelerator.reduce(torch.ones(2))
         dtype = torch.float64 if kind == "dtype" and rank == 1 else torch.float32
@@ -429,11 +480,50 @@ def test_debug_mode_names_a_mismatch(kind: str, words: list[str]) -> None:
         assert all(word in message for word in words), message
 
 
-def test_debug_mode_names_a_rank_that_is_missing() -> None:
+@pytest.mark.parametrize(("kind", "name"), [("missing", "gather"), ("backward", "backward")])
+def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
     environ = {"ACCELERATE_DEBUG_MODE": "true", "LEYDEN_DEBUG_TIMEOUT": "3"}
-    first, second = run_world(2, mismatched, "missing", environ=environ, timeout=30)
-    assert "rank 0 came to gather at " in first and "rank 1 did not within 3 s" in first
+    first, second = run_world(2, mismatched, kind, environ=environ, timeout=30)
+    assert f"rank 0 came to {name} at " in first and "rank 1 did not within 3 s" in first
     assert second == "left"
+
+
+class Gathering(TrainModule):
+    """Gathers in its step what has another shape on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(torch.ones(2 + batch_idx * self.global_rank))
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def debugged_fit(folder: str) -> None:
+    from leyden import Trainer
+
+    sys.stderr = open(f"{folder}/{os.environ['RANK']}.txt", "w", buffering=1)  # noqa: SIM115
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, accumulate_grad_batches=2, **quiet)
+    trainer.fit(Gathering(), DataLoader(numbers(), 4))
+
+
+def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
+    found = run_world(2, debugged_fit, str(tmp_path), environ=DEBUG, timeout=30, may_fail=True)
+    for rank in range(2):
+        told = (tmp_path / f"{rank}.txt").read_text()
+        facts = f"rank {rank} of 2 (local {rank}), device cpu, strategy ddp, precision 32-true, accumulation 2"
+        assert f"leyden: {facts}" in told
+        assert f"leyden: rank {rank}: loader of 2 batches by RankBatches, batch_size 4" in told
+    # The first error wins: the other rank may have been ended by it.
+    messages = [entry for entry in found if isinstance(entry, str)]
+    assert messages
+    for message in messages:
+        assert "rank 0: all_gather(float32[2]) at " in message and "rank 1: all_gather(float32[3]) at " in message
 
 
 def generative(by_leyden: bool) -> list[Any]:

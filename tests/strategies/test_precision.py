@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.strategies import SingleDeviceStrategy
-from leyden.strategies.precision import ALIASES, NAMES, MixedPrecision, Precision, find_precision
+from leyden.strategies.precision import ALIASES, MixedPrecision, Precision, find_precision
 
 # Name: dtype of parameters, of inputs, of the forward pass's result, of a tensor made in the step.
 FLOAT, DOUBLE, HALF, BRAIN = torch.float32, torch.float64, torch.float16, torch.bfloat16
@@ -57,7 +57,7 @@ def quiet(tmp_path: Any) -> dict[str, Any]:
 BATCHES = [(torch.ones(2, 4), torch.arange(2)) for _ in range(3)]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DTYPES)
 def test_the_dtypes_of_every_precision(quiet: Any, name: str) -> None:
     module = Looking()
     trainer = Trainer(**quiet, precision=name)

@@ -197,6 +197,8 @@ def compose(trainer: Trainer) -> dict[str, Any]:
 def check_composable(trainer: Trainer) -> dict[str, Any]:
     """Finds before the first step what the first save would refuse; gives back what it composed."""
     state = compose(trainer)
+    for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
+        trainer.strategy.saved_form(optimizer)
     for name, tree in state.items():
         check_encodable(tree, where=name)
     return state
@@ -227,7 +229,8 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
         else:
             state = compose(trainer)
             names = parameter_names(trainer.module)
-            strategy.save(writer, trainer.module, [to_named(optimizer, names) for optimizer in trainer.optimizers])
+            optimizers = [strategy.saved_form(optimizer) for optimizer in trainer.optimizers]
+            strategy.save(writer, trainer.module, [to_named(optimizer, names) for optimizer in optimizers])
             writer.state("schedulers", _schedulers(trainer))
             writer.state("callbacks", state["callbacks"])
             writer.state("user", state["user"])
@@ -246,6 +249,7 @@ def _schedulers(trainer: Trainer) -> dict[str, Any]:
     return {
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": trainer.strategy.precision.state_dict(),
+        "strategy": trainer.strategy.state_dict(),
     }
 
 
@@ -274,33 +278,37 @@ class Saved:
     user: dict[str, Any] | None = None
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     schedulers: dict[str, Any] | None = None
-    optimizers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    optimizers: list[dict[str, Any]] | None = None
     progress: Progress | None = None
     rank: dict[str, Any] | None = None
+    reader: Reader | None = None
+    """For what cannot be read before the optimizers are set up."""
 
 
 def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
     """Reads everything at once, so that a file which is not what it should be is found before anything has changed."""
     if isinstance(reader, ForeignWeights):
-        return Saved()
+        return Saved(reader=reader)
     fits, whole = trainer.state.stage == "fit", reader.has("user")
     template = _template(trainer) if fits and whole else {}
     user = reader.state("user", like=template.get("user")) if whole else None
     if not fits or goal.parts == {"weights"}:
-        return Saved(user)
+        return Saved(user, reader=reader)
     if not whole:
         raise CheckpointError(
             reader.path,
             "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
         )
     steps = "optimizers" in goal.parts
+    parts = trainer.strategy.state_parts(trainer.module)
     return Saved(
         user,
         reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {},
         reader.state("schedulers") if steps else None,
-        reader.optimizers(like=dict(trainer.module.named_parameters())) if steps else [],
+        reader.optimizers(like=parts) if steps and parts is not None else None,
         Progress.from_dict(reader.progress()) if "progress" in goal.parts else None,
         read_rank(reader, trainer.strategy, trainer.module),
+        reader,
     )
 
 
@@ -343,10 +351,15 @@ def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | 
     Returns:
         What the fit loop takes: loader state, sums of logged values and random numbers; None to begin anew.
     """
+    if saved.reader is not None and "weights" in goal.parts:
+        trainer.strategy.load_masters(saved.reader, trainer.module)
     if saved.rank is None:
         return None
     if saved.schedulers is not None:
-        _restore_optimizers(trainer, saved.optimizers, saved.schedulers)
+        optimizers = saved.optimizers
+        if optimizers is None and isinstance(saved.reader, CheckpointReader):
+            optimizers = saved.reader.optimizers(like=trainer.strategy.state_parts(trainer.module))
+        _restore_optimizers(trainer, optimizers or [], saved.schedulers)
     if saved.progress is not None:
         for field in dataclasses.fields(Progress):
             setattr(trainer.progress, field.name, getattr(saved.progress, field.name))
@@ -374,5 +387,6 @@ def _restore_optimizers(trainer: Trainer, saved: list[dict[str, Any]], state: di
         config.scheduler.load_state_dict(scheduler_state)
     names = parameter_names(trainer.module)
     for optimizer, optimizer_state in zip(optimizers, saved, strict=True):
-        from_named(optimizer, optimizer_state, names)
+        from_named(trainer.strategy.saved_form(optimizer), optimizer_state, names)
     trainer.strategy.precision.load_state_dict(state["precision"])
+    trainer.strategy.load_state_dict(state.get("strategy", {}))

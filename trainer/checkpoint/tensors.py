@@ -60,7 +60,18 @@ def local_part(tensor: Any) -> Tensor:
     if isinstance(tensor, Fragment):
         return tensor.flat
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
-    return local
+    # A shard that is cast before it is gathered (fp8) holds its memory within.
+    within: Tensor | None = getattr(local, "_tensor", None)
+    return local if within is None else within
+
+
+def address_of(tensor: Tensor) -> int:
+    """Where a tensor begins in memory. XLA's have no address; what is one tensor there has one number of XLA's own."""
+    if tensor.device.type == "xla":
+        from leyden.strategies.spmd.moving import number
+
+        return number(tensor)
+    return tensor.data_ptr()
 
 
 def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
@@ -140,6 +151,9 @@ def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     """
     dtype, shape = dtype_named(spec["dtype"]), _sizes(spec["shape"])
     layout = spec.get("layout")
+    if "" in parts and is_sharded(parts[""]):
+        # Read to where it belongs, in the dtype and order of the memory there.
+        return parts[""]
     if layout is None:
         tensor = _from_stored(parts[""], dtype, shape)
         if "strides" in spec:
@@ -356,8 +370,10 @@ def _shared_groups(tensors: list[Tensor]) -> list[list[int]]:
     buckets: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         plain = tensor.layout is torch.strided and not is_sharded(tensor)
-        if plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            owner: tuple[Any, ...] = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
+        if plain and tensor.device.type == "xla":
+            owner: tuple[Any, ...] = (tensor.device, tensor.dtype, address_of(tensor))
+        elif plain and tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+            owner = (tensor.device, tensor.dtype, tensor.untyped_storage().data_ptr())
         else:
             owner = (id(tensor),)
         buckets.setdefault(owner, []).append(index)

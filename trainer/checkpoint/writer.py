@@ -41,6 +41,7 @@ from leyden.trainer.checkpoint.safefile import entry_of, write_file, write_tenso
 from leyden.trainer.checkpoint.shards import Table, file_name, spread, whole_table
 from leyden.trainer.checkpoint.tensors import (
     TensorCollector,
+    address_of,
     check_tensor,
     dtype_named,
     is_sharded,
@@ -434,7 +435,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
         return (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.shape)
     if tensor.layout is not torch.strided or not tensor.numel():
         return (id(tensor),)
-    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    place = (tensor.device, address_of(tensor), tensor.dtype, tensor.is_conj(), tensor.is_neg())
     return (*place, tensor.shape, tensor.stride())
 
 

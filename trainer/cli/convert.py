@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ NOT_TAKEN = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_s
 def command(file: str, out: str | None, trust: bool, model: int | None, prefix: str | None) -> None:
     """Take the weights and hyperparameters of FILE, and write them to OUT as a checkpoint.
 
-    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state, or a file of a state dict. Optimizers, schedulers and
+    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file of a state dict. Optimizers, schedulers and
     random numbers are not taken: others save them by the order of parameters and objects, not by name. Train on with
     fit(ckpt_path=OUT, restore="weights").
     """
@@ -116,18 +119,19 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
             files.setdefault(int(found[1] or 0), []).append(path)
     others = [path.name for path in sorted(source.iterdir()) if path.name.startswith(NOT_TAKEN)]
     sharded = [path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()]
-    if not files and not sharded:
+    zero = _zero_folders(source)
+    if not files and not sharded and not zero:
         raise CheckpointError(
             source, "holds no model.safetensors and no pytorch_model.bin: give a folder of Accelerate's save_state."
         )
-    count = len(files) or len(sharded)
+    count = len(files) or len(sharded) or len(zero)
     if model is None and count > 1:
         raise CheckpointError(source, f"holds {count} models: choose one by --model 0 to --model {count - 1}.")
     model = model or 0
     if not files:
         if model >= count:
             raise CheckpointError(source, f"has no model {model}.")
-        return _sharded(sharded[model], trust), others
+        return _sharded(sharded[model], trust) if sharded else _zero(zero[model], trust), others
     if model not in files:
         raise CheckpointError(source, f"has no model {model}: there are {', '.join(map(str, sorted(files)))}.")
     # A single file stands before an index and its parts.
@@ -166,3 +170,39 @@ def _sharded(folder: Path, trust: bool) -> dict[str, Tensor]:
         whole = Path(place) / "whole.pt"
         dcp_to_torch_save(folder, whole)
         return _state_dict(load_weights_only(whole), folder)
+
+
+def _zero_folders(source: Path) -> list[Path]:
+    """Folders that DeepSpeed's engine saved: this one, its latest, or those that Accelerate and Lightning put into theirs."""
+    latest = source / "latest"
+    tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
+    inside = [source / tag] if tag and Path(tag).name == tag else []
+    found = [source, *inside, source / "checkpoint", *sorted(source.glob("pytorch_model*"))]
+    return [path for path in dict.fromkeys(found) if path.is_dir() and any(path.glob("*_optim_states.pt"))]
+
+
+def _zero(folder: Path, trust: bool) -> dict[str, Tensor]:
+    """The float32 masters of DeepSpeed's engine, which DeepSpeed itself puts together; its files are pickles."""
+    if not trust:
+        raise CheckpointError(
+            folder, "was saved by DeepSpeed's engine, in pickles. If you trust who wrote it, pass --trust."
+        )
+    import torch
+
+    from leyden.strategies.zero.engine import import_deepspeed
+
+    # It tells on standard output what it does.
+    with contextlib.redirect_stdout(sys.stderr):
+        import_deepspeed(torch.device("cpu"))
+        reading = importlib.import_module("deepspeed.utils.zero_to_fp32")
+        try:
+            found = reading.get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
+        except Exception as error:
+            # What a damaged or foreign pickle raises may be anything.
+            raise CheckpointError(folder, f"cannot be read by DeepSpeed ({type(error).__name__}: {error}).") from error
+    weights: dict[str, Tensor] = {str(name): tensor.contiguous() for name, tensor in found.items()}
+    for wrapper in ("_forward_module.", "module."):
+        # The names that Lightning's wrappers give.
+        if all(name.startswith(wrapper) for name in weights):
+            weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
+    return weights

@@ -13,6 +13,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, Key, read_section
 
 FILE = "default_config.yaml"
+NO_FP8 = "mixed_precision is not fp8."
 
 
 def default_file(environ: Mapping[str, str] | None = None) -> Path:
@@ -93,7 +94,15 @@ class Settings:
         found = [(key, self.values.get(key.name)) for key in TOP] + [
             (key, self.section(name).get(key.name)) for name, keys in FAMILIES.items() for key in keys
         ]
-        return [(key.name, key.without) for key, value in found if key.without and not _is_off(value)]
+        unused = [(key.name, key.without) for key, value in found if key.without and not _is_off(value)]
+        fp8 = self.section("fp8_config")
+        if fp8:
+            from leyden.strategies.precision.fp8_config import without_effect
+
+            named = {name for name, _ in unused}
+            more = without_effect(fp8, self.kind == "FSDP") if self.precision == "fp8" else dict.fromkeys(fp8, NO_FP8)
+            unused += [(name, why) for name, why in more.items() if name not in named and not _is_off(fp8[name])]
+        return unused
 
 
 def _is_off(value: Any) -> bool:

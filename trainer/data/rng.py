@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.spmd import runtime
 from leyden.trainer.data.generators import Generators, on_cpu, plain, plain_python, set_random_state, with_arrays
 
 SEED_VARIABLE = "LEYDEN_SEED"
@@ -26,7 +27,7 @@ def rng_state(devices: bool = True) -> dict[str, Any]:
     NumPy is left out where nothing has imported it. Generators of a device are left out where it is not in use.
 
     Args:
-        devices: also those of cuda and mps.
+        devices: also those of cuda, mps and XLA.
     """
     return plain_state(live_state(devices))
 
@@ -42,6 +43,8 @@ def live_state(devices: bool = True) -> dict[str, Any]:
         state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
     if devices and torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
+    if devices and runtime.is_used():
+        state["xla"] = runtime.rng_state()
     return state
 
 
@@ -76,6 +79,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(on_cpu(value), index)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(on_cpu(state["mps"]))
+    if "xla" in state and runtime.is_used():
+        runtime.set_rng_state(state["xla"])
 
 
 @contextmanager
@@ -154,6 +159,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         raise ConfigurationError(f"{origin}={number} is out of range: give an integer from 0 to {MAX_SEED}.")
     random.seed(number)
     torch.manual_seed(number)
+    if runtime.is_used():
+        runtime.seed(number)
     try:
         import numpy as np
     except ImportError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,66 @@ from leyden.trainer.data.sharding import block
 END = None
 
 
+class Filled:
+    """A sample, then the batch that is made of it, of a global batch that was filled with repeats.
+
+    It travels with the batch, since a worker process alone knows where the stream that it reads ends.
+
+    Args:
+        item: the sample, or the batch.
+        last: samples of the global batch that are no repeats.
+    """
+
+    def __init__(self, item: Any, last: int) -> None:
+        self.item, self.last = item, last
+
+    def pin_memory(self) -> Filled:
+        """As torch asks it of batches that are no tensors."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return Filled(pin_memory(self.item), self.last)  # type: ignore[no-untyped-call]
+
+
+class CollateFilled:
+    """A loader's collate function, which is given samples as they are, and whose batch keeps the mark that they had."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        if isinstance(samples, Filled):
+            return Filled(self.collate(samples.item), samples.last)
+        if not isinstance(samples, list) or not isinstance(samples[0], Filled):
+            return self.collate(samples)
+        return Filled(self.collate([sample.item for sample in samples]), samples[0].last)
+
+
+class ListPart(list[Any]):
+    """One rank's batches of a list of them.
+
+    Args:
+        batches: of all ranks.
+        rank: this rank.
+        ranks: their number.
+        even: fill the last round from the list's begin.
+    """
+
+    def __init__(self, batches: Sequence[Any], rank: int, ranks: int, even: bool) -> None:
+        self._true, self._ranks = len(batches), ranks
+        last = -(-self._true // ranks) * ranks
+        super().__init__(batches[n % self._true] for n in range(rank, last if even else self._true, ranks))
+
+    def counts_at(self, position: int) -> list[tuple[int, int]] | None:
+        """Of the batch at a position, from 1: for each rank (1, 1), or (1, 0) for a repeat; None if none is one."""
+        if position * self._ranks <= self._true:
+            return None
+        return [(1, int(position * self._ranks - self._ranks + rank < self._true)) for rank in range(self._ranks)]
+
+
 class StreamPart(IterableDataset[Any]):
     """One rank's blocks of a stream: of each `ranks × size` samples the rank's own `size`.
+
+    Samples of a global batch that was filled with repeats come as `Filled`, for `CollateFilled`.
 
     Args:
         dataset: gives the same samples in the same order on every rank.
@@ -36,8 +94,6 @@ class StreamPart(IterableDataset[Any]):
         self.dataset = dataset
         self.rank, self.ranks, self.size = rank, ranks, size
         self.even, self.drop_last = even, drop_last
-        self.last: int | None = None
-        """Samples of the last global batch, once it is known to be short."""
         if callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None)):
             # Its place is at the end of a global batch whenever this rank's batch is complete.
             self.state_dict, self.load_state_dict = dataset.state_dict, dataset.load_state_dict
@@ -50,29 +106,24 @@ class StreamPart(IterableDataset[Any]):
             short = len(range(rest)[block(rest, self.rank, self.ranks)])
         return count // span * self.size + short
 
-    @property
-    def counts(self) -> list[tuple[int, int]] | None:
-        """For each rank the samples of the last batch, and how many of them are no repeats; None if all are."""
-        if self.last is None or not self.even:
-            return None
+    def counts(self, last: int) -> list[tuple[int, int]]:
+        """For each rank the samples of a global batch that was filled, and how many of them are no repeats."""
         starts = range(0, self.ranks * self.size, self.size)
-        return [(self.size, max(0, min(self.size, self.last - start))) for start in starts]
+        return [(self.size, max(0, min(self.size, last - start))) for start in starts]
 
     def __iter__(self) -> Iterator[Any]:
         stream, span = iter(self.dataset), self.ranks * self.size
+        own = slice(self.rank * self.size, (self.rank + 1) * self.size)
         first: list[Any] = []
-        self.last = None
         while drawn := list(itertools.islice(stream, span)):
             first = first or drawn
-            if len(drawn) < span:
-                if self.drop_last:
-                    return
-                self.last = len(drawn)
-                if not self.even:
-                    yield from drawn[block(len(drawn), self.rank, self.ranks)]
-                    return
-                drawn = list(itertools.islice(itertools.chain(drawn, itertools.cycle(first)), span))
-            yield from drawn[self.rank * self.size : (self.rank + 1) * self.size]
+            if len(drawn) == span:
+                yield from drawn[own]
+            elif not self.drop_last and self.even:
+                filled = itertools.islice(itertools.chain(drawn, itertools.cycle(first)), own.start, own.stop)
+                yield from (Filled(sample, len(drawn)) for sample in filled)
+            elif not self.drop_last:
+                yield from drawn[block(len(drawn), self.rank, self.ranks)]
 
 
 class Dispatched:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.spmd.moving import on_host
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -65,7 +66,8 @@ def write_weights(
     if place.is_file():
         raise ConfigurationError(f"save_model(save_directory={str(folder)!r}): a file has that name. Give a folder.")
     place.mkdir(parents=True, exist_ok=True)
-    tensors = _distinct(state)
+    # XLA's tensors have no address, by which those that share their memory are known.
+    tensors = _distinct(on_host(state))
     shards = _split(tensors, limit)
     first = SAFE if safe else PICKLED
     stem, ending = first.rsplit(".", 1)
@@ -127,7 +129,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> No
         return
     if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
         raise ConfigurationError(f"{target.name}: safetensors hold a dict of tensors. Use a name that ends in .bin.")
-    save_tensors(_distinct(obj), target, safe=True)
+    save_tensors(_distinct(on_host(obj)), target, safe=True)
 
 
 def _not_plain(item: Any, where: str) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
-from leyden.trainer.own_loop.dispatch import StreamPart
+from leyden.trainer.own_loop.dispatch import Filled, ListPart
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -86,10 +86,6 @@ class PreparedLoader:
         self.cursor = LoaderCursor(loader, allow_replay=True)
         self._shares = self.cursor.shares
         self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
-        dataset = getattr(loader, "dataset", None)
-        # Worker processes keep what they know of the stream's end.
-        tells = isinstance(dataset, StreamPart) and getattr(loader, "num_workers", 0) == 0
-        self._stream = dataset if tells else None
 
     def __iter__(self) -> Iterator[Any]:
         return self.read()
@@ -139,7 +135,7 @@ class PreparedLoader:
                 for batch, self.end_of_dataloader in lookahead(iterator):
                     self.position += 1
                     yield move(self._own(batch))
-                    accelerator.write_due()
+                    accelerator.end_turn()
             else:
                 yield from self._counted(iterator, total, move)
             self.iteration += 1
@@ -155,7 +151,7 @@ class PreparedLoader:
             try:
                 # Without a name of its own, which would keep the batch in memory through the next one's loading.
                 yield move(self._own(next(iterator)))
-                self._accelerator.write_due()
+                self._accelerator.end_turn()
             except StopIteration:
                 warnings.warn(
                     f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
@@ -172,8 +168,10 @@ class PreparedLoader:
             batch, _ = batch
         if self._counts is not None:
             self.samples = self._counts.popleft()
-        elif self._stream is not None:
-            self.samples = self._stream.counts if self.end_of_dataloader else None
+        elif isinstance(batch, Filled):
+            self.samples, batch = self.loader.dataset.counts(batch.last), batch.item  # type: ignore[attr-defined]
+        else:
+            self.samples = self.loader.counts_at(self.position) if isinstance(self.loader, ListPart) else None
         return batch
 
     def state_dict(self) -> State:

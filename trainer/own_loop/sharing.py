@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from leyden.trainer.data.even import EvenBatches, OwnBatches
 from leyden.trainer.data.rebuild import with_dataset, with_index_sampler
 from leyden.trainer.data.sharding import Order, Ranks
 from leyden.trainer.data.streams import shard
-from leyden.trainer.own_loop.dispatch import Dispatched, StreamPart
+from leyden.trainer.own_loop.dispatch import CollateFilled, Dispatched, ListPart, StreamPart
 from leyden.trainer.own_loop.plugins import DataLoaderConfiguration
 
 
@@ -47,7 +46,7 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
         return _stream(loader, rank, ranks, config)
     if isinstance(loader, (list, tuple)):
-        return _listed(loader, rank, ranks, config)
+        return ListPart(loader, rank, ranks, config.even_batches)
     if not _is_indexed(loader):
         # A loop of one's own cannot be handed a batch of nothing.
         return shard(loader, Ranks.of(strategy, even=True), asks=False)
@@ -83,18 +82,11 @@ def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderCo
     size = _own_size(given, ranks, config)
     part = StreamPart(loader.dataset, rank, ranks, size, config.even_batches, loader.drop_last)
     changed = with_dataset(loader, part)
+    vars(changed)["collate_fn"] = CollateFilled(loader.collate_fn)
     if size != given:
         changed = with_index_sampler(changed, BatchSampler(changed.sampler, size, loader.drop_last))
         vars(changed)["batch_size"] = size
     return changed
-
-
-def _listed(batches: Sequence[Any], rank: int, ranks: int, config: DataLoaderConfiguration) -> list[Any]:
-    """Of batches that are there already each rank takes every `ranks`-th."""
-    count = len(batches)
-    last = -(-count // ranks) * ranks
-    numbers = range(rank, last if config.even_batches else count, ranks)
-    return [batches[number % count] for number in numbers]
 
 
 def _is_indexed(loader: Any) -> bool:

@@ -138,7 +138,7 @@ def save(accelerator: Accelerator, path: Path) -> Path:
         kept = _run_save_hooks(accelerator, models, writer)
         whole = together(models)
         names = parameter_names(whole)
-        optimizers = [to_named(optimizer, names) for optimizer in accelerator.optimizers]
+        optimizers = [to_named(strategy.saved_form(optimizer), names) for optimizer in accelerator.optimizers]
         strategy.save(writer, together(kept) if kept else nn.Module(), optimizers)
         writer.state("schedulers", _schedulers(accelerator))
         writer.state("user", _user(accelerator))
@@ -170,6 +170,7 @@ def _schedulers(accelerator: Accelerator) -> dict[str, Any]:
     return {
         "schedulers": [scheduler.state_dict() for scheduler in accelerator.prepared_schedulers],
         "precision": accelerator.precision.state_dict(),
+        "strategy": accelerator.strategy.state_dict(),
     }
 
 
@@ -245,7 +246,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
     _check_counts(accelerator, user)
     schedulers = reader.state("schedulers")
     rank = _read_rank(reader, accelerator)
-    optimizers = reader.optimizers(like=dict(together(models).named_parameters()))
+    optimizers = reader.optimizers(like=accelerator.strategy.state_parts(together(models)))
     left = list(models)
     for hook in accelerator.state_hooks.before_load:
         hook(left, str(path))
@@ -258,11 +259,12 @@ def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
     names = parameter_names(together(models))
     _check("optimizers", len(optimizers), len(accelerator.optimizers))
     for optimizer, state in zip(accelerator.optimizers, optimizers, strict=True):
-        from_named(optimizer, state, names)
+        from_named(accelerator.strategy.saved_form(optimizer), state, names)
     _check("schedulers", len(schedulers["schedulers"]), len(accelerator.prepared_schedulers))
     for scheduler, state in zip(accelerator.prepared_schedulers, schedulers["schedulers"], strict=True):
         scheduler.load_state_dict(state)
     accelerator.precision.load_state_dict(schedulers["precision"])
+    accelerator.strategy.load_state_dict(schedulers.get("strategy", {}))
     for obj, state in zip(accelerator.registered, user["registered"], strict=True):
         obj.load_state_dict(state)
     for tracker in accelerator.trackers:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from leyden.trainer.engine import Engine, needs_closure
 from leyden.trainer.own_loop.plugins import AutocastKwargs, GradientAccumulationPlugin
 from leyden.trainer.own_loop.tracking import Tracked
-from leyden.trainer.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.own_loop.checks import Mistakes
@@ -41,6 +41,7 @@ class Stepping(Tracked, Engine):
         self._updates_scale = False
         self._is_settled = False
         self._in_window = False
+        self._joins = False
         self._counted: set[int] = set()
 
     @property
@@ -109,6 +110,9 @@ class Stepping(Tracked, Engine):
             **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
         """
         self._checks.in_backward()
+        if self.checker is not None and self.window.closes and not self._joins:
+            # Gradients are exchanged in it.
+            self.checker.compare("backward", None)
         self.flush_scaler()
         if num_items is not None or self.window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, self.window)
@@ -131,7 +135,14 @@ class Stepping(Tracked, Engine):
             self.steps += 1
         else:
             self._counted.add(id(prepared))
+        if not self._reading:
+            self.strategy.end_turn()
         return stepped
+
+    def end_turn(self) -> None:
+        """A prepared loader is asked for its next batch: what was to wait for the end of the last one's turn is done."""
+        self.strategy.end_turn()
+        self.write_due()
 
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
         if self.sync_gradients:
@@ -161,7 +172,8 @@ class Stepping(Tracked, Engine):
         """
         chosen = self._clippable(parameters)
         if not self.sync_gradients:
-            return self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type) or torch.zeros(())
+            found = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
+            return torch.zeros(()) if found is None else found
         norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
         assert norm is not None
         return norm
@@ -178,7 +190,8 @@ class Stepping(Tracked, Engine):
             self._settle()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
-                if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
+                groups = self.strategy.parameter_groups(optimizer)
+                if any(id(parameter) in wanted for group in groups for parameter in group):
                     self.strategy.before_step(optimizer)
         return chosen
 

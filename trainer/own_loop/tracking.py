@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,8 +29,10 @@ FOLDERS = ("tensorboard", "csv")
 PROJECT = {"wandb": "project", "comet_ml": "project", "mlflow": "experiment_name"}
 
 
-class GeneralTracker:
-    """Base class of a tracker of one's own: hand an instance to `Accelerator(log_with=...)`.
+class GeneralTracker(ABC):
+    """Base class of a tracker of one's own: hand an instance, or the class, to `Accelerator(log_with=...)`.
+
+    A subclass has a `name` and a method `log`; without them it is refused before anything is trained.
 
     Attributes:
         name: by which `get_tracker` finds it.
@@ -59,9 +63,9 @@ class GeneralTracker:
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Records the settings of the run."""
 
+    @abstractmethod
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Records values; `kwargs` are those that `Accelerator.log(log_kwargs={name: …})` has for this tracker."""
-        raise NotImplementedError(f"{type(self).__name__} has no log(values, step).")
 
     def finish(self) -> None:
         """Closes what is open."""
@@ -173,6 +177,7 @@ def chosen(log_with: Any) -> list[Any]:
                 raise MissingExtraError(str(LOGGERS[entry][2]), entry, f"log_with={entry!r}")
             found.append(entry)
         elif isinstance(entry, (GeneralTracker, Logger)) or _is_tracker_class(entry):
+            _check_complete(entry)
             found.append(entry)
         else:
             raise ConfigurationError(
@@ -180,6 +185,20 @@ def chosen(log_with: Any) -> list[Any]:
                 "subclass of GeneralTracker."
             )
     return list(dict.fromkeys(found))
+
+
+def _check_complete(entry: Any) -> None:
+    """Refuses a tracker that could not be logged to, or not be found."""
+    if isinstance(entry, type) and inspect.isabstract(entry):
+        missing = " and ".join(sorted(entry.__abstractmethods__))  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"log_with holds the class {entry.__name__}, which has no {missing}: write def log(self, values, step=None, **kwargs)."
+        )
+    if isinstance(entry, GeneralTracker) and not entry.name:
+        raise ConfigurationError(
+            f'log_with holds a {type(entry).__name__} without a name: write name = "mine" into the class, by which get_tracker '
+            "finds it."
+        )
 
 
 def build(
@@ -211,6 +230,8 @@ def build(
         else:
             built.append(LoggerTracker(entry))
     for tracker in built:
+        # A class may name what it makes.
+        _check_complete(tracker)
         if isinstance(tracker, LoggerTracker):
             tracker.logger.is_writer = is_writer
     unknown = [name for name in options if name not in [tracker.name for tracker in built]]

@@ -66,6 +66,26 @@ def test_every_tracker_is_told(tmp_path: Path) -> None:
     assert (tmp_path / "digits" / "version_0" / "hparams.json").exists()
 
 
+class Unfinished(GeneralTracker):
+    """Has no log."""
+
+    name = "unfinished"
+
+
+class Nameless(GeneralTracker):
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Nothing."""
+
+
+def test_an_unfinished_tracker_is_refused_before_anything_is_logged() -> None:
+    with pytest.raises(TypeError, match="abstract method '?log"):
+        Unfinished()
+    with pytest.raises(ConfigurationError, match="class Unfinished, which has no log: write def log"):
+        Accelerator(cpu=True, log_with=Unfinished)
+    with pytest.raises(ConfigurationError, match='Nameless without a name: write name = "mine"'):
+        Accelerator(cpu=True, log_with=Nameless())
+
+
 def test_a_logger_is_a_tracker(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     accelerator = Accelerator(cpu=True, log_with=logger)

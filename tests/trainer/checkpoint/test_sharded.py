@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.share import Peak, counting
 from ranks.world import run_world
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.weights import fill_weights, load_weights
-from leyden.trainer.checkpoint import safefile, shards
+from leyden.trainer.checkpoint import shards
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
@@ -239,48 +236,6 @@ def test_each_shard_is_written_once(saved: dict[str, Any], layout: str) -> None:
     layout_file = json.loads((path / "layout.json").read_text())
     assert layout_file["tensors"]["head.weight"] == {"alias_of": "embedding.weight"}
     assert {name.suffix for name in path.iterdir()} == {".json", ".safetensors"}
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made within it held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._seen: set[int] = set()
-
-    def _free(self, key: int, size: int) -> None:
-        self.now -= size
-        self._seen.discard(key)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.device.type == "cpu":
-            storage = out.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
-            if key not in self._seen and not any(
-                isinstance(arg, Tensor) and arg.untyped_storage()._cdata == key for arg in args
-            ):
-                self._seen.add(key)
-                self.now += size
-                self.most = max(self.most, self.now)
-                weakref.finalize(storage, self._free, key, size)
-        return out
-
-
-@contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Bytes read from files of tensors."""
-    plain, count = safefile.CheckedFile._exactly, {"bytes": 0}
-
-    def exactly(self: Any, view: memoryview) -> None:
-        if self.path.suffix == ".safetensors":
-            count["bytes"] += len(view)
-        plain(self, view)
-
-    safefile.CheckedFile._exactly = exactly  # type: ignore[method-assign]
-    yield count
-    safefile.CheckedFile._exactly = plain  # type: ignore[method-assign]
 
 
 def share_of(model: Model) -> int:

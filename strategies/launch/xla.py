@@ -1,0 +1,82 @@
+"""Ranks that torch_xla starts on this machine, one for each device, each running a function of this process."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.environment import STARTER
+
+
+def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(*args)` on a rank for each device of this machine, by `torch_xla.launch`.
+
+    Args:
+        function: called on each, with the variables of its rank set.
+        *args: its arguments; the module of classes among them must be one that can be imported.
+
+    Returns:
+        What it gave back on rank 0; tensors as copies on the CPU.
+
+    Raises:
+        ConfigurationError: if the arguments cannot be pickled, or this process uses XLA already.
+        BaseException: the error of a rank that failed.
+    """
+    import torch_xla
+
+    from leyden.strategies.launch.functions import free_port, packed
+
+    if torch_xla._XLAC._xla_runtime_is_initialized():
+        raise ConfigurationError(
+            "start_method='xla' starts processes, and this one has XLA's devices already: touch no XLA device before fit, or restart."
+        )
+    try:
+        handed = packed((function, args, (torch.initial_seed(), torch.get_rng_state(), random.getstate())))
+    except Exception as error:
+        raise ConfigurationError(
+            f"start_method='xla' must pickle the Trainer, the module and the loaders, and could not: {error}. Define classes and "
+            "functions at the top of a file that can be imported, or use start_method='script'."
+        ) from error
+    with tempfile.TemporaryDirectory(prefix="leyden-xla-") as folder:
+        answer = Path(folder) / "answer"
+        torch_xla.launch(_rank, args=(handed, str(answer), free_port()))
+        return torch.load(io.BytesIO(answer.read_bytes()), weights_only=False)
+
+
+def _rank(index: int, handed: bytes, answer: str, port: int) -> None:
+    from torch_xla import runtime
+
+    from leyden.strategies.launch.functions import packed
+
+    if runtime.addressable_device_count() > 1:
+        raise ConfigurationError(
+            "this TPU gives two devices to each process, which torch_xla runs as threads: use strategy='xla', which drives all devices "
+            "from one process."
+        )
+    place = {
+        "RANK": index,
+        "WORLD_SIZE": runtime.world_size(),
+        "LOCAL_RANK": runtime.local_ordinal(),
+        "LOCAL_WORLD_SIZE": runtime.local_device_count(),
+        "GROUP_RANK": runtime.host_index(),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        STARTER: "xla",
+    }
+    os.environ.update({name: str(value) for name, value in place.items()})
+    function, args, (seed, torch_state, python_state) = torch.load(io.BytesIO(handed), weights_only=False)
+    # The order of samples is drawn on each rank, as it would have been here.
+    torch.manual_seed(seed)
+    torch.set_rng_state(torch_state)
+    random.setstate(python_state)
+    value = function(*args)
+    if index == 0:
+        Path(answer).write_bytes(packed(value))

@@ -1,0 +1,192 @@
+"""fp8: bf16-mixed, with the matrix products of most Linear layers in 8-bit floating point, by torchao's Float8Linear."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
+from leyden.strategies.precision.amp import MixedPrecision
+from leyden.strategies.precision.base import restore_layers
+from leyden.strategies.precision.fp8_layers import Filter, Layers
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+LEAST_CAPABILITY = (8, 9)
+"""CUDA's compute capability from which there are matrix units for fp8: Ada, Hopper, Blackwell."""
+
+
+class Float8Precision(MixedPrecision):
+    """`fp8`: `bf16-mixed`, and Linear layers whose matrix products take operands in fp8.
+
+    Parameters, gradients and optimizer state stay as under `bf16-mixed`, names in checkpoints as well. Each operand is
+    scaled by its own largest value at each use, so there is no state to save, and a resumed run is bit for bit the same. Speed
+    comes from `torch.compile`, which fuses the casts. A CPU emulates fp8: the same kind of numbers, slower than
+    `bf16-mixed`.
+
+    Args:
+        recipe: "tensorwise" has one scale for each operand, and is the fastest; "rowwise" one for each row, which outliers harm
+            less; "rowwise_with_gw_hp" is rowwise with the gradient of the weight in bf16, the most exact.
+        skip: what stays in bf16: classes of modules, their names, or names of modules as "blocks.0".
+        first_and_last: convert the first and the last Linear of the model too.
+        choose: a function of (module, name) that says which Linear layers are converted, in place of `first_and_last`.
+        enable_fsdp_float8_all_gather: FSDP casts weights before it gathers them, which halves what ranks exchange ("tensorwise"
+            only; no effect under other strategies).
+        pad_inner_dim: fill up the numbers of tokens that are no multiple of 16, as last batches are; the hardware refuses
+            them otherwise.
+        in_evaluation: compute in fp8 in evaluation too; False evaluates in bf16.
+        config: a `Float8LinearConfig` of torchao in place of recipe, pad_inner_dim and enable_fsdp_float8_all_gather.
+
+    Raises:
+        ConfigurationError: for a value that cannot be.
+        MissingExtraError: where torchao is not installed.
+
+    Example:
+        >>> Float8Precision("rowwise", skip=["head"]).name
+        'fp8'
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        *,
+        skip: Sequence[type | str] = (),
+        first_and_last: bool = False,
+        choose: Filter | None = None,
+        enable_fsdp_float8_all_gather: bool = False,
+        pad_inner_dim: bool = True,
+        in_evaluation: bool = True,
+        config: Any = None,
+    ) -> None:
+        if recipe not in RECIPES:
+            raise ConfigurationError(f"Float8Precision({recipe!r}) is not known. {nearest(recipe, RECIPES)}")
+        if importlib.util.find_spec("torchao") is None:
+            raise MissingExtraError("torchao", "fp8", "precision='fp8'")
+        super().__init__("bf16")
+        self.name = "fp8"
+        self.recipe = recipe
+        self.layers = Layers(skip, first_and_last, choose)
+        self.gathers = enable_fsdp_float8_all_gather
+        self.pad_inner_dim = pad_inner_dim
+        self.in_evaluation = in_evaluation
+        self.config = config
+        if config is not None:
+            self.recipe = "of a config"  # type: ignore[assignment]
+            self.gathers = bool(config.enable_fsdp_float8_all_gather)
+        if self.gathers and config is None and recipe != "tensorwise":
+            raise ConfigurationError(
+                f"enable_fsdp_float8_all_gather goes with recipe='tensorwise' and not with {recipe!r}: a rank knows its own rows "
+                "alone. Leave one of them out."
+            )
+        if self.gathers and not in_evaluation:
+            raise ConfigurationError(
+                "in_evaluation=False evaluates in bf16, and enable_fsdp_float8_all_gather gathers weights in fp8: leave one out."
+            )
+        self.form = f"fp8 {self.recipe}{' gathered in fp8' if self.gathers else ''}"
+
+    def check(self, device: torch.device) -> None:
+        super().check(device)
+        check_device(device, "precision='fp8'")
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        return self._convert(module, gathers=False)
+
+    def convert_for_shards(self, module: nn.Module) -> nn.Module:
+        return self._convert(module, gathers=self.gathers)
+
+    def before_sharding(self, owner: nn.Module, name: str) -> None:
+        if name == "weight" and _gathers(owner):
+            _torchao().gather_in_fp8(owner)
+
+    def _convert(self, module: nn.Module, gathers: bool) -> nn.Module:
+        restore_layers(module)
+        chosen = self.layers.of(module, untied=gathers)
+        if chosen.names:
+            converter, config = _torchao(), self._config(gathers)
+            for name in chosen.names:
+                converter.convert(module.get_submodule(name), config, self.in_evaluation)
+        else:
+            chosen.warn(self.name, module)
+        return module
+
+    def _config(self, gathers: bool) -> Any:
+        if self.config is not None:
+            return dataclasses.replace(self.config, enable_fsdp_float8_all_gather=gathers)
+        from torchao.float8.config import Float8LinearConfig
+
+        made = Float8LinearConfig.from_recipe_name(self.recipe)
+        return dataclasses.replace(made, enable_fsdp_float8_all_gather=gathers, pad_inner_dim=self.pad_inner_dim)
+
+    def describe(self, modules: Sequence[nn.Module]) -> str:
+        linears = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
+        converted = [part for part in linears.values() if is_converted(part)]
+        gathered = ", gathered in fp8" if any(_gathers(part) for part in converted) else ""
+        emulated = ", emulated by the CPU" if self._device_type == "cpu" else ""
+        return f"{self.recipe} in {len(converted)} of {len(linears)} Linear layers{gathered}{emulated}"
+
+
+def check_device(device: torch.device, what: str) -> None:
+    """Refuses devices without fp8.
+
+    Raises:
+        ConfigurationError: with the reason.
+    """
+    instead = "use precision='bf16-mixed'"
+    if device.type == "cpu":
+        return
+    if device.type != "cuda":
+        raise ConfigurationError(
+            f"{what} needs a GPU with fp8 units (or a CPU, which emulates them): on {device.type} {instead}."
+        )
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        # gfx94x and gfx95x are MI300 and MI350, gfx12xx are RDNA 4.
+        arch = str(torch.cuda.get_device_properties(device).gcnArchName)
+        if not arch.startswith(("gfx94", "gfx95", "gfx12")):
+            raise ConfigurationError(f"{what}: {name} ({arch}) has no fp8 units: {instead}.")
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        raise ConfigurationError(
+            f"{what}: {name} has the compute capability {capability[0]}.{capability[1]}, and fp8 needs 8.9 or more (Ada, Hopper, "
+            f"Blackwell): {instead}."
+        )
+
+
+def is_converted(module: nn.Module) -> bool:
+    """True for a layer that computes in fp8."""
+    return "_leyden_plain" in vars(module)
+
+
+def _gathers(module: nn.Module) -> bool:
+    return is_converted(module) and bool(getattr(vars(module)["config"], "enable_fsdp_float8_all_gather", False))
+
+
+def _torchao() -> ModuleType:
+    """The file that imports torchao."""
+    with _quiet():
+        from leyden.strategies.precision import float8_linear
+    return float8_linear
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torchao says about kernels that this machine cannot load; training uses none of them."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,115 @@
+"""fp8 by the keys that Accelerate's users know: those of `fp8_config` in a configuration file, and of the recipes of a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.precision.base import Precision
+from leyden.strategies.precision.fp8 import Float8Precision
+
+BACKENDS = ("AO", "TE", "MSAMP")
+NO_MSAMP = "MS-AMP is no longer maintained"
+AO = {
+    "use_autocast_during_eval": "in_evaluation",
+    "enable_fsdp_float8_all_gather": "enable_fsdp_float8_all_gather",
+    "pad_inner_dim": "pad_inner_dim",
+}
+"""Keys of torchao → arguments of Float8Precision."""
+TE = {
+    "use_autocast_during_eval": "in_evaluation",
+    "use_mxfp8_block_scaling": "use_mxfp8_block_scaling",
+    "format": "fp8_format",
+    "margin": "margin",
+    "amax_history_len": "amax_history_len",
+    "amax_compute_algo": "amax_compute_algo",
+    "override_linear_precision": "override_linear_precision",
+}
+"""Keys of Transformer Engine → arguments of TransformerEnginePrecision."""
+NOTHING = {"interval": "Transformer Engine computes scales in each step now"}
+OLDER = {"amax_history_length": "amax_history_len", "fp8_format": "format", "optimization_level": "opt_level"}
+
+
+def precision_of_config(config: Mapping[str, Any]) -> Precision:
+    """The precision that the keys of `fp8_config` describe.
+
+    Args:
+        config: keys with or without `fp8_` before them; what is None is left open.
+
+    Raises:
+        ConfigurationError: for an unknown key or backend, and for MS-AMP.
+
+    Example:
+        >>> precision_of_config({"fp8_backend": "AO", "fp8_pad_inner_dim": False}).name
+        'fp8'
+    """
+    keys = _short(config)
+    backend = backend_of(config)
+    if backend == "MSAMP":
+        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+    known = AO if backend == "AO" else TE
+    arguments = {known[name]: value for name, value in keys.items() if name in known}
+    if backend == "AO":
+        return Float8Precision(**arguments)
+    from leyden.strategies.precision.transformer_engine import TransformerEnginePrecision
+
+    return TransformerEnginePrecision(**arguments)
+
+
+def backend_of(config: Mapping[str, Any]) -> str:
+    """AO, TE or MSAMP: the one that is named; else the one that the keys belong to, and AO for none.
+
+    Example:
+        >>> backend_of({"fp8_margin": 0}), backend_of({"backend": "te"}), backend_of({})
+        ('TE', 'TE', 'AO')
+    """
+    keys = _short(config)
+    backend = str(keys.get("backend") or "").upper()
+    if backend in BACKENDS:
+        return backend
+    if backend:
+        raise ConfigurationError(f"fp8_backend: {keys['backend']!r} is not known. {nearest(backend, BACKENDS)}")
+    if "opt_level" in keys:
+        return "MSAMP"
+    return "TE" if any(name in TE and name not in AO for name in keys) else "AO"
+
+
+def without_effect(config: Mapping[str, Any], is_fsdp: bool) -> dict[str, str]:
+    """Keys that do nothing → why: those of another backend, and what only FSDP has.
+
+    Example:
+        >>> without_effect({"fp8_backend": "AO", "fp8_margin": 0}, is_fsdp=False)
+        {'fp8_margin': 'it is of the backend TE, and this one is AO.'}
+    """
+    backend, found = backend_of(config), {}
+    for name in config:
+        key = _short({name: ...}).popitem()[0]
+        if key == "backend" or config[name] is None:
+            continue
+        if key in NOTHING:
+            found[name] = f"{NOTHING[key]}."
+        elif key not in (AO if backend == "AO" else TE):
+            owner = "MSAMP" if key == "opt_level" else "TE" if key in TE else "AO"
+            found[name] = f"it is of the backend {owner}, and this one is {backend}."
+        elif key == "enable_fsdp_float8_all_gather" and not is_fsdp:
+            found[name] = "only FSDP gathers weights."
+    return found
+
+
+def _short(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that are set, under their names of today and without the prefix.
+
+    Raises:
+        ConfigurationError: for one that is not known.
+    """
+    known = {"backend", "opt_level", *AO, *TE, *NOTHING}
+    found = {}
+    for name, value in config.items():
+        key = OLDER.get(name, name.removeprefix("fp8_"))
+        key = OLDER.get(key, key)
+        if key not in known:
+            raise ConfigurationError(f"fp8_config: the key {name!r} is not known. {nearest(key, sorted(known))}")
+        if value is not None:
+            found[key] = value
+    return found

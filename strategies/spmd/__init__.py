@@ -1,0 +1,1 @@
+"""How XLA lays one process's tensors over several devices."""

@@ -1,0 +1,149 @@
+"""XLA's runtime in this process: which devices it has, and their random numbers. Both are chosen once."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from leyden.strategies.devices import parse_devices
+from leyden.strategies.errors import ConfigurationError
+
+_seeded_with: int | None = None
+"""The seed of torch that XLA's random numbers were set by."""
+
+
+def is_used() -> bool:
+    """True if this process has XLA devices; asks without making any."""
+    torch_xla = sys.modules.get("torch_xla")
+    return torch_xla is not None and bool(torch_xla._XLAC._xla_runtime_is_initialized())
+
+
+def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.device, int]:
+    """Chooses devices, where the process has none yet.
+
+    Args:
+        kind: "CPU" or "TPU"; None for the best there is.
+        wanted: how many, one by its index, or None for all.
+
+    Returns:
+        The device that tensors go to, and how many there are behind it.
+
+    Raises:
+        ConfigurationError: if they cannot be had, or the process has begun with others.
+    """
+    import torch_xla
+    from torch_xla import runtime
+
+    if kind is not None and kind != runtime.device_type():
+        if is_used():
+            raise ConfigurationError(
+                f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a new one."
+            )
+        runtime.set_device_type(kind)
+    if isinstance(wanted, int) and not is_used() and runtime.device_type() == "CPU":
+        # XLA's CPU is as many devices as this says.
+        os.environ.setdefault("CPU_NUM_DEVICES", str(wanted))
+    count = runtime.global_runtime_device_count()
+    if isinstance(wanted, int) and wanted not in (1, count):
+        raise ConfigurationError(
+            f"devices={wanted}, and XLA has {count} here: use devices='auto' for all of them, or devices=1."
+        )
+    index = wanted[0] if isinstance(wanted, list) else None
+    if index is not None and index >= count:
+        raise ConfigurationError(f"devices={wanted}: XLA has {count} devices here, counted from 0.")
+    one = isinstance(wanted, list) or wanted == 1 or count == 1
+    has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
+    if has_begun and runtime.is_spmd() == one:
+        raise ConfigurationError(
+            f"this process has begun to use XLA with {'all devices' if one else 'one device'}, and cannot change: run "
+            f"devices={'auto' if wanted is None else wanted!r} in a new one."
+        )
+    if not one and not runtime.is_spmd():
+        runtime.use_spmd()
+    device = torch_xla.device(index)
+    if not has_begun:
+        _check_autograd(device)
+    _follow_seed()
+    return device, 1 if one else count
+
+
+def ranks_of_host(devices: object) -> int:
+    """How many ranks this machine has where each device has one; asks without making any."""
+    wanted = parse_devices(devices)
+    if wanted is not None:
+        return wanted if isinstance(wanted, int) else len(wanted)
+    from torch_xla._internal import tpu
+
+    return max(1, int(tpu.num_available_chips()))
+
+
+def start_rank() -> torch.device:
+    """The one device of a rank of several. The process group has been made, and with it the runtime knows its place."""
+    import torch_xla
+
+    has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
+    device: torch.device = torch_xla.device()
+    if not has_begun:
+        _check_autograd(device)
+    _follow_seed()
+    return device
+
+
+def _check_autograd(device: torch.device) -> None:
+    """torch counts the devices that gradients are computed on once, in the first backward of a process."""
+    try:
+        (torch.ones((), device=device, requires_grad=True) * 1).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "device_ready_queues_" not in str(error):
+            raise
+        raise ConfigurationError(
+            "this process has computed gradients before XLA was used, and torch does not see its devices any more: run on XLA first, or "
+            "in a new process."
+        ) from None
+
+
+def sync(wait: bool = False) -> None:
+    """Hands the operations that were collected to the device.
+
+    Args:
+        wait: until they are done.
+    """
+    import torch_xla
+
+    torch_xla.sync(wait=wait)
+    if wait:
+        from torch_xla.core import xla_model
+
+        xla_model.wait_device_ops()
+
+
+# random numbers ---------------------------------------------------------------------------------------------------------
+def _follow_seed() -> None:
+    """XLA's random numbers do not follow `torch.manual_seed` (tried, torch_xla 2.9): they are set once for each seed of torch."""
+    if torch.initial_seed() != _seeded_with:
+        seed(torch.initial_seed())
+
+
+def seed(number: int) -> None:
+    """Seeds XLA's random numbers."""
+    global _seeded_with
+    import torch_xla
+
+    _seeded_with = number
+    torch_xla.manual_seed(number % 2**31)
+
+
+def rng_state() -> int:
+    """Where XLA's random numbers stand; known on the host."""
+    from torch_xla.core import xla_model
+
+    return int(xla_model.get_rng_state())
+
+
+def set_rng_state(state: int) -> None:
+    """Goes on where `rng_state` stood."""
+    from torch_xla.core import xla_model
+
+    xla_model.set_rng_state(state)

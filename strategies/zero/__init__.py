@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: its config, its engine, and its conflicts with what a run asks for."""

@@ -1,0 +1,494 @@
+"""DeepSpeed's runs are saved as every other: bit for bit on as many ranks, and gone on with by any strategy, and from any."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.share import Peak, counting
+from ranks.world import run_world
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.trainer.checkpoint.merge import merge
+from leyden.trainer.checkpoint.optimizers import from_named
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
+]
+
+# 86 samples are ten global batches of 8 and one of 6: saved in mid-epoch, and twelve steps to go.
+SIZE, GLOBAL, SAVED_AT, END = 86, 8, 4, 16
+KILLED_AT, EVERY = 8, 3
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run goes on.
+
+    Attributes:
+        ranks: how many.
+        strategy: a name, or arguments of DeepSpeedStrategy.
+        precision: of the Trainer.
+        built: in configure_model, where stage 3 cuts each layer as it is built.
+    """
+
+    ranks: int
+    strategy: Any = field(default_factory=dict)
+    precision: str = "32-true"
+    built: bool = True
+
+
+LAYOUTS = {
+    "single": Layout(1, "single_device"),
+    "ddp": Layout(2, "ddp"),
+    "fsdp": Layout(2, "fsdp"),
+    **{f"stage {stage}": Layout(2, {"stage": stage}) for stage in range(4)},
+    "stage 3 of a whole model": Layout(2, {"stage": 3, "stage3_param_persistence_threshold": 20}, built=False),
+    "stage 2 offload": Layout(2, {"stage": 2, "offload_optimizer": True}),
+    "stage 3 offload": Layout(2, {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
+    "round robin": Layout(2, {"stage": 2, "round_robin_gradients": True}),
+    "many groups": Layout(2, {"stage": 3, "sub_group_size": 100}),
+    **{f"bf16 stage {stage}": Layout(2, {"stage": stage}, "bf16-true") for stage in (1, 2, 3)},
+    "bf16 ddp": Layout(2, "ddp", "bf16-true"),
+    "stage 2 on 1": Layout(1, {"stage": 2}),
+    "stage 3 on 1": Layout(1, {"stage": 3}),
+    "stage 3 on 4": Layout(4, {"stage": 3}),
+    "stage 1 on 4": Layout(4, {"stage": 1}),
+}
+
+
+# What the default run takes of them; `.ci/run full` all.
+QUICK = (
+    "ddp",
+    "fsdp",
+    "stage 1",
+    "stage 2",
+    "stage 3",
+    "stage 2 offload",
+    "stage 3 offload",
+    "bf16 stage 2",
+    "bf16 stage 3",
+)
+KILLED = ("stage 1", "stage 2", "stage 3", "bf16 stage 1", "bf16 stage 2", "bf16 stage 3", "stage 3 offload")
+KILLED_QUICK = ("stage 3", "bf16 stage 2")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 31), nn.Linear(31, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.second(torch.tanh(self.first(x)))
+        return out
+
+
+class Net(TrainModule):
+    """Odd sizes, so that stretches begin and end within rows; a frozen layer, a buffer, and two groups of the optimizer."""
+
+    def __init__(self, layout: Layout, die_at: int | None = None, rate: float = 0.005) -> None:
+        super().__init__()
+        self.layout, self.die_at, self.rate = layout, die_at, rate
+        self.seen: list[tuple[list[int], list[float]]] = []
+        if not layout.built:
+            self.build()
+
+    def configure_model(self) -> None:
+        if self.layout.built and not hasattr(self, "blocks"):
+            self.build()
+
+    def build(self) -> None:
+        torch.manual_seed(3)
+        self.blocks = nn.Sequential(nn.Linear(6, 16), Block(), Block(), nn.Linear(16, 3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+        self.register_buffer("scale", torch.full((3,), 0.5))
+
+    def losses(self, batch: Any) -> Tensor:
+        x, y, _ = batch
+        out = self.blocks(x)
+        return cross_entropy((out + self.scale * self.frozen(out)).float(), y, reduction="none")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if len(self.seen) == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        losses = self.losses(batch)
+        self.seen.append((batch[2].tolist(), losses.detach().tolist()))
+        return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self.losses(batch).mean(), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        named = dict(self.named_parameters())
+        groups = [
+            {"params": [p for name, p in named.items() if name.endswith("weight")], "weight_decay": 0.1},
+            {"params": [p for name, p in named.items() if name.endswith("bias")], "lr": 0.8 * self.rate},
+        ]
+        optimizer = torch.optim.AdamW(groups, self.rate)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99), "interval": "step"},
+        }
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator)
+    return TensorDataset(x, y, torch.arange(SIZE))
+
+
+def fit(
+    name: str,
+    folder: str,
+    steps: int = END,
+    every: int = SAVED_AT,
+    path: str | None = None,
+    die_at: int | None = None,
+    rate: float = 0.005,
+) -> dict[str, Any]:
+    """Fits under a layout; gives back what this rank saw, and on rank 0 the whole weights at the end."""
+    from leyden.strategies.deepspeed import DeepSpeedStrategy
+
+    layout = LAYOUTS[name]
+    strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
+    torch.manual_seed(4)
+    module = Net(layout, die_at, rate)
+    checkpoint = ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=every)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision=layout.precision,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=-1,
+        max_steps=steps,
+        callbacks=[checkpoint],
+    )
+    trainer.fit(module, DataLoader(data(), GLOBAL // layout.ranks, shuffle=True), ckpt_path=path)
+    weights = trainer.strategy.full_state_dict(module)
+    return {
+        "seen": module.seen,
+        "weights": {key: value.float().numpy().copy() for key, value in weights.items()},
+        "lr": [group["lr"] for group in trainer.optimizers[0].param_groups],
+        "steps": getattr(getattr(trainer.strategy, "engine", None), "global_steps", END),
+        "path": f"{folder}/checkpoints/step={steps}",
+    }
+
+
+def fits(runs: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
+    """Several fits in one launch."""
+    return {key: fit(*run) for key, run in runs.items()}
+
+
+def launch(ranks: int, runs: dict[str, tuple[Any, ...]]) -> dict[str, list[dict[str, Any]]]:
+    found = run_world(ranks, fits, runs, timeout=800)
+    return {key: [rank[key] for rank in found] for key in runs}
+
+
+def batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
+    """Of each global batch, in the order of steps: its samples and its mean loss."""
+    found = []
+    for parts in zip(*(rank["seen"] for rank in ranks), strict=True):
+        samples = [index for part in parts for index in part[0]]
+        losses = [loss for part in parts for loss in part[1]]
+        found.append((sorted(samples), sum(losses) / len(losses)))
+    return found
+
+
+def check_same_losses(rest: list[tuple[list[int], float]], straight: list[dict[str, Any]], rel: float = 1e-5) -> None:
+    """The batches that came last are those of a straight run: each sample once, and the losses."""
+    whole = batches(straight)[-len(rest) :]
+    assert [samples for samples, _ in rest] == [samples for samples, _ in whole]
+    assert [loss for _, loss in rest] == pytest.approx([loss for _, loss in whole], rel=rel)
+
+
+def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) -> None:
+    for after, before in zip(rest, straight, strict=True):
+        assert after["seen"] == before["seen"][-len(after["seen"]) :], "bit for bit, on each rank"
+        assert after["lr"] == before["lr"] and after["steps"] == before["steps"] == END
+        assert after["weights"].keys() == before["weights"].keys()
+        assert all(value.tobytes() == before["weights"][name].tobytes() for name, value in after["weights"].items())
+
+
+def evaluate(names: list[str], paths: list[str]) -> dict[str, list[float]]:
+    """The loss of each checkpoint, by one Trainer that never trains."""
+    from leyden.strategies.deepspeed import DeepSpeedStrategy
+
+    found = {}
+    for name in names:
+        strategy = DeepSpeedStrategy(**LAYOUTS[name].strategy)
+        trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False)
+        module, loader = Net(LAYOUTS[name]), DataLoader(data(), 8)
+        found[name] = [trainer.validate(module, loader, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
+    return found
+
+
+def whole_loss(path: str) -> float:
+    module = Net.load_from_checkpoint(path, layout=Layout(1, built=False))
+    with torch.no_grad():
+        return float(module.losses(data().tensors).mean())
+
+
+Runs = dict[str, list[dict[str, Any]]]
+
+
+def run_straight(names: Iterable[str], folder: Path) -> Runs:
+    """A run of each layout that is never interrupted."""
+    return launch(2, {name: (name, f"{folder}/straight {name}") for name in names})
+
+
+def saved(straight: Runs, name: str, step: int = SAVED_AT) -> str:
+    """The checkpoint that a straight run left at a step."""
+    return str(Path(straight[name][0]["path"]).with_name(f"step={step}"))
+
+
+def pass_on(straight: Runs, folder: Path) -> Runs:
+    """Runs that go from one strategy and number of ranks to the next; the first chain ends in `resume`."""
+    found = launch(
+        2,
+        {
+            "fsdp": ("fsdp", f"{folder}/fsdp", 6, 6, saved(straight, "stage 3")),
+            "ddp": ("ddp", f"{folder}/ddp", 8, 8, f"{folder}/fsdp/checkpoints/step=6"),
+        },
+    )
+    found |= launch(
+        1,
+        {
+            "single": ("single", f"{folder}/single", 10, 10, f"{folder}/ddp/checkpoints/step=8"),
+            "one": ("stage 2 on 1", f"{folder}/one", 8, 8, saved(straight, "stage 2")),
+        },
+    )
+    return found | launch(4, {"four": ("stage 3 on 4", f"{folder}/four", END, END, f"{folder}/one/checkpoints/step=8")})
+
+
+def resume(straight: Runs, passed_on: Runs, folder: Path) -> Runs:
+    """What goes on on two ranks, in one launch: each where it was saved and killed, the chain, and weights of a file."""
+    runs: dict[str, tuple[Any, ...]] = {
+        name: (name, f"{folder}/resumed {name}", END, END, saved(straight, name)) for name in straight
+    }
+    runs |= {f"{name} after a kill": (name, f"{folder}/killed {name}", END, END, "last") for name in KILLED_QUICK}
+    # Rounded to bf16, and back.
+    runs["bf16 away"] = ("bf16 ddp", f"{folder}/bf16 away", 10, 10, saved(straight, "bf16 stage 2"))
+    away = f"{folder}/bf16 away/checkpoints/step=10"
+    runs["bf16 back"] = ("bf16 stage 3", f"{folder}/bf16 back", END, END, away)
+    runs["back"] = ("stage 3", f"{folder}/back", END, END, passed_on["single"][0]["path"])
+    # Weights alone, and a step that does not change them.
+    merged = str(merge(saved(straight, "stage 3"), folder))
+    for name in ("stage 3", "bf16 stage 2"):
+        runs[f"{name} of a file"] = (name, f"{folder}/{name} of a file", 1, END, merged, None, 0.0)
+    return launch(2, runs)
+
+
+def kill(names: Iterable[str], folder: Path) -> None:
+    """Both ranks, in mid-epoch, two steps after their last checkpoint."""
+    for name in names:
+        codes = run_world(2, fit, name, f"{folder}/killed {name}", END, EVERY, None, KILLED_AT, may_fail=True)
+        assert codes == [-signal.SIGKILL, -signal.SIGKILL], codes
+        left = (folder / f"killed {name}" / "checkpoints").glob("step=*")
+        assert sorted(path.name for path in left) == ["step=3", "step=6"]
+
+
+# Every world costs seconds, so that all that can be asked of them stands in one test.
+@pytest.mark.timeout(900)
+def test_runs_go_on(tmp_path: Path) -> None:
+    straight = run_straight(QUICK, tmp_path)
+    for name in QUICK:
+        check_same_losses(batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
+    check_merged(straight, tmp_path)
+    check_files(straight)
+    kill(KILLED_QUICK, tmp_path)
+    passed_on = pass_on(straight, tmp_path)
+    resumed = resume(straight, passed_on, tmp_path)
+
+    for name in QUICK:
+        assert len(resumed[name][0]["seen"]) == END - SAVED_AT
+        check_identical(resumed[name], straight[name])
+    for name in KILLED_QUICK:
+        assert len(resumed[f"{name} after a kill"][0]["seen"]) == END - 6
+        check_identical(resumed[f"{name} after a kill"], straight[name])
+
+    # DeepSpeed 3 → FSDP → DDP → one process → DeepSpeed 3; and stage 2 on two ranks → one → stage 3 on four.
+    chain = [passed_on["fsdp"], passed_on["ddp"], passed_on["single"], resumed["back"]]
+    assert [len(ranks[0]["seen"]) for ranks in chain] == [2, 2, 2, 6]
+    check_same_losses([batch for ranks in chain for batch in batches(ranks)], straight["stage 3"])
+    bf16 = batches(resumed["bf16 away"]) + batches(resumed["bf16 back"])
+    assert len(bf16) == END - SAVED_AT
+    check_same_losses(bf16, straight["bf16 stage 2"], 0.05)
+    assert [len(passed_on[name]) for name in ("one", "four")] == [1, 4]
+    rest = batches(passed_on["one"]) + batches(passed_on["four"])
+    assert len(rest) == END - SAVED_AT
+    check_same_losses(rest, straight["stage 2"])
+
+    paths = [saved(straight, "stage 3", step) for step in (SAVED_AT, END)]
+    for evaluated in run_world(2, evaluate, ["stage 2", "stage 3"], paths):
+        for losses in evaluated.values():
+            assert losses == pytest.approx([whole_loss(path) for path in paths], rel=1e-5)
+
+    found = CheckpointReader(saved(straight, "stage 3")).model()
+    for name in ("stage 3", "bf16 stage 2"):
+        for key, value in found.items():
+            lower = value.bfloat16().float() if "bf16" in name else value
+            assert lower.numpy().tobytes() == resumed[f"{name} of a file"][0]["weights"][key].tobytes(), (name, key)
+
+
+def check_merged(straight: Runs, folder: Path) -> None:
+    """One file of weights is what the ranks gather; of bf16 it is the masters, of which those are the nearest."""
+    for name, ranks in straight.items():
+        whole = ranks[0]["weights"]
+        assert len(whole) == 15
+        found = load_file(merge(ranks[0]["path"], folder))
+        assert found.keys() == whole.keys()
+        loaded = Net.load_from_checkpoint(ranks[0]["path"], layout=Layout(1, built=False)).state_dict()
+        for key, value in whole.items():
+            if "bf16 stage" in name and "scale" not in key and "frozen" not in key:
+                assert found[key].dtype == torch.float32
+                assert not torch.equal(found[key], torch.tensor(value)), "masters hold more than the weights"
+            lower = found[key].bfloat16().float() if "bf16" in name else found[key]
+            assert lower.numpy().tobytes() == value.tobytes(), (name, key)
+            assert torch.equal(loaded[key], found[key].float())
+
+
+def check_files(straight: Runs) -> None:
+    """No file of DeepSpeed's own and no pickle; each rank writes; state is kept as torch's optimizers do."""
+    shapes = {"step": (), "exp_avg": (31, 16), "exp_avg_sq": (31, 16)}
+    for name, ranks in straight.items():
+        path = Path(ranks[0]["path"])
+        files = [file for file in path.parent.rglob("*") if file.is_file()]
+        assert len(files) > 4 * 8 and {file.suffix for file in files} == {".json", ".safetensors"}
+        writers = len(list(path.glob("optimizer-0-*.safetensors")))
+        assert writers == (0 if name in ("ddp", "bf16 ddp", "stage 0") else 2), name
+        state = CheckpointReader(path).optimizers()[0]["state"]["blocks.1.first.weight"]
+        assert {key: tuple(value.shape) for key, value in state.items()} == shapes
+        assert float(state["step"]) == END
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_every_one_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    names = [name for name, layout in LAYOUTS.items() if layout.ranks == 2 and name not in QUICK]
+    killed = [name for name in KILLED if name not in KILLED_QUICK]
+    straight = run_straight([*names, *killed], tmp_path)
+    check_merged(straight, tmp_path)
+    check_files(straight)
+    kill(killed, tmp_path)
+    runs = {name: (name, f"{tmp_path}/resumed {name}", END, END, saved(straight, name)) for name in names}
+    runs |= {name: (name, f"{tmp_path}/killed {name}", END, END, "last") for name in killed}
+    for name, ranks in launch(2, runs).items():
+        check_identical(ranks, straight[name])
+
+
+SOURCES = (
+    "single",
+    "ddp",
+    "fsdp",
+    "stage 0",
+    "stage 1",
+    "stage 2",
+    "stage 3",
+    "round robin",
+    "stage 3 on 1",
+    "stage 1 on 4",
+)
+TARGETS = (*SOURCES, "stage 2 on 1", "stage 3 on 4", "stage 3 offload", "many groups")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+    straight: Runs = {}
+    for size in (1, 2, 4):
+        runs = {name: (name, f"{tmp_path}/straight {name}") for name in SOURCES if LAYOUTS[name].ranks == size}
+        straight |= launch(size, runs)
+    for size in (1, 2, 4):
+        pairs = [(name, source) for name in TARGETS if LAYOUTS[name].ranks == size for source in SOURCES]
+        runs = {f"{n} < {s}": (n, f"{tmp_path}/{n} < {s}", END, END, saved(straight, s)) for n, s in pairs}
+        found = launch(size, runs)
+        for name, source in pairs:
+            rest = batches(found[f"{name} < {source}"])
+            assert len(rest) == END - SAVED_AT
+            check_same_losses(rest, straight[source])
+
+
+class Wide(TrainModule):
+    """Large enough that what a rank reads beside its share is small."""
+
+    def configure_model(self) -> None:
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(200, 701), nn.Tanh(), nn.Linear(701, 200))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out: Tensor = self.net(batch[0])
+        return out.float().pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+def fit_wide(name: str, folder: str) -> Any:
+    from leyden.strategies.deepspeed import DeepSpeedStrategy
+
+    layout = LAYOUTS[name]
+    strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
+    trainer = Trainer(
+        accelerator="cpu",
+        strategy=strategy,
+        precision=layout.precision,
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        max_steps=1,
+    )
+    trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(8, 200)), 4))
+    return trainer
+
+
+def save_wide(names: list[str], folder: str) -> list[str]:
+    return [str(fit_wide(name, folder).save_checkpoint(f"{folder}/{name}")) for name in names]
+
+
+def measure(names: list[str], folder: str, paths: list[str]) -> dict[tuple[str, str], dict[str, float]]:
+    """In shares of this rank: what it reads of each checkpoint into an engine, and holds beside the engine's memory."""
+    found = {}
+    for name in names:
+        trainer = fit_wide(name, folder)
+        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        share = sum(part.flat.nbytes for part in strategy.state_parts(trainer.module).values())
+        for path in paths:
+            reader = CheckpointReader(path)
+            with Peak() as held, counting() as read:
+                strategy.load_module(reader, trainer.module)
+            figures = {"weights": read["bytes"] / share, "held beside the weights": held.most / share}
+            optimizer.state.clear()
+            with Peak() as held, counting() as read:
+                [state] = reader.optimizers(like=strategy.state_parts(trainer.module))
+                from_named(strategy.saved_form(optimizer), state, trainer.module)
+            figures |= {"states": read["bytes"] / (2 * share), "held of states": held.most / (2 * share)}
+            found[name, path] = figures
+    return found
+
+
+def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path) -> None:
+    sources = ["ddp", "fsdp", "stage 2", "bf16 stage 3"]
+    paths = run_world(2, save_wide, sources, str(tmp_path), timeout=280)[0]
+    for rank in run_world(2, measure, ["stage 2", "stage 3", "bf16 stage 1"], str(tmp_path), paths, timeout=280):
+        for source, figures in rank.items():
+            assert 0.95 < figures["weights"] < 1.10 and 0.95 < figures["states"] < 1.10, (source, figures)
+            assert figures["held of states"] < 1.10, (source, figures)
+            assert figures["held beside the weights"] < 0.05, (source, figures)

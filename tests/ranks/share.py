@@ -1,0 +1,55 @@
+"""What a rank reads of a checkpoint, and what it holds meanwhile."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from leyden.trainer.checkpoint import safefile
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made within it held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._seen: set[int] = set()
+
+    def _free(self, key: int, size: int) -> None:
+        self.now -= size
+        self._seen.discard(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.device.type == "cpu":
+            storage = out.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in self._seen and not any(
+                isinstance(arg, Tensor) and arg.untyped_storage()._cdata == key for arg in args
+            ):
+                self._seen.add(key)
+                self.now += size
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._free, key, size)
+        return out
+
+
+@contextmanager
+def counting() -> Iterator[dict[str, int]]:
+    """Bytes read from files of tensors."""
+    plain, count = safefile.CheckedFile._exactly, {"bytes": 0}
+
+    def exactly(self: Any, view: memoryview) -> None:
+        if self.path.suffix == ".safetensors":
+            count["bytes"] += len(view)
+        plain(self, view)
+
+    safefile.CheckedFile._exactly = exactly  # type: ignore[method-assign]
+    yield count
+    safefile.CheckedFile._exactly = plain  # type: ignore[method-assign]

@@ -1,0 +1,56 @@
+"""What of XLA is decided without it: names, rules of a mesh, and what an installation without torch_xla says."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from leyden import Trainer
+from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.spmd.mesh import Layout
+from leyden.strategies.xla import XLAStrategy
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
+@pytest.mark.parametrize(
+    "arguments", [{"strategy": "xla"}, {"accelerator": "xla"}, {"accelerator": "tpu"}, {"strategy": "xla_fsdp"}]
+)
+def test_a_missing_torch_xla_names_its_extra(arguments: dict[str, Any]) -> None:
+    with pytest.raises(MissingExtraError, match=r"pip install 'leyden\[xla\]'"):
+        Trainer(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"mesh": {"data": 0}}, "the size of 'data'"),
+        ({"mesh": {"data": 2}, "batch": ["dat"]}, "Did you mean 'data'"),
+        ({"mesh": {"data": 2, "model": 2}, "shard": {"*": ("modle",)}}, "Did you mean 'model'"),
+        ({"mesh": {"data": 2, "model": 2}, "shard": {"*": ("model", "model")}}, "Name each once"),
+        ({"shard": {"*": ("model",)}}, "the mesh has no 'model'"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words):
+        XLAStrategy(**arguments)
+
+
+def test_a_mesh_must_have_the_devices_of_the_run() -> None:
+    layout = Layout({"data": 2, "model": 2})
+    layout.check_devices(4)
+    layout.check_devices(None)
+    with pytest.raises(ConfigurationError, match=r"has 4 devices, and devices=8"):
+        layout.check_devices(8)
+
+
+def test_batches_are_split_over_data_and_fsdp_unless_told_otherwise() -> None:
+    assert Layout({"model": 2, "fsdp": 2, "data": 2}).batch_axes == ("data", "fsdp")
+    assert Layout({"a": 2, "b": 2}).batch_axes == ("a",)
+    assert Layout({"a": 2, "b": 2}, batch=["b"]).batch_axes == ("b",)
+
+
+def test_an_accelerator_of_xla_asks_for_a_strategy_of_xla() -> None:
+    with pytest.raises(ConfigurationError, match="use strategy='xla'"):
+        Trainer(accelerator="xla", strategy="single_device")

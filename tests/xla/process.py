@@ -1,0 +1,21 @@
+"""A process of its own for what uses XLA: whether it has one device or several can be chosen once in each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+from ranks import world
+
+# Read when torch_xla is imported, which the server of the processes does.
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+if importlib.util.find_spec("torch_xla") is not None:
+    world._context.set_forkserver_preload([*world.PRELOAD, "torch_xla", "torch_xla.distributed.spmd"])
+
+
+def on_xla(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls `function(*args)` of a test file in a new process, and gives back what it returns."""
+    [result] = world.run_world(1, function, *args)
+    return result

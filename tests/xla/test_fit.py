@@ -1,0 +1,77 @@
+"""Trainer on XLA: one device, all of them by SPMD, sharded parameters; the CPU's losses to 6 digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from xla.model import QUIET, Regression, loader
+from xla.process import on_xla
+
+from leyden import Trainer
+from leyden.strategies.xla import XLAStrategy
+
+
+def fit(root: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    """Two epochs; gives back losses, metrics, weights and predictions."""
+    torch.manual_seed(0)
+    module = Regression(**options)
+    trainer = Trainer(max_epochs=2, default_root_dir=root, **{**QUIET, **arguments})
+    trainer.fit(module, loader(shuffle=True), loader())
+    # As lists, since shared memory goes with the process.
+    weights = {name: value.flatten().tolist() for name, value in module.state_dict().items()}
+    predictions = trainer.predict(module, loader())
+    assert predictions is not None and all(part.device.type == "cpu" for part in predictions)
+    return {
+        "losses": [float(loss) for loss in module.losses],
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "weights": weights,
+        "predictions": torch.cat(predictions).flatten().tolist(),
+        "tied": module.tied.weight is module.net[4].weight,
+    }
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "momentum": ({"sgd": True}, {}),
+    "uneven windows, clipped by norm": ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "clipped by value": ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "items": ({"num_items": True}, {"accumulate_grad_batches": 2}),
+    "items as tensors": ({"num_items": "tensor"}, {"accumulate_grad_batches": 3}),
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "one device": {"accelerator": "xla", "strategy": "xla", "devices": 1},
+    "SPMD over 4": {"accelerator": "xla", "strategy": "xla", "devices": 4},
+    "FSDP over 4": {"accelerator": "xla", "strategy": "xla_fsdp", "devices": 4},
+}
+TENSOR = {"mesh": {"data": 2, "model": 2}, "shard": {"net.0.*eight": ("model", None), "net.2.weight": (None, "model")}}
+
+
+def run_cases(root: Path, strategy: dict[str, Any] | None, names: list[str]) -> list[dict[str, Any]]:
+    """Cases under one strategy, or with tensor sharding."""
+    arguments = (
+        {"strategy": XLAStrategy(**TENSOR), "accelerator": "xla", "devices": 4} if strategy is None else strategy
+    )
+    return [fit(root, CASES[name][0], **{**arguments, **CASES[name][1]}) for name in names]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    found = run_cases(tmp_path_factory.mktemp("cpu"), {"accelerator": "cpu"}, list(CASES))
+    return dict(zip(CASES, found, strict=True))
+
+
+@pytest.mark.parametrize("name", [*STRATEGIES, "tensors over 2, data over 2"])
+def test_xla_gives_the_losses_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    # What a partitioner could get wrong is in two of them.
+    cases = list(CASES) if name == "one device" else ["uneven windows, clipped by norm", "items"]
+    for case, here in zip(cases, on_xla(run_cases, tmp_path, STRATEGIES.get(name), cases), strict=True):
+        there = on_cpu[case]
+        assert here["tied"], f"{case}: tied weights came apart"
+        assert here["losses"] == pytest.approx(there["losses"], rel=1e-6, abs=1e-6), case
+        assert here["metrics"] == pytest.approx(there["metrics"], rel=1e-6, abs=1e-6), case
+        for key, weight in there["weights"].items():
+            assert here["weights"][key] == pytest.approx(weight, rel=1e-5, abs=1e-6), f"{case}: {key}"
+        assert here["predictions"] == pytest.approx(there["predictions"], rel=1e-5, abs=1e-5), case

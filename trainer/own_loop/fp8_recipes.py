@@ -1,0 +1,130 @@
+"""The recipes of fp8 that an Accelerator takes among its `kwargs_handlers`, under the names that Hugging Face Accelerate gave them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.precision import Precision
+from leyden.strategies.precision.fp8_config import NO_MSAMP, precision_of_config
+from leyden.trainer.own_loop.plugins import Handlers, KwargsHandler
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """fp8 by torchao: the arguments of `Float8Precision` that Accelerate has.
+
+    Attributes:
+        config: a `Float8LinearConfig` of torchao.
+        module_filter_func: of (module, name): whether a Linear is converted; all but the first and the last if left out.
+        pad_inner_dim: as of `Float8Precision`.
+        enable_fsdp_float8_all_gather: as of `Float8Precision`.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[Any, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def build(self) -> Precision:
+        """The precision."""
+        from leyden.strategies.precision.fp8 import Float8Precision
+
+        given = {
+            "pad_inner_dim": self.pad_inner_dim,
+            "enable_fsdp_float8_all_gather": self.enable_fsdp_float8_all_gather,
+        }
+        arguments: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        if self.config is not None and arguments:
+            raise ConfigurationError(
+                f"AORecipeKwargs(config=…) has {' and '.join(arguments)} in it: set them there, or leave config out."
+            )
+        return Float8Precision(config=self.config, choose=self.module_filter_func, **arguments)
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """fp8 by Transformer Engine; what is None is left to it, which scales by the current values unless delayed scaling is asked for."""
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def build(self) -> Precision:
+        """The precision."""
+        return precision_of_config({**_set(self), "backend": "TE"})
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Refused: MS-AMP is no longer maintained."""
+
+    opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}: use AORecipeKwargs() or TERecipeKwargs().")
+
+    def build(self) -> Precision:
+        """Never reached."""
+        raise AssertionError
+
+
+@dataclass
+class FP8RecipeKwargs(KwargsHandler):
+    """fp8 by the backend that is named, under the older name for all of them; left out, by the one that the arguments belong to."""
+
+    backend: str | None = None
+    use_autocast_during_eval: bool | None = None
+    opt_level: str | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: str | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: str | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def build(self) -> Precision:
+        """The precision."""
+        return precision_of_config(_set(self))
+
+
+RECIPES = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
+
+
+def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
+    """The precision that a recipe among the handlers means; None if there is no recipe.
+
+    Args:
+        handlers: those of an Accelerator.
+        precision: what it was given, or was filled with.
+
+    Raises:
+        ConfigurationError: for two recipes, and for one without fp8.
+    """
+    found: list[Any] = [handler for kind in RECIPES if (handler := handlers.get(kind)) is not None]
+    if not found:
+        return None
+    name = type(found[0]).__name__
+    if len(found) > 1:
+        raise ConfigurationError(f"kwargs_handlers holds {name} and {type(found[1]).__name__}: give one recipe of fp8.")
+    if precision not in ("fp8", "transformer-engine"):
+        raise ConfigurationError(
+            f"{name} goes with mixed_precision='fp8', and it is {precision or 'no'!r}: give both, or neither."
+        )
+    built: Precision = found[0].build()
+    return built
+
+
+def _set(handler: Any) -> dict[str, Any]:
+    """What was given, but for a tuple that asks for nothing."""
+    return {
+        name: value for name, value in vars(handler).items() if value is not None and value != (False, False, False)
+    }
