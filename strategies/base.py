@@ -214,6 +214,9 @@ class Strategy(ABC):
         """Gives the loader the form that the device wants (XLA's parallel loader); most leave it as it is."""
         return loader
 
+    def check_compiled(self) -> None:
+        """A module compiled by torch.compile is to run: raises where it cannot."""
+
     def check_trained(self) -> None:
         """At an epoch's begin: raises where parameters are trained now that were not at set-up and would go wrong."""
 

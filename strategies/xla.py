@@ -147,6 +147,7 @@ class XLAStrategy(Strategy):
         super().teardown()
         if runtime.is_used():
             runtime.sync()
+            runtime.leave_random()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
@@ -168,6 +169,12 @@ class XLAStrategy(Strategy):
     def to_device(self, batch: T) -> T:
         batch = super().to_device(batch)
         return map_tensors(batch, self.layout.split) if self.layout.is_spread else batch
+
+    def check_compiled(self) -> None:
+        # Inductor does not know the device, and what the backend "openxla" gives back has no gradient (tried, torch_xla 2.9).
+        raise ConfigurationError(
+            f"torch.compile with strategy={self.name!r}: XLA compiles the whole step by itself. Give the module as it is."
+        )
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _cut(self, window: Window) -> None:

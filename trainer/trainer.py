@@ -391,6 +391,8 @@ class Trainer(TrainerView):
     ) -> None:
         """Takes the module of this run, and makes what belongs to one run anew."""
         module, self._compiled = unwrapped(model)
+        if self._compiled is not None:
+            self.strategy.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
                 "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."
