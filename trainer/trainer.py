@@ -58,7 +58,7 @@ class Trainer(TrainerView):
     Names and defaults are PyTorch Lightning's, except where it says so.
 
     Args:
-        accelerator: "auto", "cpu", "gpu", "cuda" or "mps". Default "auto".
+        accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
         strategy: "auto", a name of `leyden.strategies.NAMES`, or a `Strategy`. Default "auto": one device, or "ddp" for several.
         devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
             started at the first fit, validate, test or predict. Default "auto".
