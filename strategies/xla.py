@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
@@ -165,6 +166,10 @@ class XLAStrategy(Strategy):
             bring(module, self._device)
             self.layout.place(module)
         return self.modules
+
+    def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        self.layout.check_rules()
+        return super().setup_optimizers(modules, optimizers)
 
     def to_device(self, batch: T) -> T:
         batch = super().to_device(batch)

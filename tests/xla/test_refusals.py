@@ -12,6 +12,7 @@ from xla.model import QUIET, Regression, loader
 from xla.process import on_xla
 
 from leyden import Accelerator, Trainer, seed_everything
+from leyden.strategies.xla import XLAStrategy
 
 ONE = {"accelerator": "xla", "devices": 1}
 
@@ -82,9 +83,14 @@ def after_the_cpu(root: Path) -> str:
     return words_of(fit, Regression(), root)
 
 
-def one_after_all(root: Path) -> str:
+def on_two(root: Path) -> dict[str, str]:
     fit(Regression(), root, devices=2)
-    return words_of(fit, Regression(), root, devices=1)
+    rules = {"net.0.weights": ("data", None)}, {"net.0.*": ("data", None)}, {"net.0.weight": ("data", None)}
+    found = {
+        next(iter(rule)): words_of(fit, Regression(), root, devices=2, strategy=XLAStrategy(shard=rule))
+        for rule in rules
+    }
+    return {**found, "one": words_of(fit, Regression(), root, devices=1)}
 
 
 def test_words_of_what_cannot_be(tmp_path: Path) -> None:
@@ -109,5 +115,9 @@ def test_a_process_must_use_xla_before_it_computes_gradients_elsewhere(tmp_path:
     assert "run on XLA first, or in a new process" in on_xla(after_the_cpu, tmp_path)
 
 
-def test_a_process_stays_with_one_device_or_with_all(tmp_path: Path) -> None:
-    assert "this process has begun to use XLA with all devices" in on_xla(one_after_all, tmp_path)
+def test_rules_that_do_not_fit_are_named_and_a_process_stays_with_all_devices(tmp_path: Path) -> None:
+    found = on_xla(on_two, tmp_path)
+    assert "this process has begun to use XLA with all devices" in found["one"]
+    assert "Did you mean 'net.0.weight'" in found["net.0.weights"]
+    assert "has 2 entries, and 'net.0.bias' has 1 dimensions" in found["net.0.*"]
+    assert found["net.0.weight"] == "ran"
