@@ -48,9 +48,11 @@ def passages(words: int) -> tuple[list[str], list[int]]:
     return texts, labels
 
 
-def make_loaders(batch_size: int, words: int = 40) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Nine tenths of the passages to train on, one tenth to test."""
+def make_loaders(batch_size: int, limit: int | None, words: int = 40) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Nine tenths of the passages to train on, one tenth to test; of all of them, or of so many from all plays."""
     texts, labels = passages(words)
+    step = 1 if limit is None else max(1, len(texts) // limit)
+    texts, labels = texts[::step][:limit], labels[::step][:limit]
     tokenizer = AutoTokenizer.from_pretrained(PRETRAINED)
     tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
     data = TensorDataset(tokens["input_ids"], tokens["attention_mask"], torch.tensor(labels))
@@ -143,7 +145,9 @@ def main() -> None:
     parser.add_argument("--trainer", action="store_true", help="train through the Trainer")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
+    parser.add_argument("--passages", type=int, help="take so many of the 4,000")
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--every", type=int, default=10, help="print each so manyth loss")
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
@@ -151,13 +155,13 @@ def main() -> None:
     torch.manual_seed(0)
     model = Classifier()
     model.train()
-    train, test = make_loaders(args.batch_size)
+    train, test = make_loaders(args.batch_size, args.passages)
     # From here on both ways draw the same numbers.
     torch.manual_seed(1)
     losses, accuracy = (by_trainer if args.trainer else by_accelerator)(model, train, test, args)
     if os.environ.get("RANK", "0") != "0":
         return
-    for step in range(0, len(losses), 10):
+    for step in range(0, len(losses), args.every):
         print(f"step {step:3d}  loss {losses[step].item():.6f}")
     print(f"last loss {losses[-1].item()!r}, accuracy {accuracy:.3f} (one of six by chance: 0.167)")
 

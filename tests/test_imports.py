@@ -30,7 +30,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.callbacks",),
     (
         "leyden.trainer.accelerator",
+        "leyden.trainer.debugging",
         "leyden.trainer.engine",
+        "leyden.trainer.gathering",
         "leyden.trainer.prepared",
         "leyden.trainer.own_loop",
         "leyden.trainer.launched",

@@ -39,7 +39,7 @@ def precision_of(arguments: Arguments) -> Any:
     if plugins:
         return plugins[0]
     if isinstance(arguments.strategy, Strategy):
-        return arguments.precision
+        return with_recipe(arguments.precision)
     return with_recipe(arguments.precision) if arguments.precision is not None else "32-true"
 
 

@@ -14,7 +14,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer import differences, ending, launching, plan
+from leyden.trainer import debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
@@ -194,6 +194,7 @@ class Trainer(TrainerView):
         self._fit = None
         self._kept: dict[str, Any] | None = None
         self._start = "anew"
+        self._writer_folder = None
         self.sources = Sources(self)
         self.hooks = Hooks((), self, self.module, TrainModule)
         self.logs = Logs(self.hooks)
@@ -419,6 +420,8 @@ class Trainer(TrainerView):
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
         self.strategy.setup_environment()
+        if debugging.is_debugging():
+            debugging.begin(self.accelerator, self.accumulation.length(0) if self.accumulation is not None else 1)
         reader, self._start = checkpoints.open_reader(self, goal)
         check_steps(module, stage)
         if datamodule is not None:
@@ -469,9 +472,18 @@ class Trainer(TrainerView):
         return restored
 
     def announce(self) -> None:
-        """The five lines, once the training data is there."""
-        if not self.arguments.barebones:
+        """The five lines, once the training data is there; and the ranks that do not write are told where the first one does."""
+        barebones = self.arguments.barebones
+        if self.world_size > 1 and not barebones:
+            if self.log_dir is None and self.is_global_zero:
+                for logger in self.loggers:
+                    # W&B names its folder when its run begins.
+                    _ = logger.experiment
+            self._writer_folder = self.strategy.broadcast(self.log_dir)
+        if not barebones:
             self.print(plan.five_lines(self, self._start))
+        if debugging.is_debugging():
+            debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
 
     def _finish_fit(self, loop: FitLoop) -> None:
         """Keeps what `ckpt_path="current"` goes on from."""

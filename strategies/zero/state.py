@@ -169,15 +169,18 @@ def _partition(parameter: Any) -> tuple[int, int]:
 
 def weights(module: nn.Module, pieces: Mapping[int, Piece]) -> dict[str, Any]:
     """The module's state dict, with this rank's stretch in the place of each parameter that the ranks share."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    # One for tied ones.
     made: dict[int, Tensor] = {}
     found: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) in pieces:
-            found[name] = made.setdefault(id(value), pieces[id(value)].fragment())
-        elif hasattr(value, "ds_id"):
-            found[name] = made.setdefault(id(value), _stored(value))
+    for name, value in module.state_dict().items():
+        owner = parameters.get(name)
+        if id(owner) in pieces:
+            found[name] = made.setdefault(id(owner), pieces[id(owner)].fragment())
+        elif hasattr(owner, "ds_id"):
+            found[name] = made.setdefault(id(owner), _stored(owner))
         else:
-            found[name] = value.detach() if isinstance(value, Tensor) else value
+            found[name] = value
     return found
 
 
@@ -226,6 +229,8 @@ class NamedOptimizer:
         self._pieces = [(place, pieces[id(p)]) for place, p in enumerate(self._parameters()) if id(p) in pieces]
         self.state: dict[Tensor, Any] = {}
         """Empty: `load_state_dict` puts everything in its place."""
+        self.dtypes = {piece.parameter: piece.flat.dtype for _, piece in self._pieces}
+        """Of the masters, which are what is stepped."""
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._groups for parameter in group]

@@ -75,3 +75,9 @@ def test_a_killed_run_of_two_ranks_goes_on_exactly(tmp_path: Path, strategy: str
         # The machine let it come further before it was killed: the straight run goes as far.
         finished(start(tmp_path / "straight", strategy, "--resume", steps=total))
     assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
+
+
+def test_in_fp8(tmp_path: Path) -> None:
+    output = finished(start(tmp_path, "fsdp", "--precision", "fp8", "--width", "32", steps=4))
+    assert "precision fp8: 2 Block + root over 2 ranks" in output and "tensorwise in 7 of 9 Linear layers" in output
+    assert len(re.findall(r"validation loss \d\.\d{3}", output)) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from ranks.world import run_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import TrainModule
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -442,9 +446,12 @@ def mismatched(kind: str) -> str:
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     accelerator.gather(torch.ones(2))
-    if kind == "missing" and rank == 1:
+    model, _ = accelerator.prepare(*build())
+    if kind in ("missing", "backward") and rank == 1:
         return "left"
     try:
+        if kind == "backward":
+            accelerator.backward(model(torch.ones(1, 4)).sum())
         if kind == "other" and rank == 1:
             accelerator.reduce(torch.ones(2))
         dtype = torch.float64 if kind == "dtype" and rank == 1 else torch.float32
@@ -473,11 +480,50 @@ def test_debug_mode_names_a_mismatch(kind: str, words: list[str]) -> None:
         assert all(word in message for word in words), message
 
 
-def test_debug_mode_names_a_rank_that_is_missing() -> None:
+@pytest.mark.parametrize(("kind", "name"), [("missing", "gather"), ("backward", "backward")])
+def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
     environ = {"ACCELERATE_DEBUG_MODE": "true", "LEYDEN_DEBUG_TIMEOUT": "3"}
-    first, second = run_world(2, mismatched, "missing", environ=environ, timeout=30)
-    assert "rank 0 came to gather at " in first and "rank 1 did not within 3 s" in first
+    first, second = run_world(2, mismatched, kind, environ=environ, timeout=30)
+    assert f"rank 0 came to {name} at " in first and "rank 1 did not within 3 s" in first
     assert second == "left"
+
+
+class Gathering(TrainModule):
+    """Gathers in its step what has another shape on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.all_gather(torch.ones(2 + batch_idx * self.global_rank))
+        return self.layer(batch[0]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def debugged_fit(folder: str) -> None:
+    from leyden import Trainer
+
+    sys.stderr = open(f"{folder}/{os.environ['RANK']}.txt", "w", buffering=1)  # noqa: SIM115
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, accumulate_grad_batches=2, **quiet)
+    trainer.fit(Gathering(), DataLoader(numbers(), 4))
+
+
+def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
+    found = run_world(2, debugged_fit, str(tmp_path), environ=DEBUG, timeout=30, may_fail=True)
+    for rank in range(2):
+        told = (tmp_path / f"{rank}.txt").read_text()
+        facts = f"rank {rank} of 2 (local {rank}), device cpu, strategy ddp, precision 32-true, accumulation 2"
+        assert f"leyden: {facts}" in told
+        assert f"leyden: rank {rank}: loader of 2 batches by RankBatches, batch_size 4" in told
+    # The first error wins: the other rank may have been ended by it.
+    messages = [entry for entry in found if isinstance(entry, str)]
+    assert messages
+    for message in messages:
+        assert "rank 0: all_gather(float32[2]) at " in message and "rank 1: all_gather(float32[3]) at " in message
 
 
 def generative(by_leyden: bool) -> list[Any]:

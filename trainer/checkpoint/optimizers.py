@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.fragment import Fragment
 
 # Full parameter names, or the module that has them.
 Names: TypeAlias = "Mapping[nn.Parameter, str] | Mapping[Tensor, str] | nn.Module"
@@ -28,8 +29,9 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         names: parameter → full name, or the module. Parameters outside it are called `__extra__.<group>.<place>`.
 
     Returns:
-        `state` by name, `param_groups` with names under `params`, `other` state that belongs to no parameter, and
-        `host`: which entries are on the CPU although their parameter is not. Tensors are the optimizer's own, not copies.
+        `state` by name, `param_groups` with names under `params`, `other` state that belongs to no parameter, `host`: which
+        entries are on the CPU although their parameter is not, and `dtypes`: of the parameters that are not float32, as the
+        optimizer steps them. Tensors are the optimizer's own, not copies.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -51,19 +53,34 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
         state[name] = entries
         if parameters[name].device.type != "cpu" and isinstance(entries, Mapping):
             host[name] = [
-                entry for entry, value in entries.items() if isinstance(value, Tensor) and value.device.type == "cpu"
+                entry
+                for entry, value in entries.items()
+                # Where an engine has offloaded its memory to is its own matter.
+                if isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, Fragment)
             ]
     groups = [{**group, "params": list(own)} for group, own in zip(plain["param_groups"], flat, strict=True)]
     known = {"state", "param_groups"}
     extra = {key: value for key, value in plain.items() if key not in known}
-    return {"state": state, "param_groups": groups, "other": other, "host": host, "extra": extra}
+    # An engine that steps copies tells their dtype.
+    stepped: Mapping[Tensor, torch.dtype] = getattr(optimizer, "dtypes", {})
+    dtypes = {name: stepped.get(parameter, parameter.dtype) for name, parameter in parameters.items()}
+    lower = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
+    return {
+        "state": state,
+        "param_groups": groups,
+        "other": other,
+        "host": host,
+        "dtypes": lower,
+        "extra": extra,
+    }
 
 
 def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> None:
     """Loads what `to_named` gave. The optimizer takes the tensors over; it does not copy them.
 
     torch's `load_state_dict` casts state to the dtype of its parameter; here it keeps the dtype it was saved in, as
-    otherwise NAdam and others go on with other numbers when parameters are bf16.
+    otherwise NAdam and others go on with other numbers when parameters are bf16. Where the parameter itself had another dtype,
+    as under another precision, state of its shape and dtype is cast as it is.
 
     Args:
         optimizer: of the same class, with the same groups of parameters.
@@ -107,8 +124,13 @@ def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[l
         if not isinstance(entries, Mapping) or not isinstance(loaded, dict):
             continue
         on_host = saved.get("host", {}).get(name)
+        # A checkpoint of an earlier version does not tell.
+        before = saved["dtypes"].get(name, torch.float32) if "dtypes" in saved else parameter.dtype
         for key, value in entries.items():
             if key not in loaded or (own_loading and not _only_cast(value, loaded[key])):
+                continue
+            follows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype == before
+            if follows and before != parameter.dtype and key != "step":
                 continue
             stays = key in on_host if on_host is not None else key == "step" and not _steps_on_device(groups[name])
             loaded[key] = value if stays else _moved(value, parameter.device)

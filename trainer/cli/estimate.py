@@ -61,6 +61,8 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
         >>> memory(nn.Linear(2, 1), "ddp", 2, "32-true", "adamw")
         Memory(weights=12, gradients=24, optimizer=24, passing=0)
     """
+    # fp8 keeps no weight in 8 bits for longer than an operation: it takes what bf16-mixed does.
+    precision = "bf16-mixed" if precision in ("fp8", "transformer-engine") else precision
     held = _held(precision)
     states = OPTIMIZERS[optimizer]
     shards = ranks if strategy.startswith("fsdp") else 1
@@ -189,7 +191,7 @@ def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str
     # Nothing of the file is run: code beside it is not trusted.
     found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
     architectures = getattr(found, "architectures", None) or [""]
-    kind = (
+    kind: Any = (
         transformers.AutoModelForCausalLM
         if architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
         else transformers.AutoModel

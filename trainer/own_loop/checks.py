@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.own_loop.debugging import Checker, is_debugging, start_up_facts
-from leyden.trainer.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer import debugging
+from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -78,7 +78,7 @@ class Mistakes:
         self._checked.add(id(prepared))
         accelerator = self._accelerator
         known = {id(p) for model in accelerator.bare_models for p in model.parameters()}
-        own = parameters_of(prepared.optimizer)
+        own = [p for group in accelerator.strategy.parameter_groups(prepared.optimizer) for p in group]
         foreign = [p for p in own if id(p) not in known]
         name = type(prepared.optimizer).__name__
         if own and len(foreign) == len(own):
@@ -114,10 +114,8 @@ class Mistakes:
 
 def begin(accelerator: Accelerator) -> None:
     """At the start of a run: debug mode says what each rank is; beyond rank 0 the first print is followed by a hint."""
-    if is_debugging():
-        print(start_up_facts(accelerator), file=sys.stderr, flush=True)
-        if accelerator.num_processes > 1:
-            accelerator.checker = Checker(accelerator.strategy)
+    if debugging.is_debugging():
+        debugging.begin(accelerator, accelerator.gradient_accumulation_steps)
     if accelerator.num_processes > 1 and accelerator.local_process_index == 1:
         _hint_once()
 

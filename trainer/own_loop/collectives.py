@@ -13,7 +13,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.own_loop.ranks import RankControl
 
 if TYPE_CHECKING:
-    from leyden.trainer.own_loop.debugging import Checker
+    from leyden.trainer.debugging import Checker
     from leyden.trainer.own_loop.loader import PreparedLoader
 
 T = TypeVar("T")

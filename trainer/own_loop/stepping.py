@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from leyden.trainer.engine import Engine, needs_closure
 from leyden.trainer.own_loop.plugins import AutocastKwargs, GradientAccumulationPlugin
 from leyden.trainer.own_loop.tracking import Tracked
-from leyden.trainer.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.own_loop.checks import Mistakes
@@ -41,6 +41,7 @@ class Stepping(Tracked, Engine):
         self._updates_scale = False
         self._is_settled = False
         self._in_window = False
+        self._joins = False
         self._counted: set[int] = set()
 
     @property
@@ -109,6 +110,9 @@ class Stepping(Tracked, Engine):
             **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
         """
         self._checks.in_backward()
+        if self.checker is not None and self.window.closes and not self._joins:
+            # Gradients are exchanged in it.
+            self.checker.compare("backward", None)
         self.flush_scaler()
         if num_items is not None or self.window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, self.window)
@@ -186,7 +190,8 @@ class Stepping(Tracked, Engine):
             self._settle()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
-                if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
+                groups = self.strategy.parameter_groups(optimizer)
+                if any(id(parameter) in wanted for group in groups for parameter in group):
                     self.strategy.before_step(optimizer)
         return chosen
 

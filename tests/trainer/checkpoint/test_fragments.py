@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment, rectangles
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.merge import merge
+from leyden.trainer.checkpoint.optimizers import to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.run import ForeignWeights
@@ -276,3 +277,19 @@ def test_fragments_that_do_not_fill_a_tensor_are_refused(tmp_path: Path) -> None
     for messages in run_world(2, wrong, str(tmp_path)):
         assert all("weight" in message for message in messages), messages
     assert not list(tmp_path.iterdir())
+
+
+def test_where_an_engine_offloads_to_is_its_own_matter() -> None:
+    """A parameter elsewhere, its state on the CPU: whoever goes on has that state beside its parameter, and not on the CPU."""
+    parameter = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
+
+    class Engine:
+        param_groups: ClassVar[list[dict[str, Any]]] = [{"lr": 0.1, "params": [parameter]}]
+        dtypes: ClassVar[dict[Tensor, torch.dtype]] = {parameter: torch.bfloat16}
+
+        def state_dict(self) -> dict[str, Any]:
+            state = {"exp_avg": Fragment(torch.ones(3), (2, 3)), "step": torch.tensor(2.0)}
+            return {"state": {0: state}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+
+    named = to_named(Engine(), {parameter: "weight"})  # type: ignore[arg-type]
+    assert named["host"] == {"weight": ["step"]} and named["dtypes"] == {"weight": torch.bfloat16}

@@ -299,3 +299,26 @@ def test_schedulers_go_on(kind: str, rate: Any, disk: Any, tmp_path: Path) -> No
     from_named(again, named, module)
     assert_same_state(fresh.state_dict(), scheduler.state_dict())
     assert steps(again, fresh, 6) == steps(optimizer, scheduler, 6)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam"])
+@pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
+def test_goes_on_in_another_precision(kind: str, there: torch.dtype, tmp_path: Path) -> None:
+    """State of the parameters' dtype becomes that of the parameters that they are now; what has its own keeps it."""
+    here = torch.bfloat16 if there == torch.float32 else torch.float32
+    module = build(kind, there)
+    optimizer = OPTIMIZERS[kind](list(module.parameters()))
+    train(module, optimizer, range(4))
+    reader = save(tmp_path / "c", module, optimizer)
+
+    other = build(kind, here)
+    other.load_state_dict(reader.model())
+    loaded = OPTIMIZERS[kind](list(other.parameters()))
+    from_named(loaded, reader.optimizers()[0], other)
+    for parameter, before in zip(other.parameters(), module.parameters(), strict=True):
+        for key, value in loaded.state[parameter].items():
+            if isinstance(value, torch.Tensor):
+                expected = optimizer.state[before][key]
+                assert value.dtype == (expected.dtype if expected.dim() == 0 else here), key
+                assert torch.equal(value, expected.to(value.dtype))
+    train(other, loaded, range(4, 6))

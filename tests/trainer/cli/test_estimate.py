@@ -143,3 +143,10 @@ def test_mistakes(here: Any, arguments: tuple[str, ...], words: str) -> None:
     done = here("estimate", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
+
+
+def test_fp8_takes_what_bf16_does() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16))
+    for strategy in ("single", "ddp", "fsdp"):
+        found = [memory(model, strategy, 2, precision, "adamw") for precision in ("fp8", "bf16-mixed")]
+        assert found[0] == found[1] and found[0].passing > 0

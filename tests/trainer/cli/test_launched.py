@@ -88,9 +88,9 @@ def test_a_section_of_the_file_makes_the_strategy(monkeypatch: pytest.MonkeyPatc
     settings = {name: made.settings[name] for name in ("auto_wrap_policy", "reshard_after_forward", "cpu_offload")}
     assert settings == {"auto_wrap_policy": {"Block", "Head"}, "reshard_after_forward": False, "cpu_offload": True}
     # The Trainer refuses what this version does not have, in its words.
-    for name, value in Launched("file", strategy="deepspeed_stage_2", options={"zero_stage": 2}).variables().items():
+    for name, value in Launched("file", strategy="megatron", options={"megatron_lm_tp_degree": 2}).variables().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match="'deepspeed_stage_2' is not known in this version"):
+    with pytest.raises(ConfigurationError, match="'megatron' is not known in this version"):
         Trainer(logger=False)
 
 

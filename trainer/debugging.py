@@ -7,19 +7,22 @@ import sys
 import traceback
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
+from leyden.trainer.data.limits import length_of
+
+if TYPE_CHECKING:
+    from leyden.trainer.engine import Engine
 
 VARIABLES = ("LEYDEN_DEBUG", "ACCELERATE_DEBUG_MODE")
 TIMEOUT = "LEYDEN_DEBUG_TIMEOUT"
 SECONDS = 20.0
 """How long ranks wait for each other at a collective before the missing ones are named."""
-_HERE = os.path.dirname(os.path.abspath(__file__))
-_ROOMS = os.path.dirname(os.path.dirname(_HERE))
+_ROOMS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class CollectiveError(LeydenError):
@@ -118,26 +121,49 @@ def call_site() -> str:
     return "?"
 
 
-def start_up_facts(accelerator: Any) -> str:
-    """One line of what this rank is and does."""
-    return (
-        f"leyden: rank {accelerator.process_index} of {accelerator.num_processes} (local {accelerator.local_process_index}), device "
-        f"{accelerator.device}, {accelerator.distributed_type}, precision {accelerator.precision.name}, accumulation "
-        f"{accelerator.gradient_accumulation_steps}"
+def begin(engine: Engine, accumulation: int) -> None:
+    """At the start of a run: each rank says what it is, and from then on collectives are compared.
+
+    Args:
+        engine: of the Trainer, or the Accelerator itself.
+        accumulation: batches of a step.
+    """
+    strategy = engine.strategy
+    tell(
+        f"leyden: rank {strategy.global_rank} of {strategy.world_size} (local {strategy.local_rank}), device {strategy.root_device}, "
+        f"strategy {strategy.name}, precision {strategy.precision.name}, accumulation {accumulation}"
     )
+    if strategy.world_size > 1:
+        engine.checker = Checker(strategy)
 
 
-def prepared_facts(accelerator: Any, prepared: Any) -> str | None:
-    """One line of what an object became on this rank; None for what is neither a model nor a loader."""
-    rank = f"leyden: rank {accelerator.process_index}:"
-    if isinstance(prepared, nn.Module):
-        bare = accelerator.unwrap_model(prepared)
-        first = next(bare.parameters(), None)
-        wrapper = "no wrapper" if prepared is bare else f"in {type(prepared).__name__}"
-        kind = "" if first is None else f", {type(first).__name__} of {first.dtype} on {first.device}"
-        return f"{rank} model {type(bare).__name__} {wrapper}{kind}"
-    if hasattr(prepared, "cursor"):
-        loader = prepared.loader
-        sampler = type(getattr(loader, "batch_sampler", None) or loader).__name__
-        return f"{rank} loader of {prepared.cursor.length} batches by {sampler}, batch_size {getattr(loader, 'batch_size', None)}"
-    return None
+def tell(facts: str | None) -> None:
+    """Prints a line of facts, on every rank."""
+    if facts is not None:
+        print(facts, file=sys.stderr, flush=True)
+
+
+def model_facts(rank: int, prepared: nn.Module, bare: nn.Module) -> str:
+    """One line of what a model became on a rank.
+
+    Args:
+        rank: this one.
+        prepared: what is called.
+        bare: the model itself.
+    """
+    first = next(bare.parameters(), None)
+    wrapper = "no wrapper" if prepared is bare else f"in {type(prepared).__name__}"
+    kind = "" if first is None else f", {type(first).__name__} of {first.dtype} on {first.device}"
+    return f"leyden: rank {rank}: model {type(bare).__name__} {wrapper}{kind}"
+
+
+def loader_facts(rank: int, loader: Any) -> str:
+    """One line of what a rank reads.
+
+    Args:
+        rank: this one.
+        loader: the rank's own.
+    """
+    sampler = type(getattr(loader, "batch_sampler", None) or loader).__name__
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return f"leyden: rank {rank}: loader of {length_of(loader)} batches by {sampler}, batch_size {size}"

@@ -1,0 +1,142 @@
+"""Tokens per second and memory in bf16 and in fp8, by each recipe, compiled or not, in one interleaved run.
+
+    python benchmarks/fp8.py                                                 a GPU with fp8 units: 8 blocks of width 4096
+    python benchmarks/fp8.py --width 256 --depth 2 --length 64 --batch-size 8 --steps 5 --no-compile        a CPU, which emulates
+
+The character GPT of examples/lm.py on random characters, AdamW, by a barebones Trainer. The table shows the median tokens per second
+of each contestant, the median over the rounds of its ratio to bf16, and on a GPU the most memory that torch has taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import io
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import Callback, Trainer, TrainModule
+from leyden.strategies.precision import Float8Precision
+
+ROOT = Path(__file__).resolve().parent.parent
+ALPHABET = "".join(map(chr, range(64)))
+RECIPES: dict[str, Any] = {
+    "bf16-mixed": lambda: "bf16-mixed",
+    "fp8 tensorwise": lambda: Float8Precision("tensorwise"),
+    "fp8 rowwise": lambda: Float8Precision("rowwise"),
+    "fp8 rowwise_with_gw_hp": lambda: Float8Precision("rowwise_with_gw_hp"),
+}
+
+
+def example() -> Any:
+    """The module examples/lm.py."""
+    spec = importlib.util.spec_from_file_location("lm", ROOT / "examples" / "lm.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of random characters."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.ids = count, torch.randint(len(ALPHABET), (length + 1,))
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.ids
+
+
+class Clock(Callback):
+    """Reads the clock, when the device has done all that it was given, after the warm-up and at the end."""
+
+    def __init__(self, warm_up: int) -> None:
+        self.warm_up, self.start, self.seconds = warm_up, 0.0, 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, module: TrainModule, *rest: Any) -> None:
+        if trainer.global_step == self.warm_up:
+            self.start = _now()
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.seconds = _now() - self.start
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(name: str, lm: Any, args: argparse.Namespace) -> tuple[float, float]:
+    """Tokens per second, and GiB at the peak."""
+
+    class GPT(lm.CharacterGPT):  # type: ignore[misc, name-defined]
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(self(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    torch.manual_seed(0)
+    module = GPT(ALPHABET, args.length, args.width, args.width // 64, depth=args.depth)
+    if args.compile:
+        for block in module.blocks:
+            block.compile()
+    clock = Clock(args.warm_up)
+    data = Windows((args.warm_up + args.steps) * args.batch_size, args.length)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        trainer = Trainer(
+            precision=RECIPES[name](),
+            max_epochs=1,
+            barebones=True,
+            callbacks=[clock],
+            default_root_dir=folder,
+            devices=1,
+        )
+        trainer.fit(module, DataLoader(data, args.batch_size))
+    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+    return args.steps * args.batch_size * args.length / clock.seconds, peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--depth", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile of each block"
+    )
+    args = parser.parse_args()
+    lm = example()
+    speeds: dict[str, list[float]] = {name: [] for name in RECIPES}
+    peaks = dict.fromkeys(RECIPES, 0.0)
+    for _ in range(args.repeats):
+        for name in RECIPES:
+            speed, peak = measure(name, lm, args)
+            speeds[name].append(speed)
+            peaks[name] = max(peaks[name], peak)
+    for name, values in speeds.items():
+        ratio = statistics.median(value / base for value, base in zip(values, speeds["bf16-mixed"], strict=True))
+        memory = f"   {peaks[name]:6.2f} GiB" if peaks[name] else ""
+        print(f"{name:<24} {statistics.median(values):12.0f} tokens/s   × {ratio:.3f}{memory}")
+
+
+if __name__ == "__main__":
+    main()
