@@ -38,7 +38,7 @@ def test_a_file_for_tpus_fills_a_script_s_arguments(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     environ = {name: value for name, value in os.environ.items() if name not in ("PJRT_DEVICE", "CPU_NUM_DEVICES")}
     command = [sys.executable, "-m", "leyden", "launch", "--config_file", "tpu.yaml", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=840)
     assert done.returncode == 0, done.stderr
     assert "ran xla {'data': 4} bf16-mixed 3" in done.stdout
     assert "leyden launch fills accelerator='xla', strategy='xla', precision='bf16-mixed'" in done.stdout
