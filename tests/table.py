@@ -211,12 +211,24 @@ def check(strategy: str, run: str, folder: Path, size: int, other: int | None, *
         for found in run_world(size, working, rows, str(folder), timeout=900):
             _agree(found)
         if other is not None:
-            for found in run_world(other, resuming, rows, str(folder), environ=environ):
+            for found in run_world(other, resuming, rows, str(folder), environ=environ, timeout=900):
                 _agree(found)
     # One rank alone: an error on one of several ends the others.
     if any(row.features(REFUSED) for row in rows):
         [found] = run_world(1, refused, rows, str(folder))
         _agree(found)
+
+
+def check_other_names(*strategies: str, size: int, folder: Path) -> None:
+    """Trains under the names that have no row of their own."""
+    names = [name for name, owner in other_names().items() if owner in strategies]
+    for found in run_world(size, training, names, str(folder)):
+        assert found == dict.fromkeys(names, "works"), found
+
+
+def training(names: list[str], folder: str) -> dict[str, str]:
+    """Trains under each name, on this rank."""
+    return {name: run(Place(name, "32-true", Path(folder) / name), "accumulation") for name in names}
 
 
 def _agree(found: list[tuple[Row, str, str]]) -> None:

@@ -21,7 +21,12 @@ def test_the_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "CI", tmp_path, *SIZES[strategy])
 
 
+def test_other_names_train(tmp_path: Path) -> None:
+    table.check_other_names("ddp", "fsdp", size=2, folder=tmp_path)
+
+
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", SIZES)
 def test_the_other_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "full", tmp_path, *SIZES[strategy])

@@ -19,6 +19,7 @@ def test_the_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_other_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "full", tmp_path, size=1, other=1, TABLE_DEVICES="4")
