@@ -24,7 +24,14 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.zero.engine import Stepped, close_engine, import_deepspeed, join_group, make_engine
+from leyden.strategies.zero.engine import (
+    Stepped,
+    close_engine,
+    import_deepspeed,
+    join_group,
+    make_engine,
+    make_scheduler,
+)
 from leyden.strategies.zero.state import (
     NamedOptimizer,
     counters,
@@ -195,6 +202,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
                 f"DeepSpeed's engine drives one module, and {len(modules)} were given: make them parts of one."
             )
         [module] = modules
+        for name, parameter in module.named_parameters():
+            if parameter.dim() == 0:
+                raise ConfigurationError(
+                    f"DeepSpeed cannot hold {name}, which has no dimension: give it the shape (1,)."
+                )
         if self.engine is not None and self.engine.module.module is not module:
             self.close_engine()
         if self.engine is None and not any(is_partitioned(parameter) for parameter in module.parameters()):
@@ -229,17 +241,17 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             trained
         ]
         self._make_engine(module, optimizers[0] if optimizers else None)
-        optimizer = self.engine.basic_optimizer
-        if self.engine.optimizer is not optimizer:
-            # Its gradients are the engine's memory, which the engine clears in its step.
-            optimizer.zero_grad = _leave_gradients
-        self.optimizers = [optimizer]
+        self.optimizers = [self.engine.basic_optimizer]
         return self.optimizers
 
     def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> None:
         self._engines.append(make_engine(self._deepspeed, Stepped(module), self.final_config(), optimizer))
         # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
+
+    def make_schedulers(self) -> list[Any]:
+        section = self.config.scheduler
+        return [] if section is None else [make_scheduler(self.engine.basic_optimizer, section)]
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
         return self._groups
@@ -411,10 +423,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 def is_partitioned(tensor: Tensor) -> bool:
     """True for a parameter that DeepSpeed's stage 3 holds: its own data is empty outside of a forward."""
     return hasattr(tensor, "ds_id")
-
-
-def _leave_gradients(set_to_none: bool = True) -> None:
-    """In the place of the `zero_grad` of an optimizer that the engine steps."""
 
 
 def _close(engines: list[Any]) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
 from leyden.strategies.window import read_loss
 
 ACCELERATOR = "DS_ACCELERATOR"
@@ -102,10 +101,52 @@ def make_engine(deepspeed: Any, stepped: Stepped, config: dict[str, Any], optimi
         ConfigurationError: where DeepSpeed refuses the config.
     """
     trained = [parameter for parameter in stepped.parameters() if parameter.requires_grad]
+    if config.get("activation_checkpointing"):
+        # For modules that call deepspeed.checkpointing.checkpoint.
+        deepspeed.checkpointing.configure(None, deepspeed_config=config)
     try:
-        return deepspeed.initialize(model=stepped, optimizer=optimizer, model_parameters=trained, config=config)[0]
-    except (AssertionError, ValueError) as error:
+        engine = deepspeed.initialize(model=stepped, optimizer=optimizer, model_parameters=trained, config=config)[0]
+    except _refusals() as error:
         raise ConfigurationError(f"DeepSpeed refuses this config: {error}") from error
+
+    if engine.basic_optimizer is not None and engine.basic_optimizer is not engine.optimizer:
+        # Its own would take away the buffers of offloaded gradients, and leave those of the parameters.
+        engine.basic_optimizer.zero_grad = engine.optimizer.zero_grad
+    return engine
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What DeepSpeed raises for a config that cannot be."""
+    own = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfigError
+    offload = importlib.import_module("deepspeed.runtime.zero.utils").ZeRORuntimeException
+    return own, offload, AssertionError, ValueError, NotImplementedError
+
+
+def make_scheduler(optimizer: Optimizer, section: Mapping[str, Any]) -> Any:
+    """The scheduler of a config's section: one of DeepSpeed's, or of torch's.
+
+    Raises:
+        ConfigurationError: for an unknown one, or arguments that it does not take.
+    """
+    schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
+    name, params = str(section.get("type")), dict(section.get("params", {}))
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for key, value in {"warmup_min_lr": 0.0, "warmup_max_lr": max(rates)}.items():
+        if params.get(key) == "auto":
+            params[key] = value
+    for key, value in params.items():
+        if value == "auto":
+            raise ConfigurationError(
+                f"the DeepSpeed config leaves scheduler.params.{key} at 'auto', which nothing in the run can fill: give a value."
+            )
+    known = [*schedules.VALID_LR_SCHEDULES, *torch.optim.lr_scheduler.__all__]
+    if name not in known:
+        raise ConfigurationError(f"the DeepSpeed config's scheduler {name!r} is not known. {nearest(name, known)}")
+    kind = getattr(schedules if name in schedules.VALID_LR_SCHEDULES else torch.optim.lr_scheduler, name)
+    try:
+        return kind(optimizer, **params)
+    except TypeError as error:
+        raise ConfigurationError(f"the DeepSpeed config's scheduler {name} cannot be made: {error}.") from error
 
 
 def close_engine(engine: Any) -> None:
@@ -116,5 +157,10 @@ def close_engine(engine: Any) -> None:
     stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not engine.module]
     engine.module.__dict__.pop("ds_inflight_param_registry", None)
+    vars(engine.basic_optimizer or engine).pop("zero_grad", None)
+    parts = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
+    linear = getattr(parts.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
+    if linear is not None:
+        # Stage 3 puts its own in the place of torch's, for every model of the process.
+        nn.functional.linear = linear
     engine.optimizer = engine.basic_optimizer = engine.client_optimizer = engine.lr_scheduler = None
-    gc.collect()

@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from ranks.world import run_world
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import LambdaLR
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
@@ -21,85 +24,238 @@ pytestmark = [
     pytest.mark.deepspeed,
     pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
 ]
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "barebones": False,
-}
+QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+STAGES = (0, 1, 2, 3)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 12), Block(12), Block(12), nn.Linear(12, 4))
 
 
 class Net(TrainModule):
-    """A regression that keeps what it saw."""
+    """A regression that keeps what it saw.
 
-    def __init__(self) -> None:
+    Args:
+        late: built in configure_model.
+        items: the loss is a sum, with num_items.
+        kind: "adamw", "sgd", "groups" (two, one of them at a lower rate), "schedule", or "none".
+        scale: a parameter of the module itself, and one that no step uses.
+    """
+
+    def __init__(self, late: bool = False, items: bool = False, kind: str = "adamw", scale: bool = False) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
+        self.net: Any = None if late else build()
+        self.items, self.kind, self.scale = items, kind, scale
+        if scale:
+            self.factor, self.unused = nn.Parameter(torch.tensor([1.5])), nn.Parameter(torch.ones(3))
+            self.net[0].bias.requires_grad_(False)
+        self.register_buffer("steps", torch.zeros(()))
         self.losses: list[float] = []
+        self.rates: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = build()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = F.mse_loss(self.net(batch[0]), batch[1])
-        self.losses.append(float(loss.detach()))
+        self.steps += 1
+        out = self.net(batch[0])
+        loss = F.mse_loss(out * self.factor if self.scale else out, batch[1])
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        if self.items:
+            count = len(batch[0]) + batch_idx % 3
+            return {"loss": loss * count, "num_items": count, "extra": out}
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        # Not of what a rank without a sample runs in a batch's place.
+        self.losses.append(float(outputs["loss"] if isinstance(outputs, dict) else outputs))
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.kind == "none":
+            return None
+        if self.kind == "groups":
+            last = list(self.net[3].parameters())
+            rest = [p for p in self.parameters() if all(p is not other for other in last)]
+            return AdamW([{"params": rest}, {"params": last, "lr": 1e-3, "weight_decay": 0.1}], lr=1e-2)
+        optimizer = (
+            SGD(self.parameters(), lr=0.05, momentum=0.9) if self.kind == "sgd" else AdamW(self.parameters(), lr=1e-2)
+        )
+        if self.kind == "schedule":
+            scheduler = LambdaLR(optimizer, lambda step: 0.9**step)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return optimizer
 
 
 @dataclass
 class Case:
-    """A fit: what differs from a plain one.
+    """A fit, and what is compared with DDP.
 
     Attributes:
-        zero: arguments of DeepSpeedStrategy; a name in their place is another strategy.
+        module: arguments of Net.
         trainer: arguments of the Trainer.
+        zero: arguments of DeepSpeedStrategy beside the stage.
+        ddp: what DDP's Trainer is given in place of `trainer`.
+        ddp_module: what its module is given in place of `module`.
+        epochs: how often it is seen.
+        samples: of the training data; 41 leave one rank of two without a sample at the end.
+        stages: those that it can be run at.
+        usual: those of them that every run takes on two ranks; the rest is for the full one.
+        alone: those that every run takes on one rank.
     """
 
-    zero: Any
+    module: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
+    zero: dict[str, Any] = field(default_factory=dict)
+    ddp: dict[str, Any] | None = None
+    ddp_module: dict[str, Any] | None = None
+    samples: int = 40
+    epochs: int = 1
+    stages: tuple[int, ...] = STAGES
+    usual: tuple[int, ...] = (2, 3)
+    alone: tuple[int, ...] = ()
 
 
+OFFLOADED = {"offload_optimizer": True, "offload_parameters": True, "pin_memory": False}
+ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}, "gradient_accumulation_steps": "auto"}
 CASES = {
-    "ddp": Case("ddp"),
-    **{f"stage {stage}": Case({"stage": stage}) for stage in (0, 1, 2, 3)},
+    "plain": Case(epochs=2, usual=STAGES, alone=STAGES),
+    # 10 batches on one rank and 5 on two: the last window has 1 and 2.
+    "accumulation": Case(trainer={"accumulate_grad_batches": 3}, usual=STAGES, alone=(0, 2)),
+    "clipping": Case(trainer={"gradient_clip_val": 0.05}, usual=(0, 1, 3), alone=(2,)),
+    "clipping by the config": Case(
+        zero={"config": {"gradient_clipping": 0.05}}, ddp={"gradient_clip_val": 0.05}, usual=(0, 2)
+    ),
+    "schedule": Case({"kind": "schedule"}, {"accumulate_grad_batches": 2}, usual=(1, 3)),
+    "items": Case({"items": True}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.05}, usual=STAGES, alone=(3,)),
+    "uneven": Case(samples=41, usual=STAGES),
+    "uneven items": Case({"items": True}, {"accumulate_grad_batches": 4}, samples=41),
+    "groups": Case({"kind": "groups"}, usual=(1, 3)),
+    "sgd": Case({"kind": "sgd"}, usual=(2,)),
+    "frozen, unused and of the module itself": Case(
+        {"scale": True}, ddp={"strategy": "ddp_find_unused_parameters_true"}, usual=(0, 1, 3)
+    ),
+    "optimizer offload": Case(zero={"offload_optimizer": True}, stages=(1, 2, 3), usual=(1,), alone=(2,)),
+    "optimizer offload, accumulation, clipping": Case(
+        trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.05},
+        zero={"offload_optimizer": "cpu"},
+        stages=(1, 2, 3),
+    ),
+    "all offloaded": Case(zero=OFFLOADED, stages=(3,), usual=()),
+    "zero.Init": Case({"late": True}, {"accumulate_grad_batches": 3}, usual=(3,)),
+    "zero.Init, offloaded": Case({"late": True}, zero=OFFLOADED, stages=(3,), alone=(3,)),
+    "everything partitioned": Case(
+        {"late": True}, zero={"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100}, stages=(3,)
+    ),
+    "checkpointed activations": Case(zero={"activation_checkpointing_policy": {"Block"}}),
+    "the config's optimizer": Case({"kind": "none"}, zero={"config": ADAMW}, ddp_module={}, usual=(1, 3)),
+    "bf16-mixed": Case(trainer={"precision": "bf16-mixed", "accumulate_grad_batches": 3}, usual=(0, 1, 3), alone=(2,)),
+}
+EVERY = [(name, stage) for name, case in CASES.items() for stage in case.stages]
+USUAL = {
+    1: [(name, stage) for name, case in CASES.items() for stage in case.alone],
+    2: [(name, stage) for name, case in CASES.items() for stage in case.usual if stage in case.stages],
 }
 
 
-def data(samples: int = 40) -> DataLoader[Any]:
+def data(samples: int) -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(1)
     x, y = torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)
     return DataLoader(TensorDataset(x, y), batch_size=4)
 
 
-def fit(case: Case) -> tuple[list[float], dict[str, Any]]:
-    """The losses of this rank, and on rank 0 the weights at the end."""
-    strategy = case.zero if isinstance(case.zero, str) else DeepSpeedStrategy(**case.zero)
-    module = Net()
-    trainer = Trainer(strategy=strategy, max_epochs=2, **{**QUIET, **case.trainer})
-    trainer.fit(module, data())
+def fit(case: Case, stage: int | None) -> dict[str, Any]:
+    """What this rank saw, and on rank 0 the weights at the end; `stage` is None for DDP."""
+    if stage is None:
+        module = Net(**(case.module if case.ddp_module is None else case.ddp_module))
+        arguments = {"strategy": "ddp", **(case.trainer if case.ddp is None else case.ddp)}
+    else:
+        module = Net(**case.module)
+        arguments = {"strategy": DeepSpeedStrategy(stage=stage, **case.zero), **case.trainer}  # type: ignore[arg-type]
+    trainer = Trainer(max_epochs=case.epochs, **{**QUIET, **arguments})
+    trainer.fit(module, data(case.samples))
     weights = trainer.strategy.full_state_dict(module)
-    return module.losses, {name: value.tolist() for name, value in weights.items()}
+    return {
+        "losses": module.losses,
+        "rates": module.rates,
+        "steps": trainer.global_step,
+        "weights": {name: value.double().tolist() for name, value in weights.items()},
+    }
 
 
-def run_cases() -> dict[str, Any]:
-    return {name: fit(case) for name, case in CASES.items()}
+def run_cells(cells: list[tuple[str, int]]) -> dict[Any, Any]:
+    expected = {name: fit(CASES[name], None) for name in dict.fromkeys(name for name, _ in cells)}
+    return {"ddp": expected} | {cell: fit(CASES[cell[0]], cell[1]) for cell in cells}
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def results(request: pytest.FixtureRequest) -> Any:
-    """What each rank saw in each case: all of them in one world of 1 rank, and of 2."""
-    return run_world(request.param, run_cases)
+@pytest.fixture(scope="module")
+def results() -> Any:
+    """What each rank saw in each case: all of them in one world of one rank, and in one of two."""
+    return {size: run_world(size, run_cells, cells, timeout=600) for size, cells in USUAL.items()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_losses_are_those_of_ddp(results: Any, stage: int) -> None:
-    for rank in results:
-        (losses, weights), (expected, others) = rank[f"stage {stage}"], rank["ddp"]
-        assert len(losses) == 40 // (4 * len(results)) * 2
-        assert losses == pytest.approx(expected, rel=1e-6)
-        if weights:
-            assert weights.keys() == others.keys()
-            for name, value in weights.items():
-                torch.testing.assert_close(Tensor(value), Tensor(others[name]), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize(("size", "name", "stage"), [(size, *cell) for size, cells in USUAL.items() for cell in cells])
+def test_the_losses_and_weights_are_those_of_ddp(results: Any, size: int, name: str, stage: int) -> None:
+    compare(results[size], name, stage)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [1, 2])
+def test_every_case_at_every_stage(size: int) -> None:
+    found = run_world(size, run_cells, EVERY, timeout=1200)
+    for name, stage in EVERY:
+        compare(found, name, stage)
+
+
+def compare(found: list[Any], name: str, stage: int) -> None:
+    for rank, cells in enumerate(found):
+        ours, theirs = cells[name, stage], cells["ddp"][name]
+        assert len(ours["losses"]) > 0 and ours["steps"] == theirs["steps"] > 0
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-6)
+        assert ours["rates"][: len(theirs["rates"])] == theirs["rates"]
+        expected = theirs["weights"]
+        if "unused" in expected:
+            # It has a gradient of zero here, and none at all in DDP: weight decay shrinks it.
+            expected["unused"] = [0.9999 ** ours["steps"]] * 3
+        assert rank > 0 or ours["weights"].keys() == expected.keys()
+        for key, value in ours["weights"].items():
+            # DDP alone sends buffers in every forward; rank 0's count.
+            if rank == 0 or key != "steps":
+                assert_close(torch.tensor(value), torch.tensor(expected[key]), rtol=1e-5, atol=1e-6)
+
+
+def run_bf16() -> dict[int, Any]:
+    """Weights in bfloat16 with float32 masters, at three stages; and by hand."""
+    found = {stage: fit(Case(trainer={"precision": "bf16-true"}), stage) for stage in (1, 2, 3)}
+    net = build().bfloat16()
+    masters = [parameter.detach().float().requires_grad_() for parameter in net.parameters()]
+    optimizer, losses = AdamW(masters, lr=1e-2), []
+    for x, y in data(40):
+        loss = F.mse_loss(net(x.bfloat16()), y.bfloat16())
+        loss.backward()
+        losses.append(float(loss.detach()))
+        for master, parameter in zip(masters, net.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad, parameter.grad = parameter.grad.float(), None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, net.parameters(), strict=True):
+                parameter.copy_(master)
+    return {**found, 0: {"losses": losses}}
+
+
+def test_bf16_true_holds_weights_in_bf16_and_steps_float32_masters() -> None:
+    [found] = run_world(1, run_bf16)
+    for stage in (1, 2, 3):
+        assert found[stage]["losses"] == pytest.approx(found[0]["losses"], rel=1e-6)
+        assert len(set(found[stage]["losses"])) > 5
