@@ -316,6 +316,7 @@ class ZeroConfig:
         device: str = "cpu",
         clip: float | None = None,
         micro_batch: int | None = None,
+        complete: bool = True,
     ) -> dict[str, Any]:
         """The config that DeepSpeed is given: nothing is "auto" any more, and the run's part is filled in.
 
@@ -324,6 +325,7 @@ class ZeroConfig:
             device: type of its device.
             clip: what the run clips to.
             micro_batch: samples per rank and batch, which DeepSpeed only reports.
+            complete: nothing may be "auto" any more.
 
         Raises:
             ConfigurationError: if the precision contradicts the config or cannot be, or an "auto" cannot be filled.
@@ -346,7 +348,7 @@ class ZeroConfig:
         if self.optimizer is not None:
             _fill_optimizer(final["optimizer"], device)
         for path in _autos(final):
-            if not path.startswith("data_types."):
+            if complete and not path.startswith("data_types."):
                 raise ConfigurationError(
                     f"the DeepSpeed config leaves {path} at 'auto', which nothing in the run can fill: give a value."
                 )
