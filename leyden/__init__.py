@@ -35,6 +35,9 @@ _HOMES = {
     "find_executable_batch_size": "leyden.trainer.own_loop.memory",
     "release_memory": "leyden.trainer.own_loop.memory",
     "skip_first_batches": "leyden.trainer.own_loop.loader",
+    "DeepSpeedPlugin": "leyden.trainer.own_loop.deepspeed",
+    "DummyOptim": "leyden.trainer.own_loop.deepspeed",
+    "DummyScheduler": "leyden.trainer.own_loop.deepspeed",
     "FullyShardedDataParallelPlugin": "leyden.trainer.own_loop.plugins",
     "LocalSGD": "leyden.trainer.own_loop.local_sgd",
     "get_logger": "leyden.trainer.own_loop.rank_logging",
@@ -53,6 +56,9 @@ if TYPE_CHECKING:
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.module import TrainModule as TrainModule
+    from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
+    from leyden.trainer.own_loop.deepspeed import DummyOptim as DummyOptim
+    from leyden.trainer.own_loop.deepspeed import DummyScheduler as DummyScheduler
     from leyden.trainer.own_loop.fp8_recipes import AORecipeKwargs as AORecipeKwargs
     from leyden.trainer.own_loop.fp8_recipes import FP8RecipeKwargs as FP8RecipeKwargs
     from leyden.trainer.own_loop.fp8_recipes import MSAMPRecipeKwargs as MSAMPRecipeKwargs

@@ -50,6 +50,8 @@ class Strategy(ABC):
     """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
     restores_after_setup: bool = True
     """Weights are loaded into modules that are set up; False where loading must come first."""
+    drives_one: bool = False
+    """An engine drives one model that is trained, and its one optimizer; others are only placed on the device."""
     replicates: bool = True
     """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
     num_nodes: int = 1
@@ -369,6 +371,9 @@ class Strategy(ABC):
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
+    def clip_each_step(self, value: float) -> None:
+        """A launch's configuration asks that each step of a loop of one's own clips to a norm. An engine does; loops clip themselves."""
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps one optimizer; False where the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure)
@@ -409,6 +414,14 @@ class Strategy(ABC):
     def any(self, flag: bool) -> bool:
         """True on every rank if it is true on one."""
         return flag
+
+    def aborts_on_shapes(self, group: Any = None) -> bool:
+        """True where a collective over tensors of different shapes would end the process, rather than raise."""
+        return False
+
+    def differing(self, what: str, group: Any = None) -> list[str]:
+        """What the ranks of a group each hand in, in their order; an empty list where it is the same on all of them."""
+        return []
 
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         """Begins to ask all ranks; what it gives back is called later, and tells which flags are true on one of them."""
@@ -464,6 +477,11 @@ class Strategy(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave. Another strategy may have saved it: what it does not know it leaves alone."""
+
+    def whole_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state with whole tensors on every rank; where they are sharded, every rank must call it."""
+        state = module.state_dict().items()
+        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
 
     def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
         """The module's whole tensors, on rank 0 at least; where they are sharded, every rank must call it."""

@@ -273,6 +273,8 @@ class DDPStrategy(ProcessGroupStrategy):
 class WrappedModule(DistributedDataParallel):
     """DDP around a module, whose attributes can be asked for as if there were no wrapper."""
 
+    wraps_module = True
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -24,14 +24,8 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.zero.engine import (
-    Stepped,
-    close_engine,
-    import_deepspeed,
-    join_group,
-    make_engine,
-    make_scheduler,
-)
+from leyden.strategies.zero.engine import close_engine, import_deepspeed, join_group, make_engine, make_scheduler
+from leyden.strategies.zero.own_loop import OwnLoop
 from leyden.strategies.zero.state import (
     NamedOptimizer,
     counters,
@@ -46,7 +40,7 @@ T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 
 
-class DeepSpeedStrategy(ProcessGroupStrategy):
+class DeepSpeedStrategy(OwnLoop):
     """DeepSpeed's ZeRO engine.
 
     Needs the extra `leyden[deepspeed]`. What belongs to whom where a DeepSpeed config and the run both have a setting stands in
@@ -138,22 +132,29 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def setup_environment(self) -> None:
         lower = self.config.lower_weights(self.precision.name)
-        if lower is not None and self.precision.name.endswith("-mixed"):
+        if lower is not None and self.precision.name == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[lower]:
             # The config's word: weights in half precision, and so the inputs.
             self.precision = HalfPrecision("bf16" if lower == "bf16" else "16")
-        self.final_config()
+        # What is "auto" yet, an Accelerator's prepare may fill.
+        self.final_config(complete=False)
         self._deepspeed = import_deepspeed(self.root_device, self.logging_level)
         super().setup_environment()
         join_group(self._deepspeed, self.local_rank)
 
-    def final_config(self) -> dict[str, Any]:
+    def final_config(self, complete: bool = True) -> dict[str, Any]:
         """What DeepSpeed is given.
+
+        Args:
+            complete: nothing may be "auto" any more.
 
         Raises:
             ConfigurationError: for what contradicts precision or device.
         """
         return self.config.build(
-            precision=self.precision.name, device=self.root_device.type, micro_batch=self.settings.batch_size
+            precision=self.precision.name,
+            device=self.root_device.type,
+            micro_batch=self.settings.batch_size,
+            complete=complete,
         )
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
@@ -245,7 +246,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return self.optimizers
 
     def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        self._engines.append(make_engine(self._deepspeed, Stepped(module), self.final_config(), optimizer))
+        self._engines.append(make_engine(self._deepspeed, self._root(module), self.final_config(), optimizer))
         # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
 
@@ -314,9 +315,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         outputs: T = root.take()
         return outputs
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.engine.backward(loss, **kwargs)
-
     def sync_gradients(self) -> None:
         raise LeydenError(
             "the accumulation window was closed without a batch that closes it, and DeepSpeed had reduced its gradients as if more "
@@ -352,7 +350,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return None
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        engine = self.engine
+        engine, self._reduced = self.engine, False
         engine.step()
         sharded = engine.optimizer
         if sharded is not engine.basic_optimizer:

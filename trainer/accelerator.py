@@ -17,7 +17,8 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.own_loop import checks, preparing
 from leyden.trainer.own_loop import state as states
-from leyden.trainer.own_loop.export import save_object, whole_state, write_weights
+from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin
+from leyden.trainer.own_loop.export import save_object, write_weights
 from leyden.trainer.own_loop.loader import PreparedLoader, skip_first_batches
 from leyden.trainer.own_loop.options import Options
 from leyden.trainer.own_loop.plugins import (
@@ -47,7 +48,7 @@ class Accelerator(Stepping):
         gradient_accumulation_steps: batches of one optimizer step.
         cpu: run on the CPU though there is a GPU.
         dataloader_config: a `DataLoaderConfiguration`.
-        deepspeed_plugin: refused in this version.
+        deepspeed_plugin: trains by DeepSpeed's ZeRO: a `DeepSpeedPlugin`.
         fsdp_plugin: shards models: a `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: refused in this version.
         megatron_lm_plugin: refused in this version.
@@ -62,7 +63,7 @@ class Accelerator(Stepping):
         kwargs_handlers: objects such as `GradScalerKwargs(init_scale=1024.0)`.
         dynamo_backend: compile prepared models with this backend of torch.compile.
         dynamo_plugin: refused: give `dynamo_backend`.
-        deepspeed_plugins: refused in this version.
+        deepspeed_plugins: the same by a name; of several, since one engine drives one model, none is taken.
         parallelism_config: refused in this version.
         strategy: as of the Trainer: "auto" is one device, or "ddp" where ranks are started.
         dispatch_batches: see `DataLoaderConfiguration`.
@@ -144,7 +145,11 @@ class Accelerator(Stepping):
     @property
     def state(self) -> AcceleratorState:
         """Ranks, device and precision alone."""
-        return AcceleratorState(self.strategy, self.mixed_precision)
+        return AcceleratorState(self.strategy, self.mixed_precision, self.options.deepspeed)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        return self.options.deepspeed
 
     @property
     def mixed_precision(self) -> str:
@@ -367,7 +372,7 @@ class Accelerator(Stepping):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state with its own names and whole tensors, gathered from shards: every rank must call it."""
         self._announce("get_state_dict")
-        return whole_state((self.unwrap_model(model) if unwrap else model).state_dict(), to_host=False)
+        return self.strategy.whole_state_dict(self.unwrap_model(model) if unwrap else model)
 
     def save_model(
         self,

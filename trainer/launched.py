@@ -162,7 +162,10 @@ def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
     if strategy not in SEVERAL:
         return strategy
     module, name, arguments = SEVERAL[strategy]
-    return getattr(importlib.import_module(module), name)(**{**arguments, **options})
+    kind = getattr(importlib.import_module(module), name)
+    return (
+        kind.from_accelerate(options, **arguments) if hasattr(kind, "from_accelerate") else kind(**arguments, **options)
+    )
 
 
 def with_recipe(precision: Any, environ: Mapping[str, str] | None = None) -> Any:

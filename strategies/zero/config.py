@@ -316,6 +316,7 @@ class ZeroConfig:
         device: str = "cpu",
         clip: float | None = None,
         micro_batch: int | None = None,
+        complete: bool = True,
     ) -> dict[str, Any]:
         """The config that DeepSpeed is given: nothing is "auto" any more, and the run's part is filled in.
 
@@ -324,6 +325,7 @@ class ZeroConfig:
             device: type of its device.
             clip: what the run clips to.
             micro_batch: samples per rank and batch, which DeepSpeed only reports.
+            complete: nothing may be "auto" any more.
 
         Raises:
             ConfigurationError: if the precision contradicts the config or cannot be, or an "auto" cannot be filled.
@@ -346,7 +348,7 @@ class ZeroConfig:
         if self.optimizer is not None:
             _fill_optimizer(final["optimizer"], device)
         for path in _autos(final):
-            if not path.startswith("data_types."):
+            if complete and not path.startswith("data_types."):
                 raise ConfigurationError(
                     f"the DeepSpeed config leaves {path} at 'auto', which nothing in the run can fill: give a value."
                 )
@@ -354,9 +356,9 @@ class ZeroConfig:
 
     def _check_precision(self, precision: str, device: str) -> None:
         section = "fp16" if precision.startswith("16") else "bf16" if precision.startswith("bf16") else None
-        if precision == "64-true":
+        if precision in ("64-true", "fp8", "transformer-engine"):
             raise ConfigurationError(
-                "DeepSpeed does not train in float64: use precision='32-true', or strategy='fsdp'."
+                f"DeepSpeed does not train in {precision!r}: use precision='32-true' or 'bf16-true', or strategy='fsdp'."
             )
         for name in ("fp16", "bf16"):
             enabled = self.given(f"{name}.enabled")

@@ -12,6 +12,7 @@ from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_
 from leyden.trainer.cli.keys import FP8
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.settings import Settings
+from leyden.trainer.cli.zero import number, zero_of
 from leyden.trainer.launched import Launched
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
@@ -343,9 +344,17 @@ def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Ma
 
 def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> Launched:
     """What the script is told."""
-    strategy, options = _strategy(settings, ranks)
-    deepspeed = settings.section("deepspeed_config") if settings.kind == "DEEPSPEED" else {}
-    steps, norm = deepspeed.get("gradient_accumulation_steps"), deepspeed.get("gradient_clipping")
+    steps: Any = None
+    norm: Any = None
+    wanted = settings.precision
+    strategy: str | None
+    if settings.kind == "DEEPSPEED":
+        zero = zero_of(settings)
+        strategy, options, steps, norm = zero.strategy, zero.options, zero.steps, zero.norm
+        # DeepSpeed's own file may say what ours leaves open.
+        wanted = zero.precision or wanted if wanted == "no" else wanted
+    else:
+        strategy, options = _strategy(settings, ranks)
     if settings.kind == "MEGATRON_LM":
         norm = settings.section("megatron_lm_config").get("megatron_lm_gradient_clipping")
     unused = {name for name, _ in settings.without_effect()}
@@ -356,15 +365,15 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     }
     if compiled.get("backend", "no") == "no":
         compiled = {}
-    precision = PRECISIONS.get(settings.precision)
+    precision = PRECISIONS.get(wanted)
     return Launched(
         source,
         accelerator="cpu" if accelerator == "cpu" else None,
         strategy=strategy,
         options=options,
         precision=precision,
-        accumulate_grad_batches=_number("gradient_accumulation_steps", steps, int),
-        gradient_clip_val=_number("gradient_clipping", norm, float),
+        accumulate_grad_batches=steps,
+        gradient_clip_val=number("gradient_clipping", norm, float),
         compile=compiled,
         fp8=_fp8(settings, unused) if precision == "fp8" else {},
         debug=bool(settings.get("debug", False)),
@@ -384,16 +393,6 @@ def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
     return {name: value for name, value in section.items() if name not in unused}
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
-    """A number that DeepSpeed's users may leave open as "auto"."""
-    if value is None or str(value).lower() in ("auto", "none"):
-        return None
-    try:
-        return kind(value)
-    except ValueError:
-        raise ConfigurationError(f"{name}: {value!r} is no number: give one, or auto.") from None
-
-
 def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any]]:
     """The strategy's name and options; None leaves it to what one and several ranks use anyway."""
     if settings.kind == "FSDP":
@@ -402,10 +401,6 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
         options = {name: value for name, value in options.items() if name not in unused}
         # FSDPStrategy reads the file's own names.
         return ("ddp", {}) if options.get("fsdp_sharding_strategy") == "NO_SHARD" else ("fsdp", options)
-    if settings.kind == "DEEPSPEED":
-        options = settings.section("deepspeed_config")
-        kept = ("gradient_accumulation_steps", "gradient_clipping", "zero_stage")
-        return _deepspeed_name(options), {name: value for name, value in options.items() if name not in kept}
     if settings.kind == "MEGATRON_LM":
         return "megatron", settings.section("megatron_lm_config")
     if settings.kind == "XLA":
@@ -423,8 +418,3 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
             f"there are {ranks}: make their product fit."
         )
     return "mesh", axes
-
-
-def _deepspeed_name(options: Mapping[str, Any]) -> str:
-    stage = options.get("zero_stage")
-    return "deepspeed" if stage is None else f"deepspeed_stage_{stage}"

@@ -11,7 +11,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer import debugging
-from leyden.trainer.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -78,7 +78,7 @@ class Mistakes:
         self._checked.add(id(prepared))
         accelerator = self._accelerator
         known = {id(p) for model in accelerator.bare_models for p in model.parameters()}
-        own = parameters_of(prepared.optimizer)
+        own = [p for group in accelerator.strategy.parameter_groups(prepared.optimizer) for p in group]
         foreign = [p for p in own if id(p) not in known]
         name = type(prepared.optimizer).__name__
         if own and len(foreign) == len(own):

@@ -37,7 +37,7 @@ class LocalSGD:
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise ConfigurationError(f"LocalSGD(local_sgd_steps={local_sgd_steps}): give 1 or more.")
-        if enabled and not accelerator.strategy.replicates:
+        if enabled and (not accelerator.strategy.replicates or accelerator.strategy.drives_one):
             raise ConfigurationError("LocalSGD needs the whole model on every rank: use strategy='ddp'.")
         self.enabled = enabled and accelerator.num_processes > 1
         self.accelerator = accelerator

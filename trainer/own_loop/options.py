@@ -13,6 +13,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.launched import read_launched, with_options, with_recipe
+from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
 from leyden.trainer.own_loop.fp8_recipes import recipe_of
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
@@ -27,8 +28,6 @@ from leyden.trainer.own_loop.plugins import (
 from leyden.trainer.own_loop.ranks import check_started
 
 NOT_YET = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
     "parallelism_config": "ParallelismConfig",
@@ -60,11 +59,18 @@ class Options:
         self.project = _project(given)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
-        self.strategy: str | Strategy = _strategy(given)
+        self._clips_to: float | None = given.get("clips_to")
+        self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
+        self.strategy: str | Strategy = _strategy(given, self.deepspeed)
+        self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
+        self.accumulation.num_steps = accumulation_of(self.strategy, self.accumulation.num_steps)
         self.precision = self._precision(given["mixed_precision"])
 
     def _precision(self, wanted: Any) -> Precision | None:
         scaler = self.handlers.get(GradScalerKwargs)
+        if wanted is None and self.deepspeed is not None:
+            # The config's word, where the script and the environment have none.
+            wanted = os.environ.get("ACCELERATE_MIXED_PRECISION") or self.deepspeed.precision
         if wanted is None and isinstance(self.strategy, Strategy):
             found = recipe_of(self.handlers, self.strategy.precision.name)
         else:
@@ -102,6 +108,14 @@ class Options:
     def apply(self, strategy: Strategy) -> None:
         """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
+        if self._clips_to is not None:
+            strategy.clip_each_step(self._clips_to)
+        if self.deepspeed is None:
+            self.deepspeed = plugin_for(strategy)
+        if self.accumulation.sync_each_batch and strategy.drives_one:
+            raise ConfigurationError(
+                f"sync_each_batch=True cannot go with {strategy.name}, whose engine says when gradients are sent: leave it out."
+            )
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
             precision.forward_context = functools.partial(self.autocast, precision, strategy.root_device, autocast)
@@ -126,7 +140,8 @@ def _fill(given: dict[str, Any]) -> None:
     if launched is None:
         return
     filled: dict[str, Any] = {}
-    if launched.strategy is not None and given["strategy"] == "auto" and given["fsdp_plugin"] is None:
+    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+    if launched.strategy is not None and given["strategy"] == "auto" and not any(given[name] for name in plugins):
         filled["strategy"] = launched.strategy
     if launched.precision is not None and given["mixed_precision"] is None:
         filled["mixed_precision"] = launched.precision
@@ -142,6 +157,7 @@ def _fill(given: dict[str, Any]) -> None:
         print(f"leyden launch fills {told} (from {launched.source})")
     if "strategy" in filled and launched.options:
         filled["strategy"] = with_options(filled["strategy"], launched.options)
+    given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
     given.update(filled)
 
 
@@ -198,10 +214,13 @@ def _backend(given: Any) -> str | None:
     return name
 
 
-def _strategy(given: dict[str, Any]) -> str | Strategy:
-    plugin, strategy = given["fsdp_plugin"], given["strategy"]
-    if plugin is None:
-        return strategy  # type: ignore[no-any-return]
-    if strategy != "auto":
-        raise ConfigurationError("fsdp_plugin and strategy were both given: give one of them.")
-    return plugin.build()  # type: ignore[no-any-return]
+def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
+    """The strategy that was given, or that of a plugin."""
+    named = {"fsdp_plugin": given["fsdp_plugin"], "deepspeed_plugin": deepspeed}
+    plugins = {name: plugin for name, plugin in named.items() if plugin is not None}
+    both = [*plugins, *(["strategy"] if given["strategy"] != "auto" else [])]
+    if len(both) > 1:
+        raise ConfigurationError(f"{' and '.join(both)} were both given: give one of them.")
+    for plugin in plugins.values():
+        return plugin.build()  # type: ignore[no-any-return]
+    return given["strategy"]  # type: ignore[no-any-return]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.debugging import is_debugging, loader_facts, model_facts, tell
+from leyden.trainer.own_loop.deepspeed import DummyOptim, DummyScheduler, settle
 from leyden.trainer.own_loop.loader import PreparedLoader
 from leyden.trainer.own_loop.sharing import share
 from leyden.trainer.prepared import (
@@ -36,16 +37,18 @@ def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[b
     """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters."""
     done: dict[int, Any] = {}
     pairs = list(zip(objects, places, strict=True))
+    if accelerator.strategy.drives_one:
+        _settle_engine(accelerator, objects)
     for entry, moves in pairs:
         if isinstance(entry, nn.Module):
             done[id(entry)] = model(accelerator, entry, moves)
     for entry, _ in pairs:
-        if isinstance(entry, Optimizer):
+        if isinstance(entry, (Optimizer, DummyOptim)):
             done[id(entry)] = optimizer(accelerator, entry)
     for entry, moves in pairs:
         if id(entry) in done:
             continue
-        if is_scheduler(entry):
+        if is_scheduler(entry) or isinstance(entry, DummyScheduler):
             done[id(entry)] = scheduler(accelerator, entry)
         elif is_loader(entry):
             done[id(entry)] = loader(accelerator, entry, moves)
@@ -54,6 +57,20 @@ def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[b
         for result in results:
             _tell_facts(accelerator, result)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _settle_engine(accelerator: Accelerator, objects: Sequence[Any]) -> None:
+    steps = [
+        entry for entry in objects if isinstance(entry, (Optimizer, DummyOptim, DummyScheduler)) or is_scheduler(entry)
+    ]
+    if not any(isinstance(entry, (Optimizer, DummyOptim)) for entry in steps):
+        return
+    if not accelerator.bare_models and not any(isinstance(entry, nn.Module) for entry in objects):
+        raise ConfigurationError(
+            f"an optimizer was prepared before its model, and {accelerator.strategy.name} makes its engine of both: prepare them in one "
+            "call, or the model first."
+        )
+    settle(accelerator, steps, [*(entry for entry in objects if is_loader(entry)), *accelerator.prepared_loaders])
 
 
 def _tell_facts(accelerator: Accelerator, prepared: Any) -> None:
@@ -91,6 +108,13 @@ def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_m
     _check_placement(accelerator, module, moves)
     strategy = accelerator.strategy
     before = strategy.modules
+    if strategy.drives_one and (evaluation_mode or not any(p.requires_grad for p in module.parameters())):
+        return _placed(accelerator, module, moves)
+    if strategy.drives_one and accelerator.bare_models:
+        raise ConfigurationError(
+            f"{type(module).__name__} is a second model, and {strategy.name}'s engine drives one: make them parts of one module, use "
+            "strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one that is not trained."
+        )
     bare = strategy.setup_modules([module])[0] if moves else strategy.precision.convert_module(module)
     strategy.modules = [*before, bare]
     context = strategy.precision.forward_context
@@ -104,6 +128,15 @@ def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_m
         accelerator.bare_models.append(bare)
         _repoint(accelerator)
     return prepared
+
+
+def _placed(accelerator: Accelerator, module: nn.Module, moves: bool) -> nn.Module:
+    """A model beside the one that an engine drives: every rank holds it, and calls it as it is."""
+    precision = accelerator.strategy.precision
+    module = precision.convert_module(module)
+    if precision.forward_context is not None:
+        run_in_context(module, precision.forward_context)
+    return module.to(accelerator.device) if moves else module
 
 
 def _check_placement(accelerator: Accelerator, module: nn.Module, moves: bool) -> None:
@@ -130,7 +163,8 @@ def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Mod
     compiled = getattr(module, "_orig_mod", None)
     if isinstance(compiled, nn.Module) and not keep_compiled:
         module = compiled
-    bare = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    wrapped = isinstance(module, nn.parallel.DistributedDataParallel) or getattr(type(module), "wraps_module", False)
+    bare: Any = module.module if wrapped else module
     inner = getattr(bare, "_orig_mod", None)
     if isinstance(inner, nn.Module) and not keep_compiled:
         bare = inner
@@ -141,14 +175,18 @@ def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Mod
 
 
 # optimizers and schedulers ----------------------------------------------------------------------------------------------
-def optimizer(accelerator: Accelerator, given: Optimizer) -> PreparedOptimizer:
+def optimizer(accelerator: Accelerator, given: Optimizer | DummyOptim) -> PreparedOptimizer:
     """Lets an optimizer step through precision and strategy."""
     for known in accelerator.prepared_optimizers:
         if given is known or given is known.optimizer:
             return known
     strategy = accelerator.strategy
     before = strategy.optimizers
-    [own] = strategy.setup_optimizers(accelerator.bare_models, [given])
+    if isinstance(given, DummyOptim) and not strategy.drives_one:
+        raise ConfigurationError(
+            "a DummyOptim stands for the optimizer of a DeepSpeed config: prepare a real optimizer here."
+        )
+    [own] = strategy.setup_optimizers(accelerator.bare_models, [] if isinstance(given, DummyOptim) else [given])
     strategy.optimizers = [*before, own]
     prepared = PreparedOptimizer(own, accelerator)
     accelerator.prepared_optimizers.append(prepared)
@@ -169,6 +207,8 @@ def scheduler(accelerator: Accelerator, given: Any) -> PreparedScheduler:
     for known in accelerator.prepared_schedulers:
         if given is known or given is known.scheduler:
             return known
+    if isinstance(given, DummyScheduler):
+        given = _real_scheduler(accelerator, given)
     owner = getattr(given, "optimizer", None)
     own = [entry for entry in accelerator.prepared_optimizers if owner is entry or owner is entry.optimizer]
     if owner is not None and not own:
@@ -182,6 +222,23 @@ def scheduler(accelerator: Accelerator, given: Any) -> PreparedScheduler:
         warn_of_multiplied_schedules(accelerator.num_processes)
     accelerator.prepared_schedulers.append(prepared)
     return prepared
+
+
+def _real_scheduler(accelerator: Accelerator, given: DummyScheduler) -> Any:
+    """What a stand-in stands for."""
+    strategy = accelerator.strategy
+    if not strategy.optimizers:
+        raise ConfigurationError(
+            "a DummyScheduler was prepared before its optimizer: prepare the optimizer first, or in one call."
+        )
+    if given.lr_scheduler_callable is not None:
+        return given.lr_scheduler_callable(strategy.optimizers[0])
+    made = strategy.make_schedulers()
+    if not made:
+        raise ConfigurationError(
+            "a DummyScheduler stands for the scheduler of a DeepSpeed config: prepare a real one here."
+        )
+    return made[0]
 
 
 # loaders ----------------------------------------------------------------------------------------------------------------

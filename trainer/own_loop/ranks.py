@@ -6,13 +6,16 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,7 +83,8 @@ class RankControl:
     @property
     def distributed_type(self) -> DistributedType:
         """How this run's ranks work together."""
-        name = {"hsdp": "fsdp", "xla_fsdp": "xla"}.get(self.strategy.name, self.strategy.name).upper()
+        name = {"hsdp": "fsdp", "xla_fsdp": "xla"}.get(self.strategy.name, self.strategy.name)
+        name = name.partition("_stage_")[0].upper()
         if name in DistributedType.__members__ and name != "NO":
             return DistributedType(name)
         if self.num_processes == 1:
@@ -251,14 +255,22 @@ class AcceleratorState(PartialState):
 
     Attributes:
         mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
-        deepspeed_plugin: None: scripts ask for it.
+        deepspeed_plugin: the Accelerator's; None without DeepSpeed.
     """
 
-    deepspeed_plugin: None = None
-
-    def __init__(self, strategy: Strategy, mixed_precision: str) -> None:
+    def __init__(
+        self, strategy: Strategy, mixed_precision: str, deepspeed_plugin: DeepSpeedPlugin | None = None
+    ) -> None:
         super().__init__(strategy=strategy)
         self.mixed_precision = mixed_precision
+        self.deepspeed_plugin = deepspeed_plugin
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
+        """The plugin: there is one at most."""
+        return self.deepspeed_plugin
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Does nothing: the one there is is used."""
 
 
 def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any = None, **place: Any) -> Strategy:

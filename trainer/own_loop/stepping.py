@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from leyden.trainer.engine import Engine, needs_closure
 from leyden.trainer.own_loop.plugins import AutocastKwargs, GradientAccumulationPlugin
 from leyden.trainer.own_loop.tracking import Tracked
-from leyden.trainer.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
     from leyden.trainer.own_loop.checks import Mistakes
@@ -190,7 +190,8 @@ class Stepping(Tracked, Engine):
             self._settle()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
-                if any(id(parameter) in wanted for parameter in parameters_of(optimizer)):
+                groups = self.strategy.parameter_groups(optimizer)
+                if any(id(parameter) in wanted for group in groups for parameter in group):
                     self.strategy.before_step(optimizer)
         return chosen
 

@@ -31,7 +31,7 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
     [
         ({"mixed_precision": "bf61"}, "Did you mean 'bf16'"),
         ({"gradient_accumulation_steps": 0}, "a whole number from 1"),
-        ({"deepspeed_plugin": object()}, "DeepSpeed is not part of this version"),
+        ({"deepspeed_plugin": object()}, "give a DeepSpeedPlugin"),
         ({"parallelism_config": object()}, "not part of this version"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
         ({"rng_types": ["torchh"]}, "Did you mean 'torch'"),

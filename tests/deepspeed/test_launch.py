@@ -1,0 +1,173 @@
+"""`leyden launch` with an Accelerate DeepSpeed file: the same losses as DDP's, from a loop of one's own and from a Trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
+]
+COMMON = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from leyden import Accelerator, Trainer, TrainModule
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(24, 8, generator=generator), torch.randn(24, 4, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+def build():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+clips = "--clip" in sys.argv
+"""
+LOOP = (
+    COMMON
+    + """
+accelerator = Accelerator()
+model = build()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+model, optimizer, loader = accelerator.prepare(model, optimizer, data())
+for epoch in range(2):
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if clips and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.print(f"loss {float(accelerator.reduce(loss.detach(), 'mean')):.7f}")
+plugin = accelerator.state.deepspeed_plugin
+accelerator.print(f"type {accelerator.distributed_type.value} stage {plugin and plugin.zero_stage} steps {accelerator.steps}")
+"""
+)
+TRAINER = (
+    COMMON
+    + """
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = build()
+    def training_step(self, batch, batch_idx):
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        shown = self.all_gather(loss.detach()).mean()
+        self.print(f"loss {float(shown):.7f}")
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+trainer = Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(Module(), data())
+trainer.print(f"type {trainer.strategy.name} steps {trainer.global_step}")
+"""
+)
+# As `accelerate config` writes it.
+FILE = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  gradient_clipping: 0.2
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero_stage: 2
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+use_cpu: true
+"""
+OWN_FILE = {
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": "auto"},
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.2,
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+}
+WITH_OWN_FILE = """
+distributed_type: DEEPSPEED
+deepspeed_config:
+  deepspeed_config_file: {path}
+  zero3_init_flag: true
+num_processes: 2
+use_cpu: true
+mixed_precision: 'no'
+"""
+DDP = """
+distributed_type: MULTI_CPU
+num_processes: 2
+use_cpu: true
+"""
+
+
+def launch(*command: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "leyden", "launch", *command], env=environ, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses_of(said: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", said, re.MULTILINE)]
+
+
+def test_files_of_accelerate_drive_loops_and_trainers(tmp_path: Path) -> None:
+    for name, text in (("loop.py", LOOP), ("trainer.py", TRAINER), ("zero.yaml", FILE), ("ddp.yaml", DDP)):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "zero.json").write_text(json.dumps(OWN_FILE))
+    (tmp_path / "own.yaml").write_text(WITH_OWN_FILE.format(path=tmp_path / "zero.json"))
+    (tmp_path / "ddp_script.py").write_text(LOOP.replace("Accelerator()", "Accelerator(gradient_accumulation_steps=2)"))
+
+    def run(file: str, script: str, *arguments: str) -> str:
+        return launch("--config_file", str(tmp_path / file), str(tmp_path / script), *arguments)
+
+    with ThreadPoolExecutor(2) as both:
+        plain, loop, trainer, by_file = both.map(
+            lambda command: run(*command),
+            [
+                ("ddp.yaml", "ddp_script.py", "--clip"),
+                ("zero.yaml", "loop.py"),
+                ("zero.yaml", "trainer.py"),
+                ("own.yaml", "loop.py"),
+            ],
+        )
+    expected = losses_of(plain)
+    assert len(expected) == 6 and expected[0] > expected[-1]
+    for said in (loop, trainer, by_file):
+        assert losses_of(said) == pytest.approx(expected, rel=1e-6)
+    assert "type DEEPSPEED stage 2 steps 4" in loop and "type DEEPSPEED stage 3 steps 4" in by_file
+    assert "type deepspeed_stage_2 steps 4" in trainer
+    filled = "strategy='deepspeed_stage_2', accumulate_grad_batches=2, gradient_clip_val=0.2"
+    assert f"leyden launch fills accelerator='cpu', {filled}" in trainer
+    assert "strategy    deepspeed_stage_2 (offload_optimizer_device none" in loop
+    assert "also        accumulation 2, clipping 0.2" in loop and "also        accumulation 2, clipping 0.2" in by_file
+    dry = launch("--config_file", str(tmp_path / "own.yaml"), "--dry-run", str(tmp_path / "loop.py"))
+    assert f"deepspeed_config_file {tmp_path / 'zero.json'}" in dry
+    assert "variable    LEYDEN_STRATEGY=deepspeed\n" in dry and "LEYDEN_ACCUMULATE_GRAD_BATCHES=2" in dry

@@ -1,0 +1,350 @@
+"""DeepSpeed through the Accelerator: a loop of one's own has DDP's losses, norms and rates, and one owner for each setting."""
+
+from __future__ import annotations
+
+import json
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Accelerator, ConfigurationError, DeepSpeedPlugin, DummyOptim, DummyScheduler
+
+INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
+]
+STEPS = 3
+"""Batches of a step; an epoch has 5 on each of 2 ranks, so that its last window is shorter."""
+
+
+def build(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.8**step)
+
+
+def data(samples: int = 39) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(samples, 8, generator=generator), torch.randn(samples, 4, generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=4)
+
+
+def accelerator_of(stage: int | None, **kwargs: Any) -> Accelerator:
+    plugin = None if stage is None else DeepSpeedPlugin(zero_stage=stage)
+    return Accelerator(cpu=True, deepspeed_plugin=plugin, **kwargs)
+
+
+def train(stage: int | None, **kwargs: Any) -> dict[str, Any]:
+    """Two epochs; what a user sees of them."""
+    accelerator = accelerator_of(stage, gradient_accumulation_steps=STEPS, **kwargs)
+    model, optimizer, loader, scheduler = prepared(accelerator)
+    found: dict[str, Any] = {"losses": [], "norms": [], "rates": [], "seen": []}
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                outputs = model(x)
+                with accelerator.autocast():
+                    loss = F.mse_loss(outputs, y)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            found["losses"].append(float(accelerator.reduce(loss.detach(), "mean")))
+            if accelerator.sync_gradients:
+                found["rates"].append(scheduler.get_last_lr()[0])
+    model.eval()
+    with torch.no_grad():
+        for x, _ in loader:
+            found["seen"] += accelerator.gather_for_metrics(model(x).sum(dim=1)).tolist()
+    found["weights"] = {name: value.float().tolist() for name, value in accelerator.get_state_dict(model).items()}
+    found["type"] = (str(accelerator.distributed_type.value), accelerator.steps)
+    accelerator.free_memory()
+    return found
+
+
+def prepared(accelerator: Accelerator) -> Any:
+    # Ranks that begin apart are given rank 0's weights.
+    model, optimizer, scheduler = build(accelerator.process_index)
+    scheduler, model, loader, optimizer = accelerator.prepare(scheduler, model, data(), optimizer)
+    return model, optimizer, loader, scheduler
+
+
+def every_stage() -> dict[str, Any]:
+    found = {"ddp": train(None)} | {f"stage {stage}": train(stage) for stage in range(4)}
+    found["bf16 ddp"], found["bf16"] = train(None, mixed_precision="bf16"), train(2, mixed_precision="bf16")
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def results(request: pytest.FixtureRequest) -> Any:
+    """All stages in one world of 1 rank, and of 2."""
+    return run_world(request.param, every_stage)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_losses_norms_rates_and_weights_are_those_of_ddp(results: Any, stage: int) -> None:
+    for rank in results:
+        ours, ddp = rank[f"stage {stage}"], rank["ddp"]
+        assert len(ours["losses"]) == 2 * (10 if len(results) == 1 else 5)
+        assert ours["losses"] == pytest.approx(ddp["losses"], rel=1e-6)
+        assert ours["norms"] == pytest.approx(ddp["norms"], rel=1e-5)
+        # Schedulers step once for each optimizer step, on any number of ranks.
+        assert ours["rates"] == pytest.approx([0.01 * 0.8 ** (step + 1) for step in range(len(ddp["norms"]))])
+        assert ours["type"] == ("DEEPSPEED", len(ddp["norms"]))
+        assert len(ours["seen"]) == 39 and ours["seen"] == pytest.approx(ddp["seen"], rel=1e-4, abs=1e-5)
+        assert ours["weights"].keys() == ddp["weights"].keys()
+        for name, value in ours["weights"].items():
+            torch.testing.assert_close(Tensor(value), Tensor(ddp["weights"][name]), rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_is_that_of_ddp(results: Any) -> None:
+    """Autocast over float32 weights, as everywhere."""
+    for rank in results:
+        assert rank["bf16"]["losses"] == pytest.approx(rank["bf16 ddp"]["losses"], rel=1e-3)
+        assert rank["bf16"]["losses"] != rank["ddp"]["losses"]
+
+
+CONFIG = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.9, 0.999]}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {
+            "warmup_min_lr": "auto",
+            "warmup_max_lr": "auto",
+            "warmup_num_steps": "auto",
+            "total_num_steps": "auto",
+        },
+    },
+    "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+
+
+def run_loop(
+    accelerator: Accelerator, objects: tuple[Any, ...], items: bool = False
+) -> tuple[list[float], list[float]]:
+    """An epoch: losses, and the rate after each step."""
+    model, optimizer, loader, scheduler = accelerator.prepare(*objects)
+    losses, rates = [], []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y, reduction="sum" if items else "mean")
+            accelerator.backward(loss, num_items=y.numel() if items else None)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if accelerator.sync_gradients:
+            rates.append(scheduler.get_last_lr()[0])
+    return losses, rates
+
+
+def by_config() -> dict[str, Any]:
+    """The optimizer and the scheduler are the config's, the script has stand-ins; accumulation and clipping are the plugin's."""
+    found: dict[str, Any] = {}
+    model, _, _ = build()
+    plugin = DeepSpeedPlugin(CONFIG, gradient_accumulation_steps=2, gradient_clipping=0.3)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    found["accumulation"] = accelerator.gradient_accumulation_steps
+    dummy = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+    found["dummies"] = run_loop(accelerator, (model, dummy, data(), DummyScheduler(dummy, 20, 4)))
+    final = accelerator.state.deepspeed_plugin.strategy.final_config()
+    found["final"] = [
+        final["train_micro_batch_size_per_gpu"],
+        final["gradient_clipping"],
+        final["optimizer"]["params"]["lr"],
+    ]
+    accelerator.free_memory()
+
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    model, _, _ = build()
+    accelerator = Accelerator(cpu=True, strategy="ddp", gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    scheduler = WarmupDecayLR(optimizer, 20, 0.0, 0.02, 4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, data(), scheduler)
+    losses, rates = [], []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        if accelerator.sync_gradients:
+            rates.append(scheduler.get_last_lr()[0])
+    found["by hand"] = (losses, rates)
+
+    for name, stage in (("items ddp", None), ("items", 2)):
+        accelerator = accelerator_of(stage, gradient_accumulation_steps=STEPS)
+        model, optimizer, scheduler = build()
+        found[name] = run_loop(accelerator, (model, optimizer, data(), scheduler), items=True)
+        accelerator.free_memory()
+    accelerator = accelerator_of(1)
+    model, optimizer, scheduler = build()
+    made = DummyScheduler(optimizer, lr_scheduler_callable=lambda own: torch.optim.lr_scheduler.StepLR(own, 1, 0.5))
+    found["callable"] = run_loop(accelerator, (model, optimizer, data(), made))[1]
+    accelerator.free_memory()
+    return found
+
+
+def test_what_the_config_makes_and_the_plugin_says() -> None:
+    for rank in run_world(2, by_config):
+        assert rank["accumulation"] == 2
+        assert rank["final"] == [4, 0.3, 0.02]
+        assert rank["dummies"][0] == pytest.approx(rank["by hand"][0], rel=1e-5)
+        assert rank["dummies"][1] == pytest.approx(rank["by hand"][1], rel=1e-6)
+        assert rank["items"][0] == pytest.approx(rank["items ddp"][0], rel=1e-6)
+        assert rank["callable"] == pytest.approx([0.01 * 0.5 ** (step + 1) for step in range(5)])
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """Five steps at stage 2 and 3; gone on with after the third, by the same stage, by the other, and by DDP."""
+    found: dict[str, Any] = {}
+
+    def go(stage: int | None, saved: str | None) -> list[float]:
+        accelerator = accelerator_of(stage)
+        model, optimizer, scheduler = build(0 if saved is None else 9)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, data(), scheduler)
+        if saved is not None:
+            accelerator.load_state(f"{folder}/{saved}")
+        losses = []
+        for x, y in loader:
+            loss = F.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            if saved is None and len(losses) == 3:
+                accelerator.save_state(f"{folder}/stage_{stage}")
+        if saved is None:
+            accelerator.save_model(model, f"{folder}/model_{stage}", max_shard_size="600B")
+            found[f"weights {stage}"] = {
+                name: value.tolist() for name, value in accelerator.get_state_dict(model).items()
+            }
+        accelerator.free_memory()
+        return losses
+
+    for stage in (2, 3):
+        found[f"whole {stage}"] = go(stage, None)
+        for other in (stage, 5 - stage, None):
+            found[f"{stage} to {other}"] = go(other, f"stage_{stage}")
+    return found
+
+
+def test_a_loop_is_saved_and_gone_on_with_by_any_strategy(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    for rank in run_world(2, resumed, str(tmp_path)):
+        for stage in (2, 3):
+            rest = rank[f"whole {stage}"][3:]
+            assert len(rest) == 2 and rank[f"{stage} to {stage}"] == rest
+            for other in (5 - stage, None):
+                assert rank[f"{stage} to {other}"] == pytest.approx(rest, rel=1e-5)
+    for stage in (2, 3):
+        folder = tmp_path / f"model_{stage}"
+        index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+        assert len(set(index.values())) > 1
+        for name, value in rank[f"weights {stage}"].items():
+            assert load_file(folder / index[name])[name].tolist() == value
+
+
+def refusals() -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def refused(name: str, call: Any) -> None:
+        try:
+            call()
+            found[name] = "taken"
+        except ConfigurationError as error:
+            found[name] = str(error)
+
+    def made(config: Any = None, plugin: dict[str, Any] | None = None, **kwargs: Any) -> Accelerator:
+        return Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(config, **(plugin or {})), **kwargs)
+
+    def prepares(*objects: Any, config: Any = None, **kwargs: Any) -> Any:
+        return made(config, **kwargs).prepare(*(objects or (*build()[:2], data())))
+
+    refused("stage twice", lambda: made({"zero_optimization": {"stage": 1}}, {"zero_stage": 2}))
+    refused("clipping twice", lambda: made({"gradient_clipping": 1.0}, {"gradient_clipping": 0.5}))
+    refused("accumulation twice", lambda: made({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 4}))
+    refused("accumulation", lambda: prepares(config={"gradient_accumulation_steps": 2}, gradient_accumulation_steps=4))
+    refused("batch size", lambda: prepares(config={"train_micro_batch_size_per_gpu": 8}))
+    refused("precision", lambda: made({"bf16": {"enabled": True}}, mixed_precision="fp16"))
+    refused("two optimizers", lambda: prepares(build()[0], build()[1], build()[1], data()))
+    refused("config and script", lambda: prepares(config={"optimizer": CONFIG["optimizer"]}))
+    refused("no section", lambda: prepares(build()[0], DummyOptim([]), data()))
+    refused("plugin and strategy", lambda: made(strategy="ddp"))
+    refused("two plugins", lambda: Accelerator(deepspeed_plugins={"a": DeepSpeedPlugin(), "b": DeepSpeedPlugin()}))
+    refused("no plugin", lambda: Accelerator(deepspeed_plugin={"zero_stage": 2}))
+    refused("msamp", lambda: made(plugin={"enable_msamp": True}))
+    refused("nvme", lambda: made(plugin={"zero_stage": 3, "offload_param_device": "nvme"}))
+    refused("first the optimizer", lambda: made().prepare(build()[1]))
+    refused("two models", lambda: made().prepare(build()[0], build()[0]))
+
+    accelerator = made({"gradient_clipping": 0.5})
+    model, optimizer, loader = accelerator.prepare(*build()[:2], data())
+    frozen = accelerator.prepare_model(build()[0], evaluation_mode=True)
+    x, y = next(iter(loader))
+    assert frozen(x).shape == y.shape
+    refused("joined", lambda: accelerator.strategy.joining([model]))
+    accelerator.backward(F.mse_loss(model(x), y))
+    refused("clip", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
+    refused("clip value", lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
+    refused("clip some", lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 0.5))
+    refused("backward twice", lambda: accelerator.backward(F.mse_loss(model(x), y)))
+    optimizer.step()
+    refused("create_graph", lambda: accelerator.backward(F.mse_loss(model(x), y), create_graph=True))
+    accelerator.free_memory()
+    return found
+
+
+WORDS = {
+    "stage twice": "stage=2 was given, and the DeepSpeed config says zero_optimization.stage=1",
+    "clipping twice": "gradient_clipping=0.5 was given, and the DeepSpeed config says gradient_clipping=1.0",
+    "accumulation twice": "gradient_accumulation_steps=4 was given, and the DeepSpeed config says",
+    "accumulation": "the DeepSpeed config says gradient_accumulation_steps=2, and the run accumulates 4",
+    "batch size": "train_micro_batch_size_per_gpu=8, and the training loader has batch_size=4",
+    "precision": "the DeepSpeed config enables bf16, and the run's precision is '16-mixed'",
+    "two optimizers": "2 optimizers were given, and DeepSpeed's engine drives one",
+    "config and script": "the DeepSpeed config has an optimizer (AdamW)",
+    "no section": "a DummyOptim was prepared, and the DeepSpeed config has no optimizer to stand for",
+    "plugin and strategy": "deepspeed_plugin and strategy were both given",
+    "two plugins": "2 DeepSpeed plugins were given (a, b), and one engine drives the model",
+    "no plugin": "give a DeepSpeedPlugin(zero_stage=2), say",
+    "msamp": "MS-AMP is no longer kept",
+    "nvme": "offload_param goes to 'nvme' and has no nvme_path",
+    "first the optimizer": "an optimizer was prepared before its model",
+    "two models": "is a second model, and deepspeed_stage_2's engine drives one",
+    "joined": "join_uneven_inputs cannot go with DeepSpeed",
+    "clip": "gradient_clipping=0.5, and the run clips to 0.1",
+    "clip value": "DeepSpeed clips gradients by their norm alone",
+    "clip some": "DeepSpeed clips all that it trains by one norm, and some parameters were left out",
+    "backward twice": "backward was called twice before a step",
+    "create_graph": "cannot go with DeepSpeed, whose engine runs its own backward",
+}
+
+
+def test_each_setting_has_one_owner() -> None:
+    [found] = run_world(1, refusals)
+    assert found.keys() == WORDS.keys()
+    for name, words in WORDS.items():
+        assert words in found[name], f"{name}: {found[name]}"

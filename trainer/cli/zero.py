@@ -1,0 +1,76 @@
+"""The deepspeed_config of a file, as a launch tells it: the strategy, and what the run itself owns of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.zero.config import ZeroConfig
+from leyden.trainer.cli.settings import Settings
+
+STAGES = (1, 2, 3)
+"""Those whose strategies have a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """What a launch takes from the section.
+
+    Attributes:
+        strategy: a strategy's name.
+        options: of the section, as the file has them.
+        steps: batches of one optimizer step; None where it is open.
+        norm: the largest norm of the gradients; None where it is open.
+        precision: what DeepSpeed's own file asks for; None where it leaves it open.
+    """
+
+    strategy: str
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int | None = None
+    norm: float | None = None
+    precision: str | None = None
+
+
+def zero_of(settings: Settings) -> Zero:
+    """Reads the section, and DeepSpeed's own file where it names one.
+
+    Raises:
+        ConfigurationError: for a value that cannot be; where the section and the file contradict each other.
+    """
+    unused = {name for name, _ in settings.without_effect()}
+    options = {name: value for name, value in settings.section("deepspeed_config").items() if name not in unused}
+    given = {
+        "gradient_accumulation_steps": number(
+            "gradient_accumulation_steps", options.pop("gradient_accumulation_steps", None), int
+        ),
+        "gradient_clipping": number("gradient_clipping", options.pop("gradient_clipping", None), float),
+    }
+    file = options.get("deepspeed_config_file")
+    config = ZeroConfig(None if file is None else os.path.expanduser(file), stage=options.get("zero_stage"))
+    if file is not None:
+        options["deepspeed_config_file"] = os.path.abspath(os.path.expanduser(file))
+    config.fill({name: value for name, value in given.items() if value is not None})
+    stage, name = options.get("zero_stage"), "deepspeed"
+    if stage in STAGES:
+        name = f"deepspeed_stage_{options.pop('zero_stage')}"
+    lower = [precision for precision in ("bf16", "fp16") if config.given(f"{precision}.enabled") is True]
+    return Zero(
+        name,
+        options,
+        config.given("gradient_accumulation_steps"),
+        # 0 is DeepSpeed's word for none.
+        config.given("gradient_clipping") or None,
+        lower[0] if lower else None,
+    )
+
+
+def number(name: str, value: Any, kind: type) -> Any:
+    """A number that DeepSpeed's users may leave open as "auto"."""
+    if value is None or str(value).lower() in ("auto", "none"):
+        return None
+    try:
+        return kind(value)
+    except ValueError:
+        raise ConfigurationError(f"{name}: {value!r} is no number: give one, or auto.") from None
