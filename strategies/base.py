@@ -36,8 +36,8 @@ class Strategy(ABC):
     `Trainer(strategy=...)`: what replicates the model needs to override little more than set-up and the collectives;
     an engine that fuses passes overrides `forward_backward`, `clip` and `step`.
 
-    The order of calls: `setup_environment`, `setup_modules`, weights restored (`load_modules`), `setup_optimizers`,
-    `load_optimizers`, then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
+    The order of calls: `setup_environment`, `setup_modules`, weights restored (`load_module`), `setup_optimizers`,
+    `load_masters` and the optimizers' state (`state_parts`, `saved_form`, `load_state_dict`), then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
     `before_step`, `clip` and `step` for each optimizer, `end_step`; at last `teardown`.
     """
 
