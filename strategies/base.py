@@ -415,6 +415,14 @@ class Strategy(ABC):
         """True on every rank if it is true on one."""
         return flag
 
+    def aborts_on_shapes(self, group: Any = None) -> bool:
+        """True where a collective over tensors of different shapes would end the process, rather than raise."""
+        return False
+
+    def differing(self, what: str, group: Any = None) -> list[str]:
+        """What the ranks of a group each hand in, in their order; an empty list where it is the same on all of them."""
+        return []
+
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         """Begins to ask all ranks; what it gives back is called later, and tells which flags are true on one of them."""
         kept = list(flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import multiprocessing.util
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -242,6 +243,22 @@ class ProcessGroupStrategy(Strategy):
 
     def any(self, flag: bool) -> bool:
         return self.exchange_flags([flag])()[0]
+
+    def aborts_on_shapes(self, group: Any = None) -> bool:
+        return bool(dist.get_backend(group) == "gloo")
+
+    def differing(self, what: str, group: Any = None) -> list[str]:
+        within = self.host_group if group is None else group
+        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
+        device = self.root_device if dist.get_backend(within) == "nccl" else torch.device("cpu")
+        ends = torch.tensor([digest, -digest], device=device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=within)
+        largest, smallest = ends.tolist()
+        if largest == -smallest:
+            return []
+        found: list[Any] = [None] * dist.get_world_size(within)
+        dist.all_gather_object(found, what, group=within)
+        return found
 
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         sent = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)

@@ -32,6 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.accelerator",
         "leyden.trainer.debugging",
         "leyden.trainer.engine",
+        "leyden.trainer.gathering",
         "leyden.trainer.prepared",
         "leyden.trainer.own_loop",
         "leyden.trainer.launched",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,9 +15,11 @@ from torch.optim import Optimizer
 from leyden.strategies import Strategy, Window, find_strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.precision import Precision, find_precision
+from leyden.trainer.gathering import check_gathered
 from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
+    from leyden.trainer.data.sharding import Share
     from leyden.trainer.debugging import Checker
 
 T = TypeVar("T")
@@ -62,6 +65,12 @@ class Engine:
         self.before_step: Callable[[Optimizer], Any] | None = None
         """Called in manual optimisation, with unscaled gradients, before each step."""
         self.manual = False
+        self.went_backward = True
+        """`manual_backward` was called in this batch; True as well where nothing depends on it."""
+        self.needs_manual_backward = False
+        """A plain backward would lack what `manual_backward` does, and that was not told yet."""
+        self.share: Share | None = None
+        """What ranks know of each other's part of the current batch; None between batches, and where nothing is known."""
 
     @property
     def precision(self) -> Precision:
@@ -92,7 +101,7 @@ class Engine:
 
     def teardown(self) -> None:
         """Closes the window and leaves the strategy; optimizers stay for a run that goes on."""
-        self.window = Window()
+        self.window, self.share = Window(), None
         self.strategy.teardown()
 
     # the window -------------------------------------------------------------------------------------------------------
@@ -119,6 +128,8 @@ class Engine:
         """Steps one optimizer; in manual optimisation with everything that belongs to a step."""
         optimizer, strategy = prepared.optimizer, self.strategy
         if self.manual:
+            if not self.went_backward and closure is None:
+                self._tell_of_plain_backward()
             strategy.before_step(optimizer)
             if self.before_step is not None:
                 self.before_step(optimizer)
@@ -130,12 +141,25 @@ class Engine:
         self.stepped = self.stepped or stepped
         return stepped
 
+    def _tell_of_plain_backward(self) -> None:
+        self.needs_manual_backward, self.went_backward = False, True
+        lacks = [
+            *(["are not exchanged with the other ranks"] if self.strategy.world_size > 1 else []),
+            *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
+        ]
+        warnings.warn(
+            "training_step stepped an optimizer without a call of self.manual_backward. Gradients of a plain loss.backward() "
+            f"{' and '.join(lacks)}: call self.manual_backward(loss) in its place.",
+            stacklevel=5,
+        )
+
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
         """Clears the gradients of one optimizer."""
         prepared.optimizer.zero_grad(set_to_none)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
+        self.went_backward = True
         weight = self.window.weight
         if weight != 1.0:
             # 0 * nan is nan: a loss that counts for nothing is replaced.
@@ -151,9 +175,15 @@ class Engine:
 
     # collectives ------------------------------------------------------------------------------------------------------
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
+        """Stacks tensors of any nested structure over the ranks: (world_size, *shape).
+
+        Raises:
+            ConfigurationError: where a rank cannot take part, or has tensors of other shapes.
+        """
         if self.checker is not None:
             self.checker.compare("all_gather", data)
+        elif self.strategy.world_size > 1:
+            check_gathered(self.strategy, self.share, data, group)
         return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:

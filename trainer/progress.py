@@ -19,7 +19,7 @@ class Progress:
         global_step: accumulation windows closed, whether a scaler skipped their step or not.
         stepped: windows whose step was not skipped: what schedulers count.
         batches: batches done in all epochs.
-        samples: samples seen by this data rank in all epochs, as far as batches tell their size.
+        samples: samples seen by all ranks together in all epochs, as far as batches tell their size.
         phase: what was done last. "stepped": a window was closed, its validation may be due; "validated": that
             validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
             "epoch_end": before the epoch's first hook, after its last; "paused": after the last hook of an epoch that a limit

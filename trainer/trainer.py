@@ -194,6 +194,7 @@ class Trainer(TrainerView):
         self._fit = None
         self._kept: dict[str, Any] | None = None
         self._start = "anew"
+        self._writer_folder = None
         self.sources = Sources(self)
         self.hooks = Hooks((), self, self.module, TrainModule)
         self.logs = Logs(self.hooks)
@@ -469,8 +470,15 @@ class Trainer(TrainerView):
         return restored
 
     def announce(self) -> None:
-        """The five lines, once the training data is there."""
-        if not self.arguments.barebones:
+        """The five lines, once the training data is there; and the ranks that do not write are told where the first one does."""
+        barebones = self.arguments.barebones
+        if self.world_size > 1 and not barebones:
+            if self.log_dir is None and self.is_global_zero:
+                for logger in self.loggers:
+                    # W&B names its folder when its run begins.
+                    _ = logger.experiment
+            self._writer_folder = self.strategy.broadcast(self.log_dir)
+        if not barebones:
             self.print(plan.five_lines(self, self._start))
         if debugging.is_debugging():
             debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))

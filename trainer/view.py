@@ -44,6 +44,7 @@ class TrainerView:
     max_epochs: int | None
     max_steps: int
     _fit: FitLoop | None
+    _writer_folder: str | None
 
     # where it runs ----------------------------------------------------------------------------------------------------
     @property
@@ -189,8 +190,9 @@ class TrainerView:
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the first logger that has one."""
-        return next((folder for logger in self.loggers if (folder := logger.log_dir) is not None), None)
+        """Folder of the first logger that has one; on a rank that does not write, what the first rank has told of its own."""
+        own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
+        return next(own, self._writer_folder)
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:

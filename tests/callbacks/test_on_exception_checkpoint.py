@@ -88,6 +88,7 @@ def test_a_resume_from_it_ends_as_if_nothing_had_happened(tmp_path: Path, accumu
     progress = saved_progress(callback.ckpt_path)
     # Also a window of one batch was open: random numbers may have been drawn in it.
     assert (progress["global_step"], progress["batch"]) == ((5, 5) if accumulate == 1 else (1, 4))
+    assert progress["samples"] == 2 * progress["batch"]
     assert not progress["exact"]
     resumed = Failing()
     make(tmp_path, accumulate_grad_batches=accumulate).fit(resumed, DATA, ckpt_path=callback.ckpt_path)

@@ -114,7 +114,8 @@ def trained(case: dict[str, Any], factor: int, strategy: str) -> tuple[list[floa
     torch.manual_seed(5)
     trainer = fitted(module, DataLoader(samples(case.get("samples", SAMPLES)), **options), strategy, **arguments)
     progress = trainer.progress
-    counters = (progress.epoch, progress.batch, progress.batches, progress.global_step, int(torch.randint(2**31, ())))
+    counters = (progress.epoch, progress.batch, progress.batches, progress.samples, progress.global_step)
+    counters = (*counters, int(torch.randint(2**31, ())))
     return weights(module), module.seen, counters
 
 
@@ -185,6 +186,13 @@ LOADERS: dict[str, Any] = {
     "own batch sampler": lambda: DataLoader(
         samples(), batch_sampler=list(BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
     ),
+    "own batch sampler, workers that stay": lambda: DataLoader(
+        samples(),
+        batch_sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, False),
+        num_workers=2,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    ),
     "own __iter__": lambda: OwnIteration(samples(), 8),
     "own shares": lambda: own_share(True),
     "own shares, untold": lambda: own_share(False),
@@ -199,12 +207,12 @@ def train_on_every_kind() -> dict[str, Any]:
             torch.manual_seed(5)
             own = name.startswith("own shares")
             trainer = fitted(module, make(), "ddp", max_epochs=1, use_distributed_sampler=not own)
-            found[name] = weights(module), module.seen[0], trainer.progress.batch
+            found[name] = weights(module), module.seen[0], trainer.progress.batch, trainer.progress.samples
         torch.manual_seed(5)
         module = Regression()
         sampler = DistributedSampler(samples(), shuffle=False)
-        fitted(module, DataLoader(samples(), 8, sampler=sampler), "ddp", max_epochs=1)
-        found["DistributedSampler"] = module.seen[0]
+        trainer = fitted(module, DataLoader(samples(), 8, sampler=sampler), "ddp", max_epochs=1)
+        found["DistributedSampler"] = module.seen[0], trainer.progress.samples
     return found
 
 
@@ -218,12 +226,14 @@ def test_any_loader_gives_each_sample_once_and_the_weights_of_one_process(ranks:
         seen = [index for rank in range(ranks) for index in results[rank][name][1]]
         assert sorted(seen) == list(range(SAMPLES)), name
         for rank in range(ranks):
-            found, _, batches = results[rank][name]
+            found, _, batches, count = results[rank][name]
+            assert count == SAMPLES, (name, rank)
             assert found == pytest.approx(expected, rel=0, abs=1e-9), (name, rank)
             assert batches == -(-SAMPLES // (8 * ranks)), (name, rank)
     # The user's own DistributedSampler is left alone: it repeats samples to be even.
-    own = [index for rank in range(ranks) for index in results[rank]["DistributedSampler"]]
+    own = [index for rank in range(ranks) for index in results[rank]["DistributedSampler"][0]]
     assert set(own) == set(range(SAMPLES)) and len(own) == 104
+    assert {results[rank]["DistributedSampler"][1] for rank in range(ranks)} == {104}
 
 
 # steps that a rank without a sample has to take part in ------------------------------------------------------------------

@@ -65,6 +65,7 @@ def run(ranks: int, path: str | None, resume: str | None, **arguments: Any) -> A
     if ranks > 1:
         gc.collect()
         dist.destroy_process_group()
+    assert trainer.progress.samples == 2 * SAMPLES
     return found, module.seen, trainer.global_step
 
 

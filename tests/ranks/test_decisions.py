@@ -151,6 +151,46 @@ def test_a_signal_ends_all_ranks_at_the_same_step() -> None:
     assert [(each["step"], each["ended"]) for each in told] == [(4, ends[action]) for _, action in cases]
 
 
+def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
+    """A signal comes to one rank; the checkpoint of the interruption is written by both, at the step that they agreed on."""
+    checkpoint = ModelCheckpoint(f"{folder}/{rank}", every_n_train_steps=100, save_on_exception=True)
+    settings = QUIET | {"enable_checkpointing": True}
+    trainer = Trainer(**settings, callbacks=[At("on_train_batch_end", rank, 2, terminate), checkpoint])
+    ended = ""
+    models = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        models.append(Model())
+    stopped, resumed, straight = models
+    try:
+        trainer.fit(stopped, batches(6))
+    except SystemExit as error:
+        ended = repr(error)
+    [saved] = os.listdir(f"{folder}/{rank}")
+    again = Trainer(**QUIET)
+    again.fit(resumed, batches(6), ckpt_path=f"{folder}/{rank}/{saved}")
+    Trainer(**QUIET).fit(straight, batches(6))
+    return {
+        "ended": ended,
+        "saved": saved,
+        "stopped": (trainer.global_step, trainer.progress.batch),
+        "resumed": again.global_step,
+        "same": all(torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True)),
+    }
+
+
+def test_a_signal_to_one_rank_is_saved_by_all_and_resumed_exactly(tmp_path: Path) -> None:
+    for found in told_by_all(saved_when_stopped, (0, str(tmp_path)), (1, str(tmp_path))):
+        # Told at step 2, done by all at step 3.
+        assert found == {
+            "ended": "SystemExit(143)",
+            "saved": "epoch=0-step=3",
+            "stopped": (3, 3),
+            "resumed": 12,
+            "same": True,
+        }
+
+
 def test_a_signal_during_a_validation_breaks_it_off_everywhere() -> None:
     [told] = told_by_all(fitted_with_validation, (("on_validation_batch_start", 1, 2, terminate),))
     assert (told["step"], told["validated"], told["ended"]) == (3, [], "SystemExit(143)")

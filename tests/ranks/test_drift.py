@@ -1,11 +1,13 @@
-"""What would let the ranks' weights drift apart without a word, and Ctrl-C in the workers of a loader."""
+"""What would let the ranks' weights or buffers drift apart without a word, and Ctrl-C in the workers of a loader."""
 
 from __future__ import annotations
 
 import os
 import signal
+import warnings
 from typing import Any
 
+import pytest
 import torch
 from ranks.world import run_world
 from torch import Tensor, nn
@@ -78,6 +80,87 @@ def test_one_process_may_unfreeze() -> None:
     before = module.first.weight.clone()
     Trainer(max_epochs=2, **QUIET).fit(module, loader())
     assert not torch.equal(before, module.first.weight)
+
+
+# manual optimisation ------------------------------------------------------------------------------------------------------
+class Manual(Net):
+    """Its own optimisation, with a plain backward in some batches."""
+
+    def __init__(self, plain: set[int]) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.plain = plain
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.second(self.first(batch[0])).pow(2).mean()
+        loss.backward() if batch_idx in self.plain else self.manual_backward(loss)
+        optimizer.step()
+
+
+def fit_by_hand(plain: set[int], strategy: str, precision: str = "32-true") -> tuple[list[float], list[str]]:
+    module = Manual(plain)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(strategy=strategy, precision=precision, max_epochs=1, **QUIET).fit(module, loader())
+    told = [str(warning.message) for warning in caught if "manual_backward" in str(warning.message)]
+    return module.first.weight.detach().flatten().tolist(), told
+
+
+def fit_twice_by_hand() -> list[tuple[list[float], list[str]]]:
+    return [fit_by_hand(set(), "ddp"), fit_by_hand({2, 3, 4}, "ddp")]
+
+
+def test_a_plain_backward_is_told_once() -> None:
+    one, other = run_world(2, fit_twice_by_hand)
+    assert one[0][0] == other[0][0] and one[0][1] == other[0][1] == []
+    # As many times as ranks, for whom it is as wrong.
+    for found in (one, other):
+        assert found[1][0] != found[0][0]
+        [told] = found[1][1]
+        assert "are not exchanged with the other ranks: call self.manual_backward(loss)" in told
+    [told] = fit_by_hand({2}, "single_device", "16-mixed")[1]
+    assert "are not scaled for precision='16-mixed'" in told
+    assert fit_by_hand({2}, "single_device")[1] == []
+
+
+# buffers ------------------------------------------------------------------------------------------------------------------
+class Normalised(Net):
+    """Batch norm, whose statistics each rank gathers from its own samples; notes them in a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.trained: list[float] = []
+        self.validated: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.second(self.first(self.norm(batch[0]))).pow(2).mean()
+        return loss  # type: ignore[no-any-return]
+
+    def statistics(self) -> list[float]:
+        return torch.cat([self.norm.running_mean, self.norm.running_var]).tolist()  # type: ignore[list-item]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.trained = self.statistics()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated = self.statistics()
+
+
+def validate_with_buffers(strategy: str) -> tuple[list[float], list[float]]:
+    module = Normalised()
+    trainer = Trainer(strategy=strategy, max_epochs=1, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(module, loader(), loader())
+    return module.trained, module.validated
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_validation_in_fit_goes_by_the_buffers_of_rank_0(strategy: str) -> None:
+    (trained, validated), (other, validated_there) = run_world(2, validate_with_buffers, strategy)
+    assert trained != other
+    assert validated == validated_there == trained
 
 
 def test_a_forked_worker_outlives_ctrl_c() -> None:

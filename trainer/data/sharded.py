@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import NOTHING, RankBatches, Share, alike, stateful_of
 from leyden.trainer.data.sources import State, TorchSource
+from leyden.trainer.data.workers import iterator_of
 
 END = object()
 
@@ -56,13 +57,13 @@ class ShardedSource(TorchSource):
         loader = self.loader
         begins = loader.num_workers > 0 and (loader._iterator is None or not loader.persistent_workers)
         if not begins or (draws and self.batches.rank == 0):
-            return Shared(iter(loader), self.batches.shares)
+            return Shared(iterator_of(loader), self.batches.shares)
         own, seed = loader.generator, torch.initial_seed()
         if draws:
             seed = int(torch.empty((), dtype=torch.int64).random_(generator=own).item())
         loader.generator = torch.Generator().manual_seed((seed + self.batches.rank) & (2**63 - 1))
         try:
-            return Shared(iter(loader), self.batches.shares)
+            return Shared(iterator_of(loader), self.batches.shares)
         finally:
             loader.generator = own
 

@@ -35,11 +35,21 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How many samples of a global batch are here, how many there are on all ranks, and whether a rank has none."""
+    """What of a global batch is on this rank, and what every rank knows of the others.
+
+    Attributes:
+        here: samples on this rank.
+        total: samples on all ranks.
+        idle: a rank has none.
+        even: every rank has as many.
+        told: the batches tell their sizes; where they do not, each counts as one sample.
+    """
 
     here: int
     total: int
     idle: bool = False
+    even: bool = True
+    told: bool = True
 
     def weight(self, ranks: int) -> float:
         """What this rank's mean loss is multiplied by, so that the average over ranks is the mean over all samples.
@@ -271,10 +281,12 @@ class RankBatches:
                 drawn += list(itertools.islice(itertools.cycle(drawn), missing))
             if self.of_batches:
                 here = drawn[self.rank] if self.rank < len(drawn) else []
-                total = sum(len(batch) for batch in drawn)
+                sizes = [len(batch) for batch in drawn]
+                total, even = sum(sizes), len(sizes) == self.ranks and len(set(sizes)) == 1
             else:
                 here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
-            self.shares.append(Share(len(here), total, len(drawn) < self.ranks))
+                even = total % self.ranks == 0
+            self.shares.append(Share(len(here), total, len(drawn) < self.ranks, even))
             # Only the last global batch can leave a rank without a sample.
             if not here:
                 self._last = self._last or (drawn[0] if self.of_batches else drawn)

@@ -15,6 +15,7 @@ from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sample_rng import SampleRNG
 from leyden.trainer.data.seek import DrawsFromGlobalRNG, Tail, TailSampler
 from leyden.trainer.data.sharding import RankBatches
+from leyden.trainer.data.workers import iterator_of
 
 State = dict[str, Any]
 
@@ -61,7 +62,7 @@ class Source(ABC):
         """Begins an epoch as `iter(loader)` does; None for a pass that has no number."""
         self.set_epoch(epoch)
         self.before = self._remember()
-        iterator: Iterator[Any] = iter(self.loader)
+        iterator: Iterator[Any] = iterator_of(self.loader)
         return iterator
 
     def position(self, batches: int) -> State:
@@ -121,7 +122,7 @@ class Source(ABC):
         self.generators.restore(before["generators"])
 
     def _replay(self, batches: int) -> Iterator[Any]:
-        iterator: Iterator[Any] = iter(self.loader)
+        iterator: Iterator[Any] = iterator_of(self.loader)
         for _ in range(batches):
             next(iterator, None)
         return iterator
@@ -161,7 +162,7 @@ class StatefulSource(Source):
         self.before = state["before"]
         self._rewind(state["before"])
         self.loader.load_state_dict(state["loader"])
-        iterator: Iterator[Any] = iter(self.loader)
+        iterator: Iterator[Any] = iterator_of(self.loader)
         self.generators.restore(state["generators"])
         return iterator
 
@@ -174,7 +175,7 @@ class StatefulSource(Source):
             # The uninterrupted run left an iterator in the middle and asks for a new one: so does this one.
             # StatefulDataLoader needs it at the end of an epoch too: it would make two iterators for the next, and draw
             # a seed for each.
-            iter(self.loader)
+            iterator_of(self.loader)
         super().restore_rest(state)
 
 
@@ -227,7 +228,7 @@ class TorchSource(Source):
         if self.before["again"] and self.loader._iterator is None:
             return self._build(0, self.before)
         self.had_workers = self.loader.persistent_workers
-        iterator: Iterator[Any] = self._noted(iter(self.loader))
+        iterator: Iterator[Any] = self._noted(iterator_of(self.loader))
         return iterator
 
     def position(self, batches: int) -> State:
@@ -351,7 +352,7 @@ class TorchSource(Source):
         # A DataLoader refuses assignment after its constructor.
         vars(self.loader)[slot] = TailSampler(original, batches, rewind)
         try:
-            iterator: Any = iter(self.loader)
+            iterator: Any = iterator_of(self.loader)
         finally:
             vars(self.loader)[slot] = original
         iterator._index_sampler = original
@@ -373,7 +374,7 @@ class TorchSource(Source):
         self.loader._iterator = None
         if "dataset" in state and _has_state(dataset):
             dataset.load_state_dict(state["dataset"])
-            iterator = self._noted(iter(self.loader))
+            iterator = self._noted(iterator_of(self.loader))
             if state["ended"]:
                 iterator._dataset_fetcher.ended = True
             return iterator

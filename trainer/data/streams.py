@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,7 +28,8 @@ def shard(loader: Any, ranks: Ranks, foreign: bool = False, asks: bool = True) -
         ranks: who shares it.
         foreign: each rank's loader is its own share already, by the user's doing.
         asks: ranks tell each other of each batch how large theirs is, where only they know. Not needed where a rank may
-            stop before the others.
+            stop before the others; loaders that are foreign and may be of different lengths ask all the same, so that each knows
+            when another has stopped.
 
     Raises:
         ConfigurationError: for a DistributedSampler of another number of ranks, or a global batch that cannot be kept.
@@ -48,7 +50,10 @@ def shard(loader: Any, ranks: Ranks, foreign: bool = False, asks: bool = True) -
         # It pads, so that all ranks have as many samples in each batch.
         return loader
     if foreign:
-        return RankStream(loader, ranks, True, True) if asks else loader
+        stream = RankStream(loader, ranks, True, True)
+        stream.tell_of_lengths()
+        # Ranks that are known to have as many batches need not ask for each.
+        return stream if asks or len(set(stream.lengths)) > 1 or None in stream.lengths else loader
     return shard_indices(loader, ranks) if is_indexed(loader) else RankStream(loader, ranks, False, asks)
 
 
@@ -73,6 +78,16 @@ class RankStream(Composite):
         length = length_of(loader)
         # The ranks' own loaders may be of different lengths: the longest ends the epoch.
         self.lengths = ranks.gather(length) if foreign else [length]
+
+    def tell_of_lengths(self) -> None:
+        """Warns where some ranks have so much less to do than others that no fair split can be meant."""
+        known = [length for length in self.lengths if length is not None]
+        if self.ranks.rank == 0 and known and max(known) - min(known) > 1:
+            warnings.warn(
+                f"the ranks' own loaders have {', '.join(map(str, self.lengths))} batches: those that end first wait for the others, "
+                "and take part with nothing. Give them as many.",
+                stacklevel=2,
+            )
 
     @property
     def span(self) -> int:
@@ -140,19 +155,26 @@ class StreamSource(Source):
             ended = len(group) < loader.span
             place = 0 if loader.foreign else ranks.rank
             if group:
-                self._filler = group[0] if len(group) <= place else None
+                # A rank that reads what only it has must have kept something, if it is the first to end.
+                self._filler = group[0] if loader.foreign or len(group) <= place else None
             if ranks.even and group and not loader.foreign:
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
-            sizes = [_size_of(batch) for batch in group]
+            told = [_size_of(batch) for batch in group]
+            sizes = [1 if size is None else size for size in told]
             held = [group[place]] if place < len(group) else [NOTHING]
             here = sizes[place] if place < len(sizes) else 0
-            total, going, idle = sum(sizes), len(group), loader.span - len(group)
+            total, going, idle, untold = sum(sizes), len(group), loader.span - len(group), told.count(None)
+            even = len(set(sizes)) == 1
             if loader.asks:
-                total, going, idle = ranks.total([here, going, held[0] is NOTHING])
+                total, going, idle, untold, squares = ranks.total(
+                    [here, going, held[0] is NOTHING, untold, here * here]
+                )
+                # The mean of squares is the square of the mean only where all are equal.
+                even = ranks.size * squares == total * total
             group = []
             if not going:
                 return
-            yield held.pop(), Share(here, total, idle > 0)
+            yield held.pop(), Share(here, total, idle > 0, even and not idle, not untold)
 
     def _read(self, iterator: Iterator[Any]) -> list[Any]:
         if self.loader.foreign:
@@ -216,9 +238,9 @@ def _drawn(state: State) -> int:
     return int(state["drawn"] if "inner" in state else state["batches"])
 
 
-def _size_of(batch: Any) -> int:
-    """Samples in a batch; 1 for one that does not tell, so that each batch weighs the same."""
+def _size_of(batch: Any) -> int | None:
+    """Samples in a batch; None for one that does not tell, of which each weighs the same."""
     try:
         return batch_size_of(batch)
     except ConfigurationError:
-        return 1
+        return None

@@ -26,7 +26,7 @@ class Draws(Iterator[tuple[Any, int, int]]):
     def __next__(self) -> tuple[Any, int, int]:
         batch, self.is_last = next(self._batches)
         index = self._loop.progress.batch
-        self._loop.count(batch)
+        self._loop.count.batch(batch)
         transfer = self._loop.trainer.transfer
         return (batch if transfer is None else transfer(batch, 0)), index, 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Pass
 from leyden.trainer.data.cursor import LoaderCursor
-from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.hooks import overrides
 from leyden.trainer.logs import LOADER_SUFFIX, Value, read_back
 from leyden.trainer.loops.idle import without_trace
@@ -61,6 +60,9 @@ class EvaluationLoop:
         Returns:
             For each loader the values that were logged for it; None if a signal broke the pass off.
         """
+        engine = self.trainer.accelerator
+        # Of the training batch after which fit validates.
+        share, engine.share = engine.share, None
         self._done = self.trainer.progress.validation_batches if self.trainer.state.stage == "fit" else 0
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
@@ -73,6 +75,7 @@ class EvaluationLoop:
                     return None
             self.logs.dataloader_idx = None
             values = self._end()
+        engine.share = share
         return self._by_loader(values)
 
     def _loader(self, index: int, cursor: LoaderCursor, limit: int | None) -> bool:
@@ -86,7 +89,7 @@ class EvaluationLoop:
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         batches: Iterator[Any] = itertools.islice(cursor.start(), limit)
         if cursor.shares:
-            batches = map(itemgetter(0), batches)
+            batches = map(self._note_share, batches)
         for batch_idx, batch in enumerate(batches):
             if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
@@ -112,11 +115,16 @@ class EvaluationLoop:
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
             outputs = batch = logs.batch = None
+        trainer.accelerator.share = None
         if ranks is not None and ranks.ends():
             return False
         if logs.tick == -1:
             logs.idle.add((self.stage, which[0] if which else -1))
         return True
+
+    def _note_share(self, pair: tuple[Any, Share]) -> Any:
+        self.trainer.accelerator.share = pair[1]
+        return pair[0]
 
     def _keep_step(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
         """Runs a batch that counts for nothing, since the other ranks' forward passes wait for this one."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
@@ -21,6 +20,7 @@ from leyden.trainer.data.rng import isolated_rng, set_rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.differences import check_batches
 from leyden.trainer.logs import Value, load_metric_states, metric_states
+from leyden.trainer.loops.count import Count
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
@@ -57,9 +57,9 @@ class FitLoop:
         """Something follows a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
         self._clock = time.perf_counter()
+        self.count = Count(trainer)
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
-        self._counts_samples = True
         self._draws = False
         self._agreement = Agreement(self) if trainer.world_size > 1 else None
 
@@ -102,7 +102,7 @@ class FitLoop:
     def _epoch(self) -> None:
         progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
         accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
-        agreement = self._agreement
+        agreement, count = self._agreement, self.count.batch
         transfer = None if draws else self.trainer.transfer
         listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
         waits, accumulates = self._waits, self.trainer.accumulation is not None
@@ -136,7 +136,7 @@ class FitLoop:
             if draws:
                 is_last = batch.is_last
             else:
-                self.count(batch)
+                count(batch)
             if window.closes:
                 if agreement is not None:
                     cut = agreement.read(cut)
@@ -205,14 +205,17 @@ class FitLoop:
 
     def _shares(self) -> Iterator[tuple[Any, bool]]:
         """This rank's batches, or `NOTHING`, with the weight of each in the window."""
-        window, ranks = self.accelerator.window, self.trainer.strategy.data_size
-        for pair, is_last in self._batches():
-            share, held = pair[1], [pair[0]]
-            window.weight, window.idle = share.weight(ranks), share.idle
-            # Without a name here, which would keep the last batch through a validation.
-            pair = None
-            yield held.pop(), is_last
-        window.weight, window.idle = 1.0, False
+        engine, ranks = self.accelerator, self.trainer.strategy.data_size
+        window = engine.window
+        try:
+            for pair, is_last in self._batches():
+                share, held = pair[1], [pair[0]]
+                window.weight, window.idle, engine.share = share.weight(ranks), share.idle, share
+                # Without a name here, which would keep the last batch through a validation.
+                pair = None
+                yield held.pop(), is_last
+        finally:
+            window.weight, window.idle, engine.share = 1.0, False, None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
         iterator, total = self._iterator, self.num_batches
@@ -299,19 +302,9 @@ class FitLoop:
     def _window_length(self) -> int:
         """Batches of the window that begins now: the last one of an epoch may be shorter."""
         assert self.trainer.accumulation is not None
+        self.count.begin_window()
         length = self.trainer.accumulation.length(self.progress.epoch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
-
-    def count(self, batch: Any) -> None:
-        """A batch is done (or, where the step draws by itself, drawn)."""
-        progress = self.progress
-        progress.batch += 1
-        progress.batches += 1
-        if self._counts_samples and batch is not NOTHING:
-            try:
-                progress.samples += batch_size_of(batch)
-            except ConfigurationError:
-                self._counts_samples = False
 
     def _after_step(self, is_last: bool) -> None:
         """What belongs to the step itself: a checkpoint saved from here on has it done."""
@@ -446,6 +439,7 @@ class FitLoop:
         """Gets the training loader, unless it is there."""
         if self.cursor is None or again:
             self.cursor, self.num_batches = self.trainer.sources.training()
+            self.count.shares = self.cursor.shares
             check_batches(self.trainer.strategy, self.num_batches)
             self.trainer.strategy.check_settings(settings_of(self.trainer, loader=self.trainer.sources.train_loader))
 
@@ -479,8 +473,14 @@ class FitLoop:
     def window_start(self) -> Progress:
         """The progress at the start of the open window, which a resume then repeats."""
         progress, done = self.progress, self.progress.batch - self._window_start
+        samples = self.count.window_samples if self.trainer.accumulation is not None else progress.samples
         return dataclasses.replace(
-            progress, batch=self._window_start, batches=progress.batches - done, phase="settled", exact=False
+            progress,
+            batch=self._window_start,
+            batches=progress.batches - done,
+            samples=samples,
+            phase="settled",
+            exact=False,
         )
 
     def estimated_steps(self) -> float:

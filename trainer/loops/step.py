@@ -262,12 +262,16 @@ class ManualStep(Step):
                 "optimizer.step()."
             )
         self.accelerator.before_step = self._before_step if self.hooks.listens("on_before_optimizer_step") else None
+        self.accelerator.went_backward = True
+        self.accelerator.needs_manual_backward = self.strategy.world_size > 1 or self.strategy.precision.scales_loss
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.hooks.fire_all("on_before_optimizer_step", optimizer)
 
     def run(self, batch: Any, batch_idx: int) -> Any:
         self.accelerator.stepped = False
+        if self.accelerator.needs_manual_backward:
+            self.accelerator.went_backward = False
         self.hooks.current = "training_step"
         extra = (batch_idx,) if self.takes_index else ()
         outputs = self.strategy.forward(self.training_step, batch, extra)

@@ -1,0 +1,160 @@
+"""self.all_gather in a step: right where every rank has as much, an error that names the fix where one has less or nothing."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.ddp import DDPStrategy
+
+SECONDS = 60
+"""A deadline for ranks that wait for each other; nothing is measured."""
+
+
+class Gathering(TrainModule):
+    """Gathers what it is told to, in one kind of step; counts the rows that came together."""
+
+    def __init__(self, what: str, where: str, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(1, 1)
+        self.what, self.where = what, where
+        self.automatic_optimization = not manual
+        self.rows: list[list[float]] = []
+
+    def gather(self, where: str, x: Tensor) -> None:
+        if where != self.where:
+            return
+        if self.what == "apart":
+            # As texts that each rank has padded to its own longest.
+            x = x.expand(-1, 2 + self.global_rank)
+        tensors = {"one": x.sum(), "rows": x, "nest": [x, {"sum": x.sum()}], "apart": x}[self.what]
+        found = self.all_gather(tensors)
+        first = found[0] if self.what == "nest" else found
+        self.rows.append(first.flatten().tolist())
+
+    def step(self, where: str, batch: Any) -> Tensor:
+        [x] = batch
+        self.gather(where, x)
+        return self.net(x).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = self.step("training", batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step("validation", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step("predict", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.gather("end", torch.full((2, 1), float(self.global_rank)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader(count: int, **arguments: Any) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.arange(1.0, count + 1).reshape(-1, 1)), 2, **arguments)
+
+
+def run(case: dict[str, Any]) -> list[list[float]]:
+    """Runs one pass over `samples` in batches of two per rank."""
+    where, strategy = case.get("where", "training"), case.get("strategy", "ddp")
+    module = Gathering(case.get("what", "rows"), where, case.get("manual", False))
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    if strategy == "unused":
+        strategy = DDPStrategy(find_unused_parameters=True)
+    trainer = Trainer(
+        strategy=strategy, accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, **quiet, **case.get("arguments", {})
+    )
+    samples = case["samples"]
+    if isinstance(samples, list):
+        samples = samples[int(os.environ["RANK"])]
+    data = loader(samples, **case.get("loader", {}))
+    if where == "predict":
+        trainer.predict(module, data)
+    else:
+        trainer.fit(module, *((data,) if where == "training" else (loader(8), data)))
+    return module.rows
+
+
+def run_all(cases: list[dict[str, Any]]) -> list[list[list[float]]]:
+    return [run(case) for case in cases]
+
+
+EVERY = [[1, 2, 3, 4], [5, 6, 7, 8]]
+RIGHT: list[tuple[dict[str, Any], list[list[float]]]] = [
+    ({"samples": 8}, EVERY),
+    ({"samples": 8, "what": "nest"}, EVERY),
+    # The last global batch has three samples.
+    ({"samples": 7, "what": "one"}, [[3, 7], [11, 7]]),
+    ({"samples": 7, "loader": {"drop_last": True}}, EVERY[:1]),
+    ({"samples": 7, "arguments": {"even_batches": True}}, [*EVERY[:1], [5, 6, 7, 5]]),
+    ({"samples": 5, "arguments": {"even_batches": True}}, [*EVERY[:1], [5, 5]]),
+    ({"samples": 8, "where": "validation"}, EVERY),
+    ({"samples": 7, "where": "validation", "what": "one"}, [[3, 7], [11, 7]]),
+    ({"samples": 5, "where": "validation", "loader": {"drop_last": True}}, EVERY[:1]),
+    ({"samples": 5, "where": "end"}, [[0, 0, 1, 1]]),
+    ({"samples": 8, "where": "predict"}, EVERY),
+    # Each rank's own share: the same four samples.
+    (
+        {"samples": 4, "where": "validation", "arguments": {"use_distributed_sampler": False}},
+        [[1, 2, 1, 2], [3, 4, 3, 4]],
+    ),
+]
+
+
+def test_gathered_where_every_rank_has_as_much() -> None:
+    for found in run_world(2, run_all, [case for case, _ in RIGHT]):
+        for (case, expected), rows in zip(RIGHT, found, strict=True):
+            assert rows == expected, case
+
+
+FOREIGN = {"use_distributed_sampler": False}
+UNEVEN = "all_gather needs tensors of one shape: rank 0 has (2, 1) float32, and rank 1 has (1, 1) float32."
+IDLE = "this global batch has 1 sample for 2 ranks, and a rank without one cannot take part."
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "uneven": ({"samples": 7}, UNEVEN),
+    "idle": ({"samples": 5, "what": "one"}, IDLE),
+    "idle, which parameters are used": ({"samples": 5, "strategy": "unused"}, IDLE),
+    "idle, manual": ({"samples": 5, "manual": True}, IDLE),
+    "idle, fsdp": ({"samples": 5, "strategy": "fsdp"}, IDLE),
+    "validation, uneven": ({"samples": 7, "where": "validation"}, UNEVEN),
+    "validation, idle": ({"samples": 5, "where": "validation"}, IDLE),
+    "validation, idle, fsdp": ({"samples": 5, "where": "validation", "strategy": "fsdp"}, IDLE),
+    "predict, idle": ({"samples": 5, "where": "predict"}, IDLE),
+    "own shares of different lengths": (
+        {"samples": [4, 2], "where": "validation", "arguments": FOREIGN},
+        "this global batch has 2 samples for 2 ranks",
+    ),
+    "apart in an even batch": ({"samples": 8, "what": "apart"}, "rank 0 has (2, 2) float32, and rank 1 has (2, 3)"),
+}
+DEFAULT = ("idle", "validation, uneven", "own shares of different lengths")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in WRONG]
+)
+def test_gathered_where_a_rank_has_less(name: str) -> None:
+    case, message = WRONG[name]
+    found = run_world(2, run, case, timeout=SECONDS, may_fail=True)
+    told = [text for text in found if isinstance(text, str)]
+    # One rank tells it; the other ends with 1, without a word.
+    assert len(told) == 1 and found.count(1) == 1, found
+    assert told[0].startswith("ConfigurationError: all_gather") and message in told[0]
+    assert "Trainer(even_batches=True)" in told[0] and "drop_last=True" in told[0]

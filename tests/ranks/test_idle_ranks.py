@@ -1,0 +1,233 @@
+"""Ranks that end first: streams, and loaders of the ranks' own, of different lengths, under every strategy."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.base import Strategy
+from leyden.strategies.ddp import DDPStrategy
+from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.sharding.shards import whole
+
+SIZE = 3
+
+
+class Net(TrainModule):
+    """Notes the samples that it is trained on and evaluated on, a hook for each batch that counts."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+        self.register_buffer("passes", torch.zeros(()))
+        self.automatic_optimization = not manual
+        self.seen: list[int] = []
+        self.evaluated: list[int] = []
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        _, x = batch
+        return (self.net(x) - x.sum(1, keepdim=True).sin()).square().mean()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Any:
+        self.passes += 1
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen += batch[0].tolist()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.evaluated += batch[0].tolist()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def sample(number: int) -> tuple[int, Tensor]:
+    return number, torch.randn(2, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def batches(sizes: list[int], first: int = 0) -> list[list[Tensor]]:
+    found = []
+    for size in sizes:
+        numbers = list(range(first, first + size))
+        found.append([torch.tensor(numbers), torch.stack([sample(number)[1] for number in numbers])])
+        first += size
+    return found
+
+
+class Untold:
+    def __init__(self, found: list[Any]) -> None:
+        self.found = found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.found)
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in order; of several workers each gives whole batches in its turn."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        number, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        return (sample(index) for index in range(self.count) if index // SIZE % workers == number)
+
+
+def strategy_of(name: str) -> Strategy | str:
+    if name.startswith("fsdp"):
+        return FSDPStrategy()
+    return DDPStrategy(find_unused_parameters=True) if name == "unused" else "ddp"
+
+
+def fitted(strategy: Any, manual: bool, train: Any, held: Any, **arguments: Any) -> dict[str, Any]:
+    module = Net(manual)
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        precision="64-true",
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        **quiet,
+        **arguments,
+    )
+    trainer.fit(module, train, held)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    state = {name: whole(value.detach()).flatten().tolist() for name, value in module.net.state_dict().items()}
+    progress = trainer.progress
+    return {
+        "weights": state,
+        "metrics": metrics,
+        "seen": module.seen,
+        "evaluated": module.evaluated,
+        "passes": int(module.passes),
+        "progress": (progress.batches, progress.samples, progress.global_step),
+    }
+
+
+# how a rank reads: sizes of the batches of each rank's own; or how many samples a stream has, in how many workers
+OWN = {"training": ([3, 1], [3, 3, 3, 2]), "validation": ([2], [3, 3, 1])}
+STREAM = {"training": 10, "validation": 4}
+NAMES = ("ddp", "unused", "ddp, manual", "fsdp", "fsdp, manual")
+CASES = [
+    *((name, kind) for name in NAMES for kind in ("told", "untold", "stream")),
+    ("fsdp", "workers"),
+    ("ddp", "workers"),
+]
+
+
+def train_all() -> list[dict[str, Any]]:
+    dist.init_process_group("gloo")
+    rank, found = int(os.environ["RANK"]), []
+    for name, kind in CASES:
+        if kind in ("told", "untold"):
+            loaders: list[Any] = [batches(sizes[rank], 100 * rank) for sizes in OWN.values()]
+            if kind == "untold":
+                loaders = [Untold(loader) for loader in loaders]
+        else:
+            workers = {"num_workers": 2, "multiprocessing_context": "fork"} if kind == "workers" else {}
+            loaders = [DataLoader(Stream(count), SIZE, **workers) for count in STREAM.values()]
+        own = kind in ("told", "untold")
+        strategy = strategy_of(name)
+        found.append(fitted(strategy, name.endswith("manual"), *loaders, use_distributed_sampler=not own))
+    gc.collect()
+    dist.destroy_process_group()
+    return found
+
+
+def together(kind: str) -> list[Any]:
+    """The global batches, as one process would be given them."""
+    if kind in ("told", "untold"):
+        loaders = []
+        for first, second in OWN.values():
+            pairs = [batches(sizes, start) for sizes, start in ((first, 0), (second, 100))]
+            steps = [[part[step] for part in pairs if step < len(part)] for step in range(max(map(len, pairs)))]
+            loaders.append([[torch.cat(column) for column in zip(*step)] for step in steps])
+        return loaders
+    return [DataLoader(Stream(count), 2 * SIZE) for count in STREAM.values()]
+
+
+def test_each_sample_counts_once_and_the_weights_are_those_of_one_process() -> None:
+    results = run_world(2, train_all)
+    for number, (name, kind) in enumerate(CASES):
+        expected = fitted("single_device", name.endswith("manual"), *together(kind))
+        ranks = [own[number] for own in results]
+        for key in ("seen", "evaluated"):
+            assert sorted(ranks[0][key] + ranks[1][key]) == sorted(expected[key]), (name, kind, key)
+        for rank, found in enumerate(ranks):
+            assert found["progress"] == expected["progress"], (name, kind, rank)
+            # A batch that was run for the others' sake leaves no trace in buffers; all are rank 0's after a validation.
+            assert found["passes"] == len([*firsts(ranks[0]["seen"], kind)]), (name, kind, rank)
+            for parameter, values in expected["weights"].items():
+                assert found["weights"][parameter] == pytest.approx(values, rel=0, abs=1e-9), (name, kind, rank)
+            assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-9), (name, kind, rank)
+
+
+def firsts(seen: list[int], kind: str) -> Iterator[int]:
+    """The first sample of each batch that rank 0 saw."""
+    if kind in ("told", "untold"):
+        sizes = OWN["training"][0]
+        starts = {sum(sizes[:place]) for place in range(len(sizes))}
+    else:
+        starts = set(range(0, STREAM["training"], SIZE))
+    return (number for number in seen if number in starts)
+
+
+# a rank that has nothing at all -----------------------------------------------------------------------------------------
+def fit_with_an_empty_rank(name: str) -> dict[str, Any]:
+    rank = int(os.environ["RANK"])
+    loader = Untold(batches([3, 3] if rank == 0 else [], 0))
+    return fitted(strategy_of(name), False, loader, None, use_distributed_sampler=False)
+
+
+def test_a_rank_without_any_batch() -> None:
+    expected = fitted("single_device", False, batches([3, 3]), None)
+    for found in run_world(2, fit_with_an_empty_rank, "ddp"):
+        assert found["progress"] == expected["progress"]
+        for parameter, values in expected["weights"].items():
+            assert found["weights"][parameter] == pytest.approx(values, rel=0, abs=1e-9)
+    told = run_world(2, fit_with_an_empty_rank, "fsdp", timeout=60, may_fail=True)
+    assert told[0] == 1 and "a rank without a single sample of its own cannot take part in an FSDP run" in told[1]
+
+
+# lengths that cannot be meant ---------------------------------------------------------------------------------------------
+def fit_with_lengths(first: int, second: int) -> list[str]:
+    import warnings
+
+    sizes = [2] * (second if os.environ["RANK"] == "1" else first)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitted("ddp", False, batches(sizes), None, use_distributed_sampler=False)
+    return [str(warning.message) for warning in caught if "own loaders" in str(warning.message)]
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 5), (3, 2)])
+def test_lengths_that_are_far_apart_are_told_once(first: int, second: int) -> None:
+    told, other = run_world(2, fit_with_lengths, first, second)
+    assert other == []
+    assert len(told) == (second - first > 1)
+    assert all(text.startswith(f"the ranks' own loaders have {first}, {second} batches") for text in told)

@@ -1,0 +1,54 @@
+"""What `self.all_gather` of a step asks first: whether every rank takes part, and with tensors of one shape."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from leyden.strategies.batch import map_tensors
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.data.sharding import Share
+
+FIX = (
+    "Trainer(even_batches=True) fills the last global batch of the training data, drop_last=True of a loader leaves it out; or keep "
+    "what you want to gather until the epoch's end, and gather it in a hook there, on every rank."
+)
+
+
+def check_gathered(strategy: Strategy, share: Share | None, data: Any, group: Any) -> None:
+    """Raises rather than wait for a rank that has no sample, or abort over tensors that do not fit.
+
+    Shapes cost a message, so they are compared only where they are known to differ or gloo would abort.
+
+    Args:
+        strategy: of this rank.
+        share: what is known of the current batch.
+        data: what is to be gathered.
+        group: the process group in which it is gathered; None for all ranks.
+
+    Raises:
+        ConfigurationError: on every rank that gathers; the others end with them.
+    """
+    if share is not None and share.idle:
+        raise ConfigurationError(
+            f"all_gather in a step: this global batch has {share.total} sample{'s'[: share.total != 1]} for {strategy.data_size} "
+            f"ranks, and a rank without one cannot take part. {FIX}"
+        )
+    if (share is None or share.even) and not strategy.aborts_on_shapes(group):
+        return
+    shapes: list[str] = []
+    map_tensors(data, lambda tensor: shapes.append(_shape(tensor)))
+    found = strategy.differing(", ".join(shapes), group)
+    if found:
+        rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
+        raise ConfigurationError(
+            f"all_gather needs tensors of one shape: rank 0 has {found[0]}, and rank {rank} has {other}. {FIX}"
+        )
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
