@@ -141,6 +141,13 @@ class FSDPStrategy(ProcessGroupStrategy):
         return cls(**config, **kwargs)
 
     # environment ------------------------------------------------------------------------------------------------------
+    @property
+    def default_backend(self) -> str:
+        # What waits on the CPU is reduced there, too: the norm of its gradients, and a tensor that is asked for whole.
+        if self.root_device.type == "cuda" and self.settings["cpu_offload"]:
+            return "cpu:gloo,cuda:nccl"
+        return super().default_backend
+
     def setup_environment(self) -> None:
         super().setup_environment()
         if self.device_mesh is None:

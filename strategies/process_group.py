@@ -148,12 +148,17 @@ class ProcessGroupStrategy(Strategy):
     def is_joined(self) -> bool:
         return self.host_group is not None
 
+    @property
+    def default_backend(self) -> str:
+        """The backend of the process group, where none is given."""
+        return "nccl" if self.root_device.type == "cuda" else "gloo"
+
     def setup_environment(self) -> None:
         device = self.root_device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if not dist.is_initialized():
-            self._join(self.process_group_backend or ("nccl" if device.type == "cuda" else "gloo"))
+            self._join(self.process_group_backend or self.default_backend)
         if self.host_group is None:
             self.host_group = _host_group(self.timeout)
         _joined.add(self)
@@ -250,7 +255,7 @@ class ProcessGroupStrategy(Strategy):
     def differing(self, what: str, group: Any = None) -> list[str]:
         within = self.host_group if group is None else group
         digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-        device = self.root_device if dist.get_backend(within) == "nccl" else torch.device("cpu")
+        device = self.root_device if "nccl" in dist.get_backend(within) else torch.device("cpu")
         ends = torch.tensor([digest, -digest], device=device)
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=within)
         largest, smallest = ends.tolist()
@@ -348,7 +353,7 @@ def _leave() -> None:
     if _first_failure is not None:
         _first_failure.close()
     _first_failure = _host = None
-    if dist.is_initialized() and not (failed and dist.get_backend() == "nccl"):
+    if dist.is_initialized() and not (failed and "nccl" in dist.get_backend()):
         # After a failure NCCL would wait for ranks that are gone.
         gc.collect()
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from leyden.strategies import Strategy, Window, find_strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.precision import Precision, find_precision
-from leyden.trainer.gathering import check_gathered
+from leyden.trainer.gathering import check_gathered, tell_of_rest
 from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class Engine:
         """`manual_backward` was called in this batch; True as well where nothing depends on it."""
         self.needs_manual_backward = False
         """A plain backward would lack what `manual_backward` does, and that was not told yet."""
+        self.told_of_rest = False
+        """It was said that `all_gather` will fail at the end of an epoch."""
         self.share: Share | None = None
         """What ranks know of each other's part of the current batch; None between batches, and where nothing is known."""
 
@@ -184,6 +186,8 @@ class Engine:
             self.checker.compare("all_gather", data)
         elif self.strategy.world_size > 1:
             check_gathered(self.strategy, self.share, data, group)
+            if self.share is not None and self.share.rest and not self.told_of_rest:
+                self.told_of_rest = tell_of_rest(self.strategy, self.share, data)
         return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -48,6 +49,25 @@ def check_gathered(strategy: Strategy, share: Share | None, data: Any, group: An
         raise ConfigurationError(
             f"all_gather needs tensors of one shape: rank 0 has {found[0]}, and rank {rank} has {other}. {FIX}"
         )
+
+
+def tell_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
+    """Warns at the first gathering where the epoch's last one is going to fail, which may be hours away.
+
+    Returns:
+        Whether it did.
+    """
+    ranks = strategy.data_size
+    rows: list[bool] = []
+    map_tensors(data, lambda tensor: rows.append(tensor.ndim > 0 and tensor.shape[0] == share.here))
+    if share.rest % ranks == 0 or (share.rest > ranks and not any(rows)):
+        return False
+    if strategy.is_global_zero:
+        warnings.warn(
+            f"all_gather in a step will fail in the last global batch of an epoch, which has {share.rest} samples for {ranks} ranks. {FIX}",
+            stacklevel=5,
+        )
+    return True
 
 
 def _shape(tensor: Tensor) -> str:

@@ -356,9 +356,9 @@ class ZeroConfig:
 
     def _check_precision(self, precision: str, device: str) -> None:
         section = "fp16" if precision.startswith("16") else "bf16" if precision.startswith("bf16") else None
-        if precision == "64-true":
+        if precision in ("64-true", "fp8", "transformer-engine"):
             raise ConfigurationError(
-                "DeepSpeed does not train in float64: use precision='32-true', or strategy='fsdp'."
+                f"DeepSpeed does not train in {precision!r}: use precision='32-true' or 'bf16-true', or strategy='fsdp'."
             )
         for name in ("fp16", "bf16"):
             enabled = self.given(f"{name}.enabled")

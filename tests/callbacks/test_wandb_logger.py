@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.world import run_world
 
 from leyden.callbacks.wandb_logger import WandbLogger
 from leyden.strategies.errors import ConfigurationError
@@ -196,3 +197,48 @@ def test_wandb_is_not_imported_before_the_first_write() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+# several ranks ------------------------------------------------------------------------------------------------------------
+def fit_on_a_rank(folder: str) -> tuple[str | None, list[str | None]]:
+    from leyden import Callback, Trainer, TrainModule
+
+    class Module(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net(batch).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    class Noting(Callback):
+        def __init__(self) -> None:
+            self.found: list[str | None] = []
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.found.append(trainer.log_dir)
+
+    noting = Noting()
+    trainer = Trainer(
+        strategy="ddp",
+        accelerator="cpu",
+        max_epochs=1,
+        logger=WandbLogger(save_dir=folder, offline=True),
+        callbacks=noting,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(Module(), [torch.ones(2, 1)] * 2)
+    folder_after = trainer.log_dir
+    wandb.finish()
+    return folder_after, noting.found
+
+
+def test_every_rank_knows_the_folder_of_the_run(tmp_path: Path) -> None:
+    first, second = run_world(2, fit_on_a_rank, str(tmp_path))
+    assert first == second
+    folder, [at_start] = first
+    assert folder == at_start and Path(folder).is_relative_to(tmp_path) and Path(folder).is_dir()

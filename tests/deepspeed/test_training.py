@@ -210,9 +210,10 @@ def test_the_losses_and_weights_are_those_of_ddp(results: Any, size: int, name: 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("size", [1, 2])
 def test_every_case_at_every_stage(size: int) -> None:
-    found = run_world(size, run_cells, EVERY, timeout=1200)
+    found = run_world(size, run_cells, EVERY, timeout=1700)
     for name, stage in EVERY:
         compare(found, name, stage)
 
@@ -234,9 +235,11 @@ def compare(found: list[Any], name: str, stage: int) -> None:
                 assert_close(torch.tensor(value), torch.tensor(expected[key]), rtol=1e-5, atol=1e-6)
 
 
-def run_bf16() -> dict[int, Any]:
+def run_bf16() -> dict[Any, Any]:
     """Weights in bfloat16 with float32 masters, at three stages; and by hand."""
-    found = {stage: fit(Case(trainer={"precision": "bf16-true"}), stage) for stage in (1, 2, 3)}
+    found: dict[Any, Any] = {stage: fit(Case(trainer={"precision": "bf16-true"}), stage) for stage in (1, 2, 3)}
+    own = Case(trainer={"precision": "bf16-mixed"}, zero={"config": {"bf16": {"enabled": True}}})
+    found["the config's word"] = fit(own, 2)
     net = build().bfloat16()
     masters = [parameter.detach().float().requires_grad_() for parameter in net.parameters()]
     optimizer, losses = AdamW(masters, lr=1e-2), []
@@ -256,6 +259,6 @@ def run_bf16() -> dict[int, Any]:
 
 def test_bf16_true_holds_weights_in_bf16_and_steps_float32_masters() -> None:
     [found] = run_world(1, run_bf16)
-    for stage in (1, 2, 3):
-        assert found[stage]["losses"] == pytest.approx(found[0]["losses"], rel=1e-6)
-        assert len(set(found[stage]["losses"])) > 5
+    for name in (1, 2, 3, "the config's word"):
+        assert found[name]["losses"] == pytest.approx(found[0]["losses"], rel=1e-6)
+        assert len(set(found[name]["losses"])) > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -123,6 +124,33 @@ def test_gathered_where_every_rank_has_as_much() -> None:
     for found in run_world(2, run_all, [case for case, _ in RIGHT]):
         for (case, expected), rows in zip(RIGHT, found, strict=True):
             assert rows == expected, case
+
+
+def run_and_hear(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """What was warned of in each case."""
+    told = []
+    for case in cases:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run(case)
+        told.append([str(warning.message) for warning in caught if "all_gather" in str(warning.message)])
+    return told
+
+
+def test_what_will_fail_at_the_epochs_end_is_told_at_its_begin() -> None:
+    limit = {"limit_train_batches": 2}
+    uneven, idle = {"samples": 11, "arguments": limit}, {"samples": 9, "what": "one", "arguments": limit}
+    fine = [
+        {"samples": 12, "arguments": limit},
+        {"samples": 11, "what": "one"},
+        {"samples": 11, "loader": {"drop_last": True}},
+        {"samples": 11, "arguments": {"even_batches": True}},
+    ]
+    first, other = run_world(2, run_and_hear, [uneven, idle, *fine])
+    assert other == [[]] * 6 and first[2:] == [[]] * 4
+    for told, samples in zip(first, (3, 1), strict=False):
+        assert len(told) == 1
+        assert f"which has {samples} samples for 2 ranks. Trainer(even_batches=True)" in told[0]
 
 
 FOREIGN = {"use_distributed_sampler": False}

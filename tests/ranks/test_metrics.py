@@ -27,7 +27,6 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "num_sanity_val_steps": 0,
     "max_epochs": 2,
-    "use_distributed_sampler": False,
 }
 COLLECTIVES = (
     *("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "barrier"),
@@ -42,41 +41,10 @@ def data() -> tuple[Tensor, Tensor]:
     return x, (x.sum(dim=1) + 0.5 * torch.randn(SAMPLES, generator=generator) > 0).long()
 
 
-class Blocks:
-    """A sampler of this rank's share: of each global batch of `size` per rank the r-th block.
-
-    Stands in for the sharding of loaders, with `use_distributed_sampler=False`.
-    """
-
-    def __init__(self, samples: int, size: int, rank: int, ranks: int) -> None:
-        every = list(range(samples))
-        whole = [every[start : start + size * ranks] for start in range(0, samples, size * ranks)]
-        self.batches = [part for batch in whole if (part := batch[rank * size : (rank + 1) * size])]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-class Untold:
-    """A loader that does not tell its length, so that it may be empty."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-
-def loader(size: int, samples: int = SAMPLES) -> Any:
-    """This rank's share of the samples; all of them outside of a world."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def loader(size: int, samples: int = SAMPLES) -> DataLoader[Any]:
+    """The first samples, which the Trainer shares between the ranks."""
     x, y = data()
-    blocks = Blocks(samples, size, rank, ranks)
-    found: DataLoader[Any] = DataLoader(TensorDataset(x[:samples], y[:samples]), batch_sampler=blocks)
-    return found if samples == SAMPLES else Untold(found)
+    return DataLoader(TensorDataset(x[:samples], y[:samples]), batch_size=size)
 
 
 @contextmanager
@@ -191,8 +159,10 @@ def fit_and_tell(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, flo
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        # Of 5 samples two ranks have 3 and 2, and of 2 the second has none, yet all see the values of one process.
-        pytest.param(2, [(False, SAMPLES), (False, 5), (True, SAMPLES), (True, 23), (True, 5), (True, 2)], id="2"),
+        # Of 5 samples two ranks have 3 and 2, and of 7 the second has none of the last, yet all see the values of one process.
+        pytest.param(
+            2, [(False, SAMPLES), (False, 5), (False, 1), (True, SAMPLES), (True, 23), (True, 7), (True, 1)], id="2"
+        ),
         pytest.param(4, [(False, SAMPLES), (True, SAMPLES), (True, 13)], id="4", marks=pytest.mark.full),
     ],
 )
@@ -357,12 +327,12 @@ class TwoLoaders(TrainModule):
 
 def validate_two() -> list[dict[str, float]]:
     trainer = trainer_of()
-    return trainer.validate(TwoLoaders(), [loader(BATCH), loader(BATCH, 2)], verbose=False)
+    return trainer.validate(TwoLoaders(), [loader(BATCH), loader(BATCH, 1)], verbose=False)
 
 
 def test_a_rank_without_a_batch_of_one_loader_is_told_its_values() -> None:
     for told in run_world(2, validate_two):
-        assert told == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 2.0}]
+        assert told == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 1.0}]
 
 
 def log_many(count: int) -> tuple[list[float], list[int]]:

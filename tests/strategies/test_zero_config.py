@@ -109,7 +109,8 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: built({}, precision="16-mixed", device="cpu"),
         ("'16-mixed'", "Type fp16 is not supported on your device", "bf16"),
     ),
-    "float64": (lambda: built({}, precision="64-true"), ("float64", "strategy='fsdp'")),
+    "float64": (lambda: built({}, precision="64-true"), ("'64-true'", "strategy='fsdp'")),
+    "fp8": (lambda: built({}, precision="fp8"), ("'fp8'", "strategy='fsdp'")),
     "bf16 weights at stage 0": (
         lambda: built(stage(0), precision="bf16-true"),
         ("stage 0", "stage=1", "precision='bf16-mixed'"),

@@ -43,6 +43,7 @@ class Share:
         idle: a rank has none.
         even: every rank has as many.
         told: the batches tell their sizes; where they do not, each counts as one sample.
+        rest: samples of the epoch's last global batch, where that is known to be smaller than the others; else 0.
     """
 
     here: int
@@ -50,6 +51,7 @@ class Share:
     idle: bool = False
     even: bool = True
     told: bool = True
+    rest: int = 0
 
     def weight(self, ranks: int) -> float:
         """What this rank's mean loss is multiplied by, so that the average over ranks is the mean over all samples.
@@ -272,6 +274,7 @@ class RankBatches:
 
     def _groups(self) -> Iterator[list[Any]]:
         self.shares.clear()
+        rest = self._rest()
         while True:
             drawn = self.order.draw(self.span)
             if not drawn or (self.drop_last and len(drawn) < self.span):
@@ -286,13 +289,21 @@ class RankBatches:
             else:
                 here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
                 even = total % self.ranks == 0
-            self.shares.append(Share(len(here), total, len(drawn) < self.ranks, even))
+            self.shares.append(Share(len(here), total, len(drawn) < self.ranks, even, rest=rest))
             # Only the last global batch can leave a rank without a sample.
             if not here:
                 self._last = self._last or (drawn[0] if self.of_batches else drawn)
                 return
             self._last = here
             yield here
+
+    def _rest(self) -> int:
+        if self.drop_last or self.even or self.of_batches:
+            return 0
+        try:
+            return len(self.sampler) % self.span  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return 0
 
     def filler(self, loader: DataLoader[Any]) -> Any:
         """The rank's last batch once more (another rank's, where it had none), for a step whose result does not count."""

@@ -123,6 +123,7 @@ def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_m
     prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
     backend = accelerator.options.backend
     if backend is not None:
+        strategy.check_compiled()
         prepared = torch.compile(prepared, backend=backend, **accelerator.options.compile_options)  # type: ignore[assignment]
     if not evaluation_mode:
         accelerator.prepared_models.append(prepared)

@@ -112,6 +112,29 @@ def test_what_cannot_be_pickled_is_told_before_ranks_run(tmp_path: Path) -> None
         make(tmp_path, "ddp_spawn").fit(Local(), loader())
 
 
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_a_run_of_ranks_that_are_gone_goes_on_from_a_checkpoint_alone(strategy: str, tmp_path: Path) -> None:
+    trainer, module = make(tmp_path, strategy), Module()
+    # Of a Trainer that has run nothing, and of one whose ranks have run and are gone.
+    for number in range(2):
+        before = module.net.weight.detach().clone()
+        with pytest.raises(
+            ConfigurationError, match="ckpt_path='current' needs optimizers.*save a checkpoint and give its path"
+        ):
+            trainer.fit(module, loader(), ckpt_path="current")
+        assert torch.equal(module.net.weight, before) and trainer.global_step == 4 * number
+        if strategy == "ddp_spawn":
+            break
+        trainer.fit(module, loader())
+    if strategy == "ddp_fork":
+        path = tmp_path / "saved"
+        saving = make(tmp_path, strategy, callbacks=[ModelCheckpoint(path, filename="end")], enable_checkpointing=True)
+        saving.fit(module, loader())
+        again = make(tmp_path, strategy)
+        again.fit(module, loader(), ckpt_path=path / "end", max_epochs=3)
+        assert again.global_step == 6
+
+
 def test_several_machines_need_a_script(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="one machine.*num_nodes=2.*strategy='ddp'"):
         make(tmp_path, num_nodes=2).fit(Module(), loader())
