@@ -37,7 +37,8 @@ class Strategy(ABC):
     an engine that fuses passes overrides `forward_backward`, `clip` and `step`.
 
     The order of calls: `check_settings` whenever more of the run is known, `setup_environment`, `setup_modules`, weights
-    restored (`load_modules`), `setup_optimizers`, `make_schedulers`, `load_optimizers`, then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
+    restored (`load_module`), `setup_optimizers`, `make_schedulers`, `load_masters` and the optimizers' state (`state_parts`,
+    `saved_form`, `load_state_dict`), then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
     `before_step`, `clip` and `step` for each optimizer, `end_step`; at last `teardown`.
     """
 
@@ -216,6 +217,9 @@ class Strategy(ABC):
     def wrap_loader(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Gives the loader the form that the device wants (XLA's parallel loader); most leave it as it is."""
         return loader
+
+    def check_compiled(self) -> None:
+        """A module compiled by torch.compile is to run: raises where it cannot."""
 
     def check_trained(self) -> None:
         """At an epoch's begin: raises where parameters are trained now that were not at set-up and would go wrong."""

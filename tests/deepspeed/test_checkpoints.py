@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterable
@@ -193,7 +194,12 @@ def fit(
 
 def fits(runs: dict[str, tuple[Any, ...]]) -> dict[str, dict[str, Any]]:
     """Several fits in one launch."""
-    return {key: fit(*run) for key, run in runs.items()}
+    found = {}
+    for key, run in runs.items():
+        found[key] = fit(*run)
+        # An engine is closed with its strategy, and all of them at the end would take long.
+        gc.collect()
+    return found
 
 
 def launch(ranks: int, runs: dict[str, tuple[Any, ...]]) -> dict[str, list[dict[str, Any]]]:
@@ -226,16 +232,34 @@ def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) 
         assert all(value.tobytes() == before["weights"][name].tobytes() for name, value in after["weights"].items())
 
 
-def evaluate(names: list[str], paths: list[str]) -> dict[str, list[float]]:
-    """The loss of each checkpoint, by one Trainer that never trains."""
+def again_and_again(paths: list[str], folder: str) -> dict[str, list[Any]]:
+    """One Trainer for several checkpoints: the loss of each without training, and a fit that begins in the middle of the last."""
     from leyden.strategies.deepspeed import DeepSpeedStrategy
 
-    found = {}
-    for name in names:
+    found: dict[str, list[Any]] = {}
+    for name in ("stage 2", "stage 3"):
         strategy = DeepSpeedStrategy(**LAYOUTS[name].strategy)
-        trainer = Trainer(strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False)
-        module, loader = Net(LAYOUTS[name]), DataLoader(data(), 8)
-        found[name] = [trainer.validate(module, loader, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
+        trainer = Trainer(
+            strategy=strategy,
+            accelerator="cpu",
+            default_root_dir=f"{folder}/{name}",
+            logger=False,
+            enable_progress_bar=False,
+            max_epochs=-1,
+            max_steps=8,
+            callbacks=[ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=4)],
+        )
+        module, loader = Net(LAYOUTS[name]), DataLoader(data(), 4, shuffle=True)
+        ordered = DataLoader(data(), 8)
+        losses = [trainer.validate(module, ordered, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
+        seen, weights = [], []
+        for path in (None, f"{folder}/{name}/checkpoints/step=4"):
+            module.seen = []
+            trainer.fit(module, loader, ckpt_path=path)
+            seen.append(module.seen[-4:])
+            weights.append({key: value.clone() for key, value in strategy.full_state_dict(module).items()})
+        same = all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+        found[name] = [losses, len(module.seen), same and seen[0] == seen[1]]
     return found
 
 
@@ -336,9 +360,10 @@ def test_runs_go_on(tmp_path: Path) -> None:
     check_same_losses(rest, straight["stage 2"])
 
     paths = [saved(straight, "stage 3", step) for step in (SAVED_AT, END)]
-    for evaluated in run_world(2, evaluate, ["stage 2", "stage 3"], paths):
-        for losses in evaluated.values():
+    for rank in run_world(2, again_and_again, paths, str(tmp_path / "again"), timeout=800):
+        for losses, steps, same in rank.values():
             assert losses == pytest.approx([whole_loss(path) for path in paths], rel=1e-5)
+            assert (steps, same) == (4, True)
 
     found = CheckpointReader(saved(straight, "stage 3")).model()
     for name in ("stage 3", "bf16 stage 2"):
@@ -415,12 +440,10 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     for size in (1, 2, 4):
         runs = {name: (name, f"{tmp_path}/straight {name}") for name in SOURCES if LAYOUTS[name].ranks == size}
         straight |= launch(size, runs)
-    for size in (1, 2, 4):
-        pairs = [(name, source) for name in TARGETS if LAYOUTS[name].ranks == size for source in SOURCES]
-        runs = {f"{n} < {s}": (n, f"{tmp_path}/{n} < {s}", END, END, saved(straight, s)) for n, s in pairs}
-        found = launch(size, runs)
-        for name, source in pairs:
-            rest = batches(found[f"{name} < {source}"])
+    for name in TARGETS:
+        runs = {s: (name, f"{tmp_path}/{name} < {s}", END, END, saved(straight, s)) for s in SOURCES}
+        for source, ranks in launch(LAYOUTS[name].ranks, runs).items():
+            rest = batches(ranks)
             assert len(rest) == END - SAVED_AT
             check_same_losses(rest, straight[source])
 

@@ -118,7 +118,7 @@ class Options:
             )
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
-            precision.forward_context = functools.partial(self.autocast, precision, strategy.root_device, autocast)
+            precision.use_autocast(functools.partial(self.autocast, precision, strategy.root_device, autocast))
         group = self.handlers.get(InitProcessGroupKwargs)
         if group is not None and strategy.world_size > 1:
             if group.timeout is not None:

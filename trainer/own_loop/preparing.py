@@ -122,6 +122,7 @@ def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_m
         run_in_context(bare, context)
     prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
     if accelerator.options.backend is not None:
+        strategy.check_compiled()
         prepared = torch.compile(prepared, backend=accelerator.options.backend)  # type: ignore[assignment]
     if not evaluation_mode:
         accelerator.prepared_models.append(prepared)
