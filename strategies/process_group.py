@@ -8,6 +8,7 @@ import multiprocessing.util
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import RankEnvironment, rank_environment
 from leyden.strategies.launch.failure import FirstFailure, end_with_parent, leave_stdin_to_rank_0
 from leyden.strategies.precision import Precision
+from leyden.strategies.regroup import Attempt, Connections, make_anew
 
 T = TypeVar("T")
 REDUCTIONS = {
@@ -159,6 +161,7 @@ class ProcessGroupStrategy(Strategy):
             self._join(self.process_group_backend or self.default_backend)
         if self.host_group is None:
             self.host_group = _host_group(self.timeout)
+        _joined.add(self)
         if _first_failure is not None:
             _first_failure.begin_run()
         super().setup_environment()
@@ -172,7 +175,9 @@ class ProcessGroupStrategy(Strategy):
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
-        self._init_group(backend)
+        global _connections
+        with Connections() as _connections:
+            self._init_group(backend)
         # atexit would not do: multiprocessing ends its children without it.
         multiprocessing.util.Finalize(None, _leave, exitpriority=100)
         if self.world_size > 1:
@@ -192,6 +197,11 @@ class ProcessGroupStrategy(Strategy):
             arguments = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
         bound = self.root_device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, **arguments)
+
+    def leave_group(self) -> None:
+        """Lets go of everything that holds on to the process group, which is made anew: `setup_environment` follows."""
+        self.forget_wrapped()
+        self.host_group = None
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
@@ -290,6 +300,37 @@ class _GatherWithGradient(torch.autograd.Function):
 # The process group is the process's own, and so is what belongs to it.
 _first_failure: FirstFailure | None = None
 _host: Any = None
+_connections = Connections()
+_joined: WeakSet[ProcessGroupStrategy] = WeakSet()
+_attempts = 0
+
+
+def begin_attempt() -> Attempt | None:
+    """A try of something that any rank may have to give up, while others wait for it; None for one rank alone. All ranks call it."""
+    global _attempts
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    _attempts += 1
+    return Attempt(_attempts, _connections)
+
+
+def meet_again() -> None:
+    """After an attempt that a rank gave up: all ranks make a new process group, since collectives of the old one were broken off.
+
+    What was wrapped for the old one (DDP's modules) is of no use any more.
+    """
+    global _connections, _host
+
+    def leave() -> None:
+        global _host
+        _host = None
+        for strategy in list(_joined):
+            strategy.leave_group()
+
+    longest = max((strategy.timeout for strategy in _joined), default=timedelta(minutes=30))
+    _connections = make_anew(_attempts, longest, leave)
+    for strategy in list(_joined):
+        strategy.setup_environment()
 
 
 def _watch(rank: int, size: int) -> None:

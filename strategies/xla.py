@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
@@ -147,6 +148,7 @@ class XLAStrategy(Strategy):
         super().teardown()
         if runtime.is_used():
             runtime.sync()
+            runtime.leave_random()
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
@@ -165,9 +167,19 @@ class XLAStrategy(Strategy):
             self.layout.place(module)
         return self.modules
 
+    def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        self.layout.check_rules()
+        return super().setup_optimizers(modules, optimizers)
+
     def to_device(self, batch: T) -> T:
         batch = super().to_device(batch)
         return map_tensors(batch, self.layout.split) if self.layout.is_spread else batch
+
+    def check_compiled(self) -> None:
+        # Inductor does not know the device, and what the backend "openxla" gives back has no gradient (tried, torch_xla 2.9).
+        raise ConfigurationError(
+            f"torch.compile with strategy={self.name!r}: XLA compiles the whole step by itself. Give the module as it is."
+        )
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _cut(self, window: Window) -> None:

@@ -43,12 +43,18 @@ class Checker:
     """
 
     def __init__(self, strategy: Strategy, seconds: float | None = None) -> None:
+        self._rank, self._size = strategy.global_rank, strategy.world_size
+        self._strategy, self._groups = strategy, 0
+        self._begin()
+        self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
+
+    def _begin(self) -> None:
+        """Counts from 0 in each process group: an attempt that was given up has left ranks at different numbers."""
         from torch import distributed as dist
 
-        self._rank, self._size = strategy.global_rank, strategy.world_size
-        self._store: Any = dist.PrefixStore("leyden/debug", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
-        self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
-        self._count = 0
+        self._group, self._count = self._strategy.host_group, 0
+        store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(f"leyden/debug/{self._groups}", store)  # type: ignore[attr-defined]
 
     def compare(self, name: str, operands: Any, alike: bool = True) -> None:
         """Waits for all ranks to come to a collective, and compares what they bring.
@@ -61,6 +67,9 @@ class Checker:
         Raises:
             CollectiveError: names the ranks, their shapes and lines, or those that did not come.
         """
+        if self._strategy.host_group is not self._group:
+            self._groups += 1
+            self._begin()
         number, self._count = self._count, self._count + 1
         if self._size == 1:
             return

@@ -58,7 +58,7 @@ class Trainer(TrainerView):
     Names and defaults are PyTorch Lightning's, except where it says so.
 
     Args:
-        accelerator: "auto", "cpu", "gpu", "cuda" or "mps". Default "auto".
+        accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
         strategy: "auto", a name of `leyden.strategies.NAMES`, or a `Strategy`. Default "auto": one device, or "ddp" for several.
         devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
             started at the first fit, validate, test or predict. Default "auto".
@@ -392,6 +392,8 @@ class Trainer(TrainerView):
     ) -> None:
         """Takes the module of this run, and makes what belongs to one run anew."""
         module, self._compiled = unwrapped(model)
+        if self._compiled is not None:
+            self.strategy.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
                 "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."

@@ -68,6 +68,10 @@ class MixedPrecision(Precision):
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, dtype=self.dtype)
 
+    def use_autocast(self, make: Callable[[], torch.autocast]) -> None:
+        """Takes other settings of autocast than its own, for the forward passes of a run."""
+        self.forward_context = make
+
     def check(self, device: torch.device) -> None:
         if device.type == "cuda" and self.dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported():
             raise ConfigurationError(

@@ -6,7 +6,7 @@ Written against its documented interface (releases 1.12 to 2.15); it has not run
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,6 +95,9 @@ class TransformerEnginePrecision(MixedPrecision):
             )
         check_device(device, "precision='transformer-engine'")
         self.recipe = self.recipe if self.recipe is not None else self._recipe()
+
+    def use_autocast(self, make: Callable[[], torch.autocast]) -> None:
+        self._autocast = make  # type: ignore[method-assign]
 
     def _recipe(self) -> Any:
         from transformer_engine.common import recipe

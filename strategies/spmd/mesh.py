@@ -42,6 +42,8 @@ class Layout:
         self.rules: dict[str, Spec] = {pattern: tuple(spec) for pattern, spec in (shard or {}).items()}
         self._given_batch = None if batch is None else tuple(batch)
         self._mesh: Any = None
+        self._fitted: set[str] = set()
+        self._names: list[str] = []
         self._whole_axis = FSDP if fully else DATA
         for name, size in self.axes.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -112,15 +114,15 @@ class Layout:
         """Lays a module's parameters over the devices.
 
         Raises:
-            ConfigurationError: if a rule fits no parameter, or has not as many entries as the tensor has dimensions.
+            ConfigurationError: if a rule has not as many entries as the tensor has dimensions.
         """
         if self._mesh is None:
             return
-        unused = set(self.rules)
         for name, parameter in module.named_parameters():
             pattern = next((pattern for pattern in self.rules if fnmatchcase(name, pattern)), None)
             spec = self._fully(parameter) if pattern is None else self.rules[pattern]
-            unused -= {pattern for pattern in self.rules if fnmatchcase(name, pattern)}
+            self._fitted |= {pattern for pattern in self.rules if fnmatchcase(name, pattern)}
+            self._names.append(name)
             if spec is None:
                 continue
             if len(spec) != parameter.dim():
@@ -129,10 +131,14 @@ class Layout:
                     f"{tuple(parameter.shape)}: give one for each, None for a dimension that is not split."
                 )
             self._mark(parameter, spec)
-        if unused:
-            names = [name for name, _ in module.named_parameters()]
-            pattern = sorted(unused)[0]
-            raise ConfigurationError(f"shard has {pattern!r}, which fits no parameter. {nearest(pattern, names)}")
+
+    def check_rules(self) -> None:
+        """Once all modules are placed: raises for a rule that fits no parameter."""
+        for pattern in self.rules if self._mesh is not None else ():
+            if pattern not in self._fitted:
+                raise ConfigurationError(
+                    f"shard has {pattern!r}, which fits no parameter. {nearest(pattern, dict.fromkeys(self._names))}"
+                )
 
     def _fully(self, parameter: Tensor) -> Spec | None:
         """The split of a parameter along its longest dimension; None for one that stays whole."""
@@ -147,7 +153,7 @@ class Layout:
 
     def split(self, tensor: Tensor) -> Tensor:
         """Lays a tensor of a batch over the devices, along its first dimension."""
-        if tensor.dim():
+        if tensor.dim() and self.batch_axes:
             self._mark(tensor, (self.batch_axes, *(None,) * (tensor.dim() - 1)))
         return tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 
@@ -10,8 +11,8 @@ import torch
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError
 
-_seeded_with: int | None = None
-"""The seed of torch that XLA's random numbers were set by."""
+_left: int | None = None
+"""Where XLA's random numbers stood when Leyden last had to do with them."""
 
 
 def is_used() -> bool:
@@ -36,13 +37,14 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
     import torch_xla
     from torch_xla import runtime
 
+    was_used = is_used()
     if kind is not None and kind != runtime.device_type():
-        if is_used():
+        if was_used:
             raise ConfigurationError(
                 f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a new one."
             )
         runtime.set_device_type(kind)
-    if isinstance(wanted, int) and not is_used() and runtime.device_type() == "CPU":
+    if isinstance(wanted, int) and not was_used and runtime.device_type() == "CPU":
         # XLA's CPU is as many devices as this says.
         os.environ.setdefault("CPU_NUM_DEVICES", str(wanted))
     count = runtime.global_runtime_device_count()
@@ -65,7 +67,7 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
     device = torch_xla.device(index)
     if not has_begun:
         _check_autograd(device)
-    _follow_seed()
+    _begin_random(was_used)
     return device, 1 if one else count
 
 
@@ -87,7 +89,7 @@ def start_rank() -> torch.device:
     device: torch.device = torch_xla.device()
     if not has_begun:
         _check_autograd(device)
-    _follow_seed()
+    _begin_random(_left is not None)
     return device
 
 
@@ -120,19 +122,29 @@ def sync(wait: bool = False) -> None:
 
 
 # random numbers ---------------------------------------------------------------------------------------------------------
-def _follow_seed() -> None:
-    """XLA's random numbers do not follow `torch.manual_seed` (tried, torch_xla 2.9): they are set once for each seed of torch."""
-    if torch.initial_seed() != _seeded_with:
-        seed(torch.initial_seed())
+def follow_torch() -> None:
+    """Seeds XLA's random numbers by where torch's own stand, of which none is drawn.
 
-
-def seed(number: int) -> None:
-    """Seeds XLA's random numbers."""
-    global _seeded_with
+    They do not follow `torch.manual_seed` by themselves (tried, torch_xla 2.9).
+    """
     import torch_xla
 
-    _seeded_with = number
-    torch_xla.manual_seed(number % 2**31)
+    global _left
+    state = bytes(torch.get_rng_state().tolist())
+    torch_xla.manual_seed(int.from_bytes(hashlib.blake2b(state, digest_size=4).digest(), "little") >> 1)
+    _left = rng_state()
+
+
+def _begin_random(was_used: bool) -> None:
+    """At a run's begin; what somebody else has set is left as it is."""
+    if not was_used or rng_state() == _left:
+        follow_torch()
+
+
+def leave_random() -> None:
+    """At a run's end: what it drew was nobody's choice."""
+    global _left
+    _left = rng_state()
 
 
 def rng_state() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,52 @@ def by_config() -> dict[str, Any]:
     found["callable"] = run_loop(accelerator, (model, optimizer, data(), made))[1]
     accelerator.free_memory()
     return found
+
+
+class Expert(nn.Linear):
+    """Stands for a layer of a mixture of experts."""
+
+
+def offloaded() -> dict[str, Any]:
+    """Stage 3 built sharded, with parameters and optimizer state on the CPU; and the config's bf16 weights."""
+    found: dict[str, Any] = {}
+    for name in ("ddp", "offloaded", "bf16"):
+        settings: dict[str, Any] = {"strategy": "ddp"}
+        if name == "offloaded":
+            both = {"offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
+            settings = {
+                "deepspeed_plugin": DeepSpeedPlugin(
+                    zero_stage=3, zero3_init_flag=True, transformer_moe_cls_names="Expert", **both
+                )
+            }
+        elif name == "bf16":
+            settings = {"deepspeed_plugin": DeepSpeedPlugin({"bf16": {"enabled": True}}, zero_stage=1)}
+        accelerator = Accelerator(cpu=True, **settings)
+        plugin = accelerator.state.deepspeed_plugin
+        torch.manual_seed(0)
+        with plugin.zero3_init_context_manager() if plugin else nullcontext():
+            model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), Expert(16, 4))
+        found[f"{name} built"] = model[0].weight.numel()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        found[name] = run_loop(accelerator, (model, optimizer, data(), scheduler))[0]
+        state = accelerator.get_state_dict(accelerator.prepared_models[0])
+        found[f"{name} state"] = (
+            accelerator.mixed_precision,
+            str(state["0.weight"].dtype),
+            list(state["0.weight"].shape),
+        )
+        accelerator.free_memory()
+    return found
+
+
+def test_offloading_building_sharded_and_bf16_weights() -> None:
+    for rank in run_world(2, offloaded):
+        assert rank["ddp built"] == rank["bf16 built"] == 128 and rank["offloaded built"] == 0
+        assert rank["offloaded"] == pytest.approx(rank["ddp"], rel=1e-6)
+        assert rank["bf16"] == pytest.approx(rank["ddp"], rel=0.02) and rank["bf16"] != rank["ddp"]
+        assert rank["ddp state"] == rank["offloaded state"] == ("no", "torch.float32", [16, 8])
+        assert rank["bf16 state"] == ("bf16", "torch.bfloat16", [16, 8])
 
 
 def test_what_the_config_makes_and_the_plugin_says() -> None:

@@ -77,6 +77,7 @@ def test_a_killed_run_of_two_ranks_goes_on_exactly(tmp_path: Path, strategy: str
     assert weights(tmp_path / "killed") == weights(tmp_path / "straight")
 
 
+@pytest.mark.full
 def test_in_fp8(tmp_path: Path) -> None:
     output = finished(start(tmp_path, "fsdp", "--precision", "fp8", "--width", "32", steps=4))
     assert "precision fp8: 2 Block + root over 2 ranks" in output and "tensorwise in 7 of 9 Linear layers" in output

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import TrainModule
 
+DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -461,7 +462,53 @@ def mismatched(kind: str) -> str:
     return "no error"
 
 
-DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
+def short_of_memory(strategy: str, ends: bool) -> tuple[list[int], list[Any], float]:
+    """The last rank runs out of memory at its third step, while the others wait for it in a backward, until batches are of 2."""
+    from leyden import Accelerator, find_executable_batch_size
+
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    sizes: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=8, accelerator=accelerator)
+    def train(batch_size: int) -> list[Any]:
+        sizes.append(batch_size)
+        accelerator.free_memory()
+        model, optimizer = build()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(96), batch_size))
+        for step, (x, y) in enumerate(loader):
+            if step == 2 and batch_size > 2 and accelerator.is_last_process:
+                raise MemoryError("only here")
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if ends and step == 1:
+                # The others have done with the attempt when it is given up.
+                if accelerator.is_last_process and batch_size > 2:
+                    continue
+                break
+        return plain(accelerator.get_state_dict(model).values()) if batch_size <= 2 else []
+
+    weights = train()
+    return sizes, weights, float(accelerator.reduce(torch.tensor(1.0)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "ends", "debug"),
+    [
+        ("ddp", 2, False, False),
+        pytest.param("ddp", 3, False, False, marks=pytest.mark.full),
+        ("fsdp", 2, False, False),
+        ("ddp", 2, True, False),
+        pytest.param("ddp", 2, False, True, marks=pytest.mark.full),
+    ],
+)
+def test_ranks_that_wait_are_woken_when_one_is_short_of_memory(
+    strategy: str, ranks: int, ends: bool, debug: bool
+) -> None:
+    found = run_world(ranks, short_of_memory, strategy, ends, environ=DEBUG if debug else None, timeout=60)
+    for sizes, weights, total in found:
+        assert sizes == [8, 4, 2] and total == ranks
+        assert weights == found[0][1] and weights
 
 
 @pytest.mark.parametrize(

@@ -17,5 +17,5 @@ if importlib.util.find_spec("torch_xla") is not None:
 
 def on_xla(function: Callable[..., Any], *args: Any) -> Any:
     """Calls `function(*args)` of a test file in a new process, and gives back what it returns."""
-    [result] = world.run_world(1, function, *args)
+    [result] = world.run_world(1, function, *args, timeout=840)
     return result

@@ -1,4 +1,4 @@
-"""`leyden convert`: the weights and hyperparameters of another trainer's checkpoint, as a checkpoint of ours."""
+"""`leyden convert`: another trainer's checkpoint as one of ours: weights and hyperparameters; the rest in `convert_state.py`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from leyden.trainer.checkpoint.codec import check_encodable
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.progress import Progress
+from leyden.trainer.cli.convert_state import Names, of_accelerate, of_lightning
 
 MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)(\.index\.json)?$")
-NOT_TAKEN = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_state", "custom_checkpoint")
+OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_state", "custom_checkpoint")
 
 
 @click.command("convert")
@@ -35,35 +35,61 @@ NOT_TAKEN = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_s
 @click.option(
     "--prefix", help="Put this before each name: the weights of a model become those of a module that holds it."
 )
-def command(file: str, out: str | None, trust: bool, model: int | None, prefix: str | None) -> None:
-    """Take the weights and hyperparameters of FILE, and write them to OUT as a checkpoint.
+@click.option(
+    "--like",
+    metavar="MODULE:CLASS",
+    help="The class whose weights these are: tells the order of its parameters, where FILE does not.",
+)
+@click.option("--args", "arguments", default="{}", metavar="JSON", help="Arguments of that class.")
+def command(
+    file: str, out: str | None, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
+) -> None:
+    """Take what FILE holds of a run, and write it to OUT as a checkpoint.
 
-    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file of a state dict. Optimizers, schedulers and
-    random numbers are not taken: others save them by the order of parameters and objects, not by name. Train on with
-    fit(ckpt_path=OUT, restore="weights").
+    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file of a state dict. Beside weights and
+    hyperparameters, optimizers, schedulers and counters are taken where they can be told; others save them by order and not by
+    name. Train on with fit(ckpt_path=OUT, restore={"weights", "optimizers", "progress"}), or restore="weights"; an Accelerator by
+    load_state(OUT). The data begins anew.
     """
     source = Path(file)
     target = Path(out) if out else source.with_name(f"{source.stem}-leyden")
+    before = f"{prefix}." if prefix else ""
+    hparams: dict[str, Any] = {}
     if source.is_dir():
         weights, others = folder_weights(source, trust, model)
-        hparams: dict[str, Any] = {}
-        progress = Progress()
+        taken = of_accelerate(source, Names(weights, _order(like, arguments), before), trust, model or 0)
+        taken.left += [
+            name for name in others if not any(name in told for told in taken.left) and name not in taken.files
+        ]
     else:
         loaded = load_weights_only(source, trust=trust)
-        weights, others = _state_dict(loaded, source), _left_out(loaded)
-        hparams = _hparams(loaded)
-        progress = Progress(epoch=_count(loaded, "epoch"), global_step=_count(loaded, "global_step"))
+        weights, hparams = _state_dict(loaded, source), _hparams(loaded)
+        names = Names(weights, _order(like, arguments), before)
+        taken = of_lightning(loaded if isinstance(loaded, Mapping) else {}, names)
     kept, dropped = _encodable(hparams)
     with CheckpointWriter(target) as writer:
-        writer.model({f"{prefix}.{name}" if prefix else name: tensor for name, tensor in weights.items()})
+        writer.model({f"{before}{name}": tensor for name, tensor in weights.items()})
         if kept:
             writer.state("hparams", {"module": kept})
-        path = writer.commit(progress=progress.to_dict(), strategy="converted")
-    click.echo(f"{path}: {len(weights)} tensors, {len(kept)} hyperparameters, step {progress.global_step}")
+        if not taken.is_empty:
+            taken.write(writer)
+        path = writer.commit(progress=taken.progress.to_dict(), strategy="converted")
+    also = f", {taken.words}" if taken.words else ""
+    click.echo(f"{path}: {len(weights)} tensors, {len(kept)} hyperparameters, step {taken.progress.global_step}{also}")
+    if taken.optimizers:
+        click.echo("by order   optimizers are right if they were made of model.parameters(), and are made so again")
     for name in dropped:
         click.echo(f"not taken: the hyperparameter {name}, which is no plain value")
-    if others:
-        click.echo(f"not taken: {', '.join(others)}")
+    for left in taken.left:
+        click.echo(f"not taken: {left}")
+
+
+def _order(like: str | None, arguments: str) -> list[str] | None:
+    if like is None:
+        return None
+    from leyden.trainer.cli.estimate import load_model, parse_arguments
+
+    return [name for name, _ in load_model(like, parse_arguments(arguments))[0].named_parameters()]
 
 
 def _state_dict(loaded: Any, source: Path) -> dict[str, Tensor]:
@@ -73,16 +99,6 @@ def _state_dict(loaded: Any, source: Path) -> dict[str, Tensor]:
         if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
             return {str(name): tensor for name, tensor in found.items()}
     raise CheckpointError(source, "holds no dict of tensors, neither by itself nor under 'state_dict' or 'model'.")
-
-
-def _left_out(loaded: Any) -> list[str]:
-    named = {
-        "optimizer_states": "optimizer states",
-        "lr_schedulers": "schedulers",
-        "callbacks": "states of callbacks",
-        "loops": "loops",
-    }
-    return [words for key, words in named.items() if isinstance(loaded, Mapping) and loaded.get(key)]
 
 
 def _hparams(loaded: Any) -> dict[str, Any]:
@@ -101,11 +117,6 @@ def _encodable(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return kept, dropped
 
 
-def _count(loaded: Any, name: str) -> int:
-    value = loaded.get(name, 0) if isinstance(loaded, Mapping) else 0
-    return value if isinstance(value, int) else 0
-
-
 def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[str, Tensor], list[str]]:
     """The weights of one model of an Accelerate folder, and what else is there.
 
@@ -117,7 +128,7 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
         found = MODEL.match(path.name)
         if found:
             files.setdefault(int(found[1] or 0), []).append(path)
-    others = [path.name for path in sorted(source.iterdir()) if path.name.startswith(NOT_TAKEN)]
+    others = [path.name for path in sorted(source.iterdir()) if path.name.startswith(OTHERS)]
     sharded = [path for path in sorted(source.glob("pytorch_model_fsdp_*")) if path.is_dir()]
     zero = _zero_folders(source)
     if not files and not sharded and not zero:

@@ -234,7 +234,7 @@ def command(
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
         raise ConfigurationError(f"--strategy {unknown[0]!r} is not known. {nearest(unknown[0], STRATEGIES)}")
-    built, note = load_model(model, _arguments(arguments), download)
+    built, note = load_model(model, parse_arguments(arguments), download)
     click.echo(describe(model, built, note))
     click.echo(f"\ntraining with {optimizer}, each rank's device, activations not counted:")
     click.echo(table(built, chosen, sizes, precisions, optimizer))
@@ -291,7 +291,7 @@ def _precision(name: str) -> str:
     return found
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def parse_arguments(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
+from leyden.trainer.cli import tpu
 from leyden.trainer.cli.keys import FP8
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.settings import Settings
@@ -81,6 +82,7 @@ class Plan:
     def variables(self) -> dict[str, str]:
         """What the ranks find in their environment, beside torch's own."""
         found = {STARTER: "launch", "OMP_NUM_THREADS": str(self.threads), **self.launched.variables()}
+        found |= tpu.variables(self.settings)
         gpus = self.settings.get("gpu_ids", "all")
         if self.accelerator == "cuda" and gpus != "all":
             found["CUDA_VISIBLE_DEVICES"] = gpus
@@ -175,6 +177,7 @@ def resolve(
         ConfigurationError: if it cannot be; names the fix.
     """
     environ = os.environ if environ is None else environ
+    tpu.check_pod(settings)
     accelerator = _accelerator(settings, machine)
     task = _slurm_task(settings, environ)
     if task is not None and task.local_world_size > 1:
@@ -368,7 +371,7 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     precision = PRECISIONS.get(wanted)
     return Launched(
         source,
-        accelerator="cpu" if accelerator == "cpu" else None,
+        accelerator=None if accelerator == "cuda" else accelerator,
         strategy=strategy,
         options=options,
         precision=precision,
@@ -404,7 +407,8 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
     if settings.kind == "MEGATRON_LM":
         return "megatron", settings.section("megatron_lm_config")
     if settings.kind == "XLA":
-        return "xla", {}
+        # One rank drives all devices of its machine.
+        return "xla" if ranks == 1 else "xla_ddp", {}
     axes = settings.section("parallelism_config")
     sizes = {name: value for name, value in axes.items() if name.endswith("_size")}
     product = 1

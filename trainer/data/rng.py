@@ -160,7 +160,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     random.seed(number)
     torch.manual_seed(number)
     if runtime.is_used():
-        runtime.seed(number)
+        runtime.follow_torch()
     try:
         import numpy as np
     except ImportError:

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.failure import is_lost
 
 if TYPE_CHECKING:
+    from leyden.strategies.regroup import Attempt
     from leyden.trainer.accelerator import Accelerator
 
 SIGNS = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
@@ -46,7 +48,9 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorator: calls a function with a batch size, and again with half of it each time memory runs out.
 
-    If one rank runs out, all try the next size together: each says how its attempt ended before anybody goes on.
+    If one rank runs out, all try the next size together: ranks that wait for it in a collective are woken, and each says how its
+    attempt ended before anybody goes on. The function prepares its model anew each time: what was wrapped for the process group of
+    an attempt that was given up is of no use in the next.
 
     Args:
         function: its first argument is the batch size.
@@ -88,18 +92,31 @@ def find_executable_batch_size(
             if accelerator is not None:
                 accelerator.gradient_accumulation_steps = steps * max(1, starting_batch_size // size)
             release_memory()
-            result, failed = None, None
+            attempt = _begin_attempt()
+            result, failed, follows = None, None, False
             try:
                 result = chosen(size, *args, **kwargs)
             except Exception as error:
-                if not is_out_of_memory(error):
+                if is_out_of_memory(error):
+                    # Its traceback holds the frames, and these the tensors that were too many.
+                    failed = f"{type(error).__name__}: {error}"
+                elif (
+                    attempt is not None
+                    and isinstance(error, RuntimeError)
+                    and attempt.was_given_up(10.0 if is_lost(error) else 0.1)
+                ):
+                    follows = True
+                else:
                     raise
-                # Its traceback holds the frames, and these the tensors that were too many.
-                failed = f"{type(error).__name__}: {error}"
-            if not _any_failed(failed is not None):
+            if attempt is not None and failed is not None:
+                attempt.give_up()
+            if (failed is None and not follows) if attempt is None else attempt.end():
                 return result
             del result
+            if attempt is not None:
+                _meet_again()
             size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+        failed = failed or "on another rank"
         raise RuntimeError(f"{chosen.__name__} does not fit into memory with any batch size down to 1 ({failed}).")
 
     return run
@@ -115,10 +132,15 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
         )
 
 
-def _any_failed(failed: bool) -> bool:
-    """True on every rank if one ran out of memory."""
+def _begin_attempt() -> Attempt | None:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return failed
-    told: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(told, failed)
-    return any(told)
+        return None
+    from leyden.strategies.process_group import begin_attempt
+
+    return begin_attempt()
+
+
+def _meet_again() -> None:
+    from leyden.strategies.process_group import meet_again
+
+    meet_again()

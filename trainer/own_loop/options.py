@@ -59,6 +59,8 @@ class Options:
         self.project = _project(given)
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
+        self.compile_options: dict[str, Any] = given.get("compile_options", {})
+        """Further arguments of torch.compile, which a launch gives."""
         self._clips_to: float | None = given.get("clips_to")
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
@@ -118,7 +120,7 @@ class Options:
             )
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
-            precision.forward_context = functools.partial(self.autocast, precision, strategy.root_device, autocast)
+            precision.use_autocast(functools.partial(self.autocast, precision, strategy.root_device, autocast))
         group = self.handlers.get(InitProcessGroupKwargs)
         if group is not None and strategy.world_size > 1:
             if group.timeout is not None:
@@ -152,6 +154,7 @@ def _fill(given: dict[str, Any]) -> None:
         filled["cpu"] = True
     if launched.compile and given["dynamo_backend"] is None:
         filled["dynamo_backend"] = launched.compile.get("backend", "inductor")
+        given["compile_options"] = {name: value for name, value in launched.compile.items() if name != "backend"}
     if filled and os.environ.get("RANK", "0") == "0":
         told = ", ".join(f"{name}={value!r}" for name, value in filled.items())
         print(f"leyden launch fills {told} (from {launched.source})")

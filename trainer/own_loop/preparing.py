@@ -121,8 +121,10 @@ def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_m
     if context is not None:
         run_in_context(bare, context)
     prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
-    if accelerator.options.backend is not None:
-        prepared = torch.compile(prepared, backend=accelerator.options.backend)  # type: ignore[assignment]
+    backend = accelerator.options.backend
+    if backend is not None:
+        strategy.check_compiled()
+        prepared = torch.compile(prepared, backend=backend, **accelerator.options.compile_options)  # type: ignore[assignment]
     if not evaluation_mode:
         accelerator.prepared_models.append(prepared)
         accelerator.bare_models.append(bare)

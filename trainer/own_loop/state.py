@@ -270,14 +270,17 @@ def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
     for tracker in accelerator.trackers:
         if tracker.name in user["trackers"] and hasattr(tracker, "logger"):
             tracker.logger.load_state_dict(user["trackers"][tracker.name])
-    _check("loaders", len(rank["loaders"]), len(accelerator.prepared_loaders))
-    for loader, state in zip(accelerator.prepared_loaders, rank["loaders"], strict=True):
-        loader.load_state_dict(state)
+    if rank["loaders"] is not None:
+        # None in a checkpoint of another trainer that was converted: its data begins anew.
+        _check("loaders", len(rank["loaders"]), len(accelerator.prepared_loaders))
+        for loader, state in zip(accelerator.prepared_loaders, rank["loaders"], strict=True):
+            loader.load_state_dict(state)
     accelerator.restore_counters(user["steps"])
     named = NAME.fullmatch(path.name)
     if named is not None:
         accelerator.project_configuration.iteration = int(named[1]) + 1
-    set_rng_state(rank["rng"])
+    if rank["rng"] is not None:
+        set_rng_state(rank["rng"])
 
 
 def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -105,7 +107,7 @@ def test_a_lightning_checkpoint_is_converted(here: Any, tmp_path: Path) -> None:
     done = here("convert", "model.ckpt")
     assert done.returncode == 0, done.stderr
     assert "2 tensors, 2 hyperparameters, step 40" in done.stdout
-    assert "not taken: optimizer states, loops" in done.stdout
+    assert "not taken: optimizer 0, which is no state of an optimizer" in done.stdout
     net = Net.load_from_checkpoint(tmp_path / "model-leyden")
     assert net.hparams == {"width": 4, "name": "theirs"}
     assert all(torch.equal(net.state_dict()[name], weights[name]) for name in weights)
@@ -136,13 +138,149 @@ def test_folders_of_accelerate(here: Any, tmp_path: Path) -> None:
     torch.save({"state": {}}, folder / "optimizer.bin")
     (folder / "random_states_0.pkl").write_bytes(b"never opened")
     done = here("convert", "state")
-    assert "not taken: optimizer.bin, random_states_0.pkl" in done.stdout
+    assert "not taken: optimizer.bin (safetensors has no order of parameters" in done.stdout
+    assert "not taken: random_states_0.pkl (random numbers; a pickle, see --trust)" in done.stdout
     assert torch.equal(CheckpointReader(tmp_path / "state-leyden").model()["weight"], first["weight"])
     torch.save(second, folder / "pytorch_model_1.bin")
     assert "holds 2 models: choose one by --model 0 to --model 1" in here("convert", "state").stderr
     assert here("convert", "state", "second", "--model", "1").returncode == 0
     assert torch.equal(CheckpointReader(tmp_path / "second").model()["weight"], second["weight"])
     assert "has no model 7" in here("convert", "state", "--model", "7").stderr
+
+
+class Normed(TrainModule):
+    """A buffer stands among its parameters, and its losses are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+NORMED = """
+from torch import nn
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+"""
+
+
+def by_hand(steps: int) -> tuple[Normed, Any, Any, list[float]]:
+    """The plain loop, in epochs of two batches."""
+    module = Normed()
+    [optimizer], [scheduler] = module.configure_optimizers()
+    for step in range(steps):
+        module.training_step(step_data()[step % 2], 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 2:
+            scheduler.step()
+    return module, optimizer, scheduler, module.losses
+
+
+def step_data() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(6, 4, generator=generator) for _ in range(2)]
+
+
+def test_a_lightning_run_goes_on(here: Any, tmp_path: Path) -> None:
+    """Optimizer, scheduler and counters come too: the losses are those of the run that was never converted."""
+    whole = by_hand(8)[3]
+    module, optimizer, scheduler, _ = by_hand(4)
+    progress = {"total": {"completed": 4}, "current": {"completed": 2}, "is_last_batch": True}
+    loaded = {
+        "epoch": 1,
+        "global_step": 4,
+        "state_dict": module.state_dict(),
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [scheduler.state_dict()],
+        "loops": {"fit_loop": {"epoch_loop.batch_progress": progress}},
+    }
+    torch.save(loaded, tmp_path / "run.ckpt")
+    done = here("convert", "run.ckpt")
+    assert "step 4, 1 optimizer, 1 scheduler" in done.stdout and "not taken" not in done.stdout, done.stderr
+    again = Normed()
+    trainer = Trainer(
+        max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
+    )
+    parts = {"weights", "optimizers", "progress"}
+    trainer.fit(again, step_data(), ckpt_path=tmp_path / "run-leyden", restore=parts)
+    assert again.losses == whole[4:] and trainer.global_step == 8
+
+
+def test_an_accelerate_run_goes_on(here: Any, tmp_path: Path) -> None:
+    from leyden import Accelerator
+
+    whole = by_hand(8)[3]
+    module, optimizer, scheduler, _ = by_hand(4)
+    folder = tmp_path / "state"
+    folder.mkdir()
+    save_file(module.state_dict(), folder / "model.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optimizer.bin")
+    torch.save(scheduler.state_dict(), folder / "scheduler.bin")
+    torch.manual_seed(77)
+    states = {"step": 4, "random_state": random.getstate(), "torch_manual_seed": torch.get_rng_state()}
+    torch.save({**states, "numpy_random_seed": np.random.get_state()}, folder / "random_states_0.pkl")
+    (folder / "sampler.bin").write_bytes(b"never opened")
+    done = here("convert", "state")
+    assert "not taken: optimizer.bin (safetensors has no order of parameters; --like" in done.stdout, done.stderr
+    (tmp_path / "their_model.py").write_text(NORMED)
+    like = ("--like", "their_model:Normed")
+    done = here("convert", "state", "safe", *like)
+    assert "1 optimizer, 1 scheduler" in done.stdout and "not taken: sampler.bin" in done.stdout, done.stderr
+    assert "not taken: random_states_0.pkl (random numbers; a pickle, see --trust)" in done.stdout
+    with pytest.warns(UserWarning, match="unpickled in full"):
+        done = here("convert", "state", "trusted", "--trust", *like)
+    assert "step 4, 1 optimizer, 1 scheduler, random numbers" in done.stdout
+
+    accelerator = Accelerator(cpu=True)
+    again = Normed()
+    [own], [rates] = again.configure_optimizers()
+    _, own, loader, rates = accelerator.prepare(again, own, step_data(), rates)
+    accelerator.load_state(tmp_path / "trusted")
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(77)))
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(again.training_step(batch, 0))
+            own.step()
+            own.zero_grad()
+        rates.step()
+    assert again.losses == whole[4:] and accelerator.steps == 8
+
+
+def test_an_optimizer_whose_names_cannot_be_told_is_left(here: Any, tmp_path: Path) -> None:
+    module, optimizer, _, _ = by_hand(2)
+    layers = [{"params": module.net[2].parameters()}, {"params": module.net[0].parameters()}]
+    for number, (state, words) in enumerate(
+        (
+            (torch.optim.AdamW(layers).state_dict(), "has 2 groups of parameters, whose names it does not tell"),
+            (torch.optim.AdamW(module.net[0].parameters()).state_dict(), "has 2 parameters, and the weights 6"),
+            (
+                reordered(optimizer.state_dict()),
+                "has exp_avg of the shape (4,) where net.0.weight has (4, 4): its parameters",
+            ),
+        )
+    ):
+        loaded = {"epoch": 1, "global_step": 2, "state_dict": module.state_dict(), "optimizer_states": [state]}
+        torch.save(loaded, tmp_path / f"run{number}.ckpt")
+        done = here("convert", f"run{number}.ckpt")
+        assert done.returncode == 0 and f"not taken: optimizer 0, which {words}" in done.stdout, done.stdout
+
+
+def reordered(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": {place: state["state"][(place + 1) % 6] for place in range(6)}}
 
 
 def test_a_folder_with_an_index(here: Any, tmp_path: Path) -> None:

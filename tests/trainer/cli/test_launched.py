@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from torch import nn
 
-from leyden import ConfigurationError, Trainer, TrainModule
+from leyden import Accelerator, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import GradientAccumulation
 from leyden.strategies import SingleDeviceStrategy
 from leyden.trainer.launched import VARIABLES, Launched, launched_arguments
@@ -71,6 +72,21 @@ def test_a_module_is_compiled_where_the_launch_asks_for_it(monkeypatch: pytest.M
     for name, value in Launched("flags", compile={"backend": "eager"}).variables().items():
         monkeypatch.setenv(name, value)
     assert graphs() > 0
+
+
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x
+
+
+def test_an_accelerator_compiles_as_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the backend alone: mode, dynamic and fullgraph are the file's too."""
+    for name, value in Launched("file", compile={"backend": "eager", "fullgraph": True}).variables().items():
+        monkeypatch.setenv(name, value)
+    model = Accelerator(cpu=True).prepare(Broken())
+    with pytest.raises(Exception, match="graph_break"):
+        model(torch.ones(1))
 
 
 @pytest.mark.usefixtures("launched")

@@ -1,0 +1,34 @@
+"""DeepSpeed's rows in the table of docs/strategies.md."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import table
+
+pytestmark = [
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None,
+        reason="deepspeed is not installed here: see scripts/deepspeed-env",
+    ),
+]
+STRATEGIES = ("deepspeed_stage_2", "deepspeed_stage_3")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
+    table.check(strategy, "CI", tmp_path, size=2, other=1)
+
+
+def test_other_names_train(tmp_path: Path) -> None:
+    table.check_other_names(*STRATEGIES, size=2, folder=tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_other_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
+    table.check(strategy, "full", tmp_path, size=2, other=1)

@@ -1,0 +1,123 @@
+"""What cannot be on XLA is refused with words that say what to do; what a run leaves behind does not hinder the next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import LBFGS, SGD
+from xla.model import QUIET, Regression, loader
+from xla.process import on_xla
+
+from leyden import Accelerator, Trainer, seed_everything
+from leyden.strategies.xla import XLAStrategy
+
+ONE = {"accelerator": "xla", "devices": 1}
+
+
+class Quasi(Regression):
+    def configure_optimizers(self) -> Any:
+        return LBFGS(self.parameters())
+
+
+class Manual(Regression):
+    """Two optimizers that step in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            loss = self.loss(batch)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.1)
+            optimizer.step()
+        self.losses.append(loss.detach())
+
+    def configure_optimizers(self) -> Any:
+        return [SGD(self.net.parameters(), 0.1), SGD([self.tied.bias], 0.01)], []
+
+
+def fit(module: Any, root: Path, **arguments: Any) -> list[float]:
+    trainer = Trainer(max_epochs=1, default_root_dir=root, **{**QUIET, **ONE, **arguments})
+    trainer.fit(module, loader(shuffle=True))
+    return [float(loss) for loss in getattr(module, "_orig_mod", module).losses]
+
+
+def words_of(function: Any, *args: Any, **arguments: Any) -> str:
+    try:
+        function(*args, **arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "ran"
+
+
+def one_process(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    torch.manual_seed(2)
+    found["manual"] = fit(Manual(), root)
+    torch.manual_seed(2)
+    found["manual on the CPU"] = fit(Manual(), root, accelerator="cpu")
+    drawn = []
+    for _ in range(2):
+        seed_everything(7)
+        drawn.append(fit(Regression(dropout=0.5), root))
+    seed_everything(8)
+    found["same seed"], found["other seed"] = drawn[0] == drawn[1], drawn[0] == fit(Regression(dropout=0.5), root)
+    found["fp16"] = words_of(Trainer, precision="16", **ONE)
+    found["gpu"] = words_of(Trainer, accelerator="gpu", strategy="xla")
+    found["several"] = words_of(Trainer, accelerator="xla", devices=[0, 1])
+    found["closure"] = words_of(fit, Quasi(), root)
+    found["compiled"] = words_of(fit, torch.compile(Regression()), root)
+    found["backend"] = words_of(lambda: Accelerator(strategy="xla", dynamo_backend="inductor").prepare(nn.Linear(1, 1)))
+    found["more devices"] = words_of(fit, Regression(), root, devices=2)
+    return found
+
+
+def after_the_cpu(root: Path) -> str:
+    fit(Regression(), root, accelerator="cpu")
+    return words_of(fit, Regression(), root)
+
+
+def on_two(root: Path) -> dict[str, str]:
+    fit(Regression(), root, devices=2)
+    rules = {"net.0.weights": ("data", None)}, {"net.0.*": ("data", None)}, {"net.0.weight": ("data", None)}
+    found = {
+        next(iter(rule)): words_of(fit, Regression(), root, devices=2, strategy=XLAStrategy(shard=rule))
+        for rule in rules
+    }
+    return {**found, "one": words_of(fit, Regression(), root, devices=1)}
+
+
+def test_words_of_what_cannot_be(tmp_path: Path) -> None:
+    found = on_xla(one_process, tmp_path)
+    assert max(abs(a - b) for a, b in zip(found["manual"], found["manual on the CPU"], strict=True)) < 1e-6
+    assert found["same seed"]
+    assert not found["other seed"]
+    for name, words in (
+        ("fp16", "Use precision='bf16-mixed'"),
+        ("gpu", "Use accelerator='xla'"),
+        ("several", "Use devices='auto', or one index"),
+        ("closure", "LBFGS evaluates the loss several times"),
+        ("compiled", "XLA compiles the whole step by itself"),
+        ("backend", "XLA compiles the whole step by itself"),
+        ("more devices", "devices=2, and XLA has 1 here"),
+    ):
+        assert found[name].startswith("ConfigurationError"), (name, found[name])
+        assert words in found[name]
+
+
+def test_a_process_must_use_xla_before_it_computes_gradients_elsewhere(tmp_path: Path) -> None:
+    assert "run on XLA first, or in a new process" in on_xla(after_the_cpu, tmp_path)
+
+
+def test_rules_that_do_not_fit_are_named_and_a_process_stays_with_all_devices(tmp_path: Path) -> None:
+    found = on_xla(on_two, tmp_path)
+    assert "this process has begun to use XLA with all devices" in found["one"]
+    assert "Did you mean 'net.0.weight'" in found["net.0.weights"]
+    assert "has 2 entries, and 'net.0.bias' has 1 dimensions" in found["net.0.*"]
+    assert found["net.0.weight"] == "ran"

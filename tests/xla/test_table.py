@@ -1,0 +1,25 @@
+"""XLA's rows in the table of docs/strategies.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import table
+from xla import process
+
+STRATEGIES = ("xla", "xla_fsdp")
+# Importing it lets the ranks' server have torch_xla.
+assert process.on_xla
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
+    table.check(strategy, "CI", tmp_path, size=1, other=1, TABLE_DEVICES="4")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_other_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
+    table.check(strategy, "full", tmp_path, size=1, other=1, TABLE_DEVICES="4")

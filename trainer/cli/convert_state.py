@@ -1,0 +1,250 @@
+"""What `leyden convert` takes beside the weights: optimizers, schedulers, counters and random numbers, as far as they can be told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.codec import check_encodable
+from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.foreign import load_weights_only
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.own_loop.state import KIND
+from leyden.trainer.progress import Progress
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Buffers of torch's own modules, which stand among the parameters in a state dict."""
+
+
+@dataclass
+class Taken:
+    """State of a run, from another's checkpoint.
+
+    Attributes:
+        optimizers: by the names of parameters.
+        schedulers: their own states.
+        progress: where the run stood.
+        rng: random numbers of the first rank; None where they are not known.
+        left: what was there and is not taken, with the reason.
+        files: that were taken.
+    """
+
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
+    schedulers: list[dict[str, Any]] = field(default_factory=list)
+    progress: Progress = field(default_factory=Progress)
+    rng: dict[str, Any] | None = None
+    left: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing is known but weights."""
+        return not (self.optimizers or self.schedulers or self.rng or self.progress != Progress())
+
+    @property
+    def words(self) -> str:
+        """What there is, in a few words."""
+        parts = [(len(self.optimizers), "optimizer"), (len(self.schedulers), "scheduler")]
+        found = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
+        return ", ".join([*found, *(["random numbers"] if self.rng is not None else [])])
+
+    def write(self, writer: CheckpointWriter) -> None:
+        """Writes all of it, so that both a Trainer and an Accelerator can go on from it; their data begins anew."""
+        writer.optimizers(self.optimizers)
+        writer.state("schedulers", {"schedulers": self.schedulers, "precision": {}, "strategy": {}})
+        writer.state("callbacks", {})
+        told = {"epoch": self.progress.epoch, "global_step": self.progress.global_step}
+        own_loop = {"kind": KIND, "models": 1, "steps": self.progress.global_step, "registered": [], "trackers": {}}
+        writer.state("user", {"checkpoint": told, "datamodule": {}, **own_loop})
+        place: dict[str, Any] = {"loader": None, "loaders": None, "logs": None, "metrics": {}, "buffers": {}}
+        writer.state("rank-0", {**place, "seed": 0, "rng": self.rng}, of_rank=True)
+
+
+@dataclass(frozen=True)
+class Names:
+    """How an optimizer's parameters are called, which others save by their order.
+
+    Attributes:
+        weights: of the checkpoint.
+        order: the parameters' names as the model has them; None where the order of the weights must tell.
+        prefix: stands before each name in what is written.
+    """
+
+    weights: Mapping[str, Tensor]
+    order: list[str] | None = None
+    prefix: str = ""
+
+    @property
+    def known(self) -> list[str]:
+        if self.order is None:
+            return _parameters(self.weights)
+        missing = [name for name in self.order if name not in self.weights]
+        if missing:
+            raise ConfigurationError(
+                f"--like: the model has {missing[0]!r}, and the weights have not: give the class they are of."
+            )
+        return self.order
+
+
+def named(state: Any, known: Names) -> dict[str, Any]:
+    """The state of an optimizer by names.
+
+    It is taken if one group has as many parameters as there are, and every shape agrees.
+
+    Raises:
+        ConfigurationError: says why the names cannot be told.
+    """
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        raise ConfigurationError("is no state of an optimizer")
+    groups = state["param_groups"]
+    if len(groups) != 1:
+        raise ConfigurationError(f"has {len(groups)} groups of parameters, whose names it does not tell")
+    names, weights, prefix = known.known, known.weights, known.prefix
+    places = list(groups[0]["params"])
+    if len(places) != len(names):
+        raise ConfigurationError(
+            f"has {len(places)} parameters, and the weights {len(names)}: their names cannot be told"
+        )
+    by_name = dict(zip(names, places, strict=True))
+    for name, place in by_name.items():
+        for entry, value in state["state"].get(place, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != weights[name].shape:
+                raise ConfigurationError(
+                    f"has {entry} of the shape {tuple(value.shape)} where {name} has {tuple(weights[name].shape)}: its parameters "
+                    "stand in another order"
+                )
+    found = {
+        "state": {
+            prefix + name: dict(state["state"][place]) for name, place in by_name.items() if place in state["state"]
+        },
+        "param_groups": [{**groups[0], "params": [prefix + name for name in names]}],
+        "other": {},
+        "host": {},
+        "dtypes": {},
+        "extra": {},
+    }
+    check_encodable(found)
+    return found
+
+
+def _parameters(weights: Mapping[str, Tensor]) -> list[str]:
+    """The names that are parameters, in their order; tied ones once."""
+    seen: set[int] = set()
+    names = []
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or name.rpartition(".")[2] in STATISTICS:
+            continue
+        if tensor.numel() and tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        names.append(name)
+    return names
+
+
+def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
+    """Of a `.ckpt` of Lightning."""
+    taken = Taken()
+    states = {f"optimizer {i}": state for i, state in enumerate(loaded.get("optimizer_states") or [])}
+    schedulers = {f"scheduler {i}": state for i, state in enumerate(loaded.get("lr_schedulers") or [])}
+    _take(taken, states, schedulers, names)
+    loop = loaded.get("loops", {}).get("fit_loop", {})
+    batches = loop.get("epoch_loop.batch_progress", {})
+    epoch, step = (_count(loaded, name) for name in ("epoch", "global_step"))
+    inside = batches.get("current", {}).get("completed", 0)
+    if batches.get("is_last_batch"):
+        epoch += 1
+    elif inside:
+        taken.left.append(f"the place in epoch {epoch} (batch {inside}): the epoch begins anew")
+    total = batches.get("total", {}).get("completed", 0)
+    taken.progress = Progress(epoch=epoch, global_step=step, stepped=step, batches=total)
+    taken.left += [
+        key
+        for key in ("callbacks", "MixedPrecision", "MixedPrecisionPlugin", "native_amp_scaling_state")
+        if loaded.get(key)
+    ]
+    return taken
+
+
+def of_accelerate(folder: Path, names: Names, trust: bool, model: int) -> Taken:
+    """Of a folder of Accelerate's `save_state`."""
+    taken = Taken()
+    states, schedulers = (_read(folder, stem, trust, taken.left) for stem in ("optimizer", "scheduler"))
+    if model or (folder / "model_1.safetensors").exists() or (folder / "pytorch_model_1.bin").exists():
+        # Which optimizer is of which model is written nowhere.
+        taken.left += sorted([*states, *schedulers])
+    elif states and names.order is None and any(folder.glob("*.safetensors")):
+        why = "safetensors has no order of parameters; --like package.module:Class tells it"
+        taken.left += [f"{name} ({why})" for name in states] + list(schedulers)
+    else:
+        _take(taken, states, schedulers, names)
+    ranks = sorted(folder.glob("random_states_*.pkl"))
+    if ranks:
+        step = _take_random(taken, ranks[0], trust)
+        taken.left += [path.name for path in ranks[1:]]
+        taken.progress = Progress(global_step=step, stepped=step)
+    rest = ("sampler*.bin", "dl_state*.bin", "scaler*.pt", "custom_checkpoint_*.pkl", "optimizer_*/")
+    taken.left += [path.name for pattern in rest for path in sorted(folder.glob(pattern))]
+    return taken
+
+
+def _read(folder: Path, stem: str, trust: bool, left: list[str]) -> dict[str, Any]:
+    """The files of one kind that the safe loader reads."""
+    found = {}
+    for path in sorted(folder.glob(f"{stem}*.bin")):
+        try:
+            found[path.name] = load_weights_only(path, trust=trust)
+        except CheckpointError:
+            left.append(f"{path.name} (torch's safe loader refuses it)")
+    return found
+
+
+def _take(taken: Taken, states: Mapping[str, Any], schedulers: Mapping[str, Any], names: Names) -> None:
+    """All optimizers and all schedulers, or none: they are told apart by their number."""
+    try:
+        taken.optimizers = [_named(where, state, names) for where, state in states.items()]
+        for where, state in schedulers.items():
+            check_encodable(state, where=where)
+        taken.schedulers = list(schedulers.values())
+        taken.files += [*states, *schedulers]
+    except ConfigurationError as error:
+        taken.optimizers, taken.schedulers = [], []
+        taken.left += [str(error).rstrip("."), *(where for where in (*states, *schedulers) if where not in str(error))]
+
+
+def _named(where: str, state: Any, names: Names) -> dict[str, Any]:
+    try:
+        return named(state, names)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}, which {error}") from error
+
+
+def _take_random(taken: Taken, path: Path, trust: bool) -> int:
+    """Random numbers of the first rank, and the steps that Accelerate counted."""
+    try:
+        states = load_weights_only(path, trust=trust)
+        random.setstate(states["random_state"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        if "numpy_random_seed" in states:
+            import numpy as np
+
+            np.random.set_state(states["numpy_random_seed"])
+    except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError):
+        taken.left.append(f"{path.name} (random numbers; {'unreadable' if trust else 'a pickle, see --trust'})")
+        return 0
+    from leyden.trainer.data.rng import rng_state
+
+    taken.rng = rng_state(devices=False)
+    taken.files.append(path.name)
+    return _count(states, "step")
+
+
+def _count(loaded: Mapping[str, Any], name: str) -> int:
+    value = loaded.get(name, 0)
+    return value if isinstance(value, int) else 0
