@@ -36,8 +36,9 @@ class Strategy(ABC):
     `Trainer(strategy=...)`: what replicates the model needs to override little more than set-up and the collectives;
     an engine that fuses passes overrides `forward_backward`, `clip` and `step`.
 
-    The order of calls: `setup_environment`, `setup_modules`, weights restored (`load_module`), `setup_optimizers`,
-    `load_masters` and the optimizers' state (`state_parts`, `saved_form`, `load_state_dict`), then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
+    The order of calls: `check_settings` whenever more of the run is known, `setup_environment`, `setup_modules`, weights
+    restored (`load_module`), `setup_optimizers`, `make_schedulers`, `load_masters` and the optimizers' state (`state_parts`,
+    `saved_form`, `load_state_dict`), then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
     `before_step`, `clip` and `step` for each optimizer, `end_step`; at last `teardown`.
     """
 
@@ -176,7 +177,8 @@ class Strategy(ABC):
 
     def make_schedulers(self) -> list[Any]:
         """Schedulers that the strategy's own settings ask for; called once optimizers are set up. Whoever calls this steps and
-        saves them, once per optimizer step."""
+        saves them, once per optimizer step.
+        """
         return []
 
     def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:

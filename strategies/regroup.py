@@ -52,7 +52,10 @@ class Connections:
 
 
 def _sockets() -> set[int]:
-    found = set()
+    found: set[int] = set()
+    if not os.path.isdir(FOLDER):
+        # Windows lists none: a rank that waits there ends with its time-out.
+        return found
     for name in os.listdir(FOLDER):
         with suppress(OSError, ValueError):
             if os.stat(f"{FOLDER}/{name}").st_mode & 0o170000 == 0o140000:
@@ -66,6 +69,9 @@ def _port(address: Any) -> Any:
 
 class Attempt:
     """One try of something that any rank may have to give up, while others wait for it in a collective.
+
+    Over gloo that is tested. Over NCCL each rank aborts its own group, by torch's documented call, which has not run on several
+    GPUs yet.
 
     Args:
         number: of the try; the same on all ranks.

@@ -65,6 +65,9 @@ LAYOUTS = {
     "round robin": Layout(2, {"stage": 2, "round_robin_gradients": True}),
     "many groups": Layout(2, {"stage": 3, "sub_group_size": 100}),
     **{f"bf16 stage {stage}": Layout(2, {"stage": stage}, "bf16-true") for stage in (1, 2, 3)},
+    "bf16 stage 1, float32 gradients": Layout(
+        2, {"stage": 1, "config": {"data_types": {"grad_accum_dtype": "fp32"}}}, "bf16-true"
+    ),
     "bf16 ddp": Layout(2, "ddp", "bf16-true"),
     "stage 2 on 1": Layout(1, {"stage": 2}),
     "stage 3 on 1": Layout(1, {"stage": 3}),

@@ -22,6 +22,8 @@ from leyden.strategies.deepspeed import DeepSpeedStrategy
 INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
 pytestmark = [
     pytest.mark.deepspeed,
+    # Of the launch that the tests of this file share.
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
 ]
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -215,7 +217,7 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> Any:
-    return run_world(2, everything, timeout=600)
+    return run_world(2, everything, timeout=800)
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -22,6 +22,8 @@ from leyden.strategies.deepspeed import DeepSpeedStrategy
 INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
 pytestmark = [
     pytest.mark.deepspeed,
+    # Of the launch that the tests of this file share.
+    pytest.mark.timeout(900),
     pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
 ]
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
@@ -201,7 +203,7 @@ def run_cells(cells: list[tuple[str, int]]) -> dict[Any, Any]:
 @pytest.fixture(scope="module")
 def results() -> Any:
     """What each rank saw in each case: all of them in one world of one rank, and in one of two."""
-    return {size: run_world(size, run_cells, cells, timeout=600) for size, cells in USUAL.items()}
+    return {size: run_world(size, run_cells, cells, timeout=800) for size, cells in USUAL.items()}
 
 
 @pytest.mark.parametrize(("size", "name", "stage"), [(size, *cell) for size, cells in USUAL.items() for cell in cells])

@@ -512,14 +512,15 @@ class Compiled(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_compiled_module(quiet: Any) -> None:
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_a_compiled_module(backend: str, quiet: Any) -> None:
+    """The step goes through dynamo; "inductor" needs a C++ compiler, and some seconds of it."""
     loader = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0))), batch_size=2)
     plain, compiled = Compiled(), Compiled()
     compiled.load_state_dict(plain.state_dict())
     Trainer(**quiet, max_epochs=1).fit(plain, loader)
     trainer = Trainer(**quiet, max_epochs=1)
-    # The backend that needs no C++ compiler; what is tested is that the step goes through dynamo.
-    trainer.fit(torch.compile(compiled, backend="eager"), loader)
+    trainer.fit(torch.compile(compiled, backend=backend), loader)
     assert trainer.module is compiled and trainer.global_step == 4 and "loss" in trainer.callback_metrics
     assert compiled.compiling[0] is True and plain.compiling[0] is False
     for name, weight in plain.named_parameters():
