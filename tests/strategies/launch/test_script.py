@@ -173,6 +173,8 @@ def test_torchruns_ranks_are_used_for_several_runs_and_not_started_again(folder:
 
 
 @pytest.mark.full
+# A launch takes 5 s, and on a machine that others use as well 20.
+@pytest.mark.timeout(1800)
 def test_fifty_launches_in_a_row_end_with_0(folder: Path) -> None:
     (folder / "script.py").write_text(
         "from leyden import Trainer\nfrom of_test import *\nmodule = Module()\n"
