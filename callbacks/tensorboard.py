@@ -171,13 +171,16 @@ class TensorBoardLogger(FolderLogger):
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
-        kept = state["event_files"]
+        kept = state.get("event_files")
+        if kept is None:
+            # Of a checkpoint from before there was this entry.
+            return
         for path in self._event_files():
-            # Neither is done in a folder of another run, whose files end with another name.
-            if path.name in kept:
-                os.truncate(path, kept[path.name])
-            else:
+            # Neither is done to files of another run, whose names end otherwise.
+            if path.name not in kept:
                 path.unlink()
+            elif path.stat().st_size > kept[path.name]:
+                os.truncate(path, kept[path.name])
 
 
 def _wait_out_the_second(folder: str) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named
 from leyden.trainer.checkpoint.reader import CheckpointReader
-
-INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
-pytestmark = [
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
-]
 
 # 86 samples are ten global batches of 8 and one of 6: saved in mid-epoch, and twelve steps to go.
 SIZE, GLOBAL, SAVED_AT, END = 86, 8, 4, 16

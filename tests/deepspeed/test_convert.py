@@ -5,22 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ranks.world import run_world
 from torch import nn
 
 from leyden.trainer.checkpoint.reader import CheckpointReader
-
-INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
-pytestmark = [
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
-]
 
 
 def save(folder: str) -> dict[str, dict[str, Any]]:

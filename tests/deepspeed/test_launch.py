@@ -8,17 +8,11 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
-pytestmark = [
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
-]
 COMMON = """
 import sys
 import torch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Accelerator, ConfigurationError, DeepSpeedPlugin, DummyOptim, DummyScheduler
 
-INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
-pytestmark = [
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
-]
 STEPS = 3
 """Batches of a step; an epoch has 5 on each of 2 ranks, so that its last window is shorter."""
 

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 import table
 
-pytestmark = [
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed here: see scripts/deepspeed-env",
-    ),
-]
 STRATEGIES = ("deepspeed_stage_2", "deepspeed_stage_3")
 
 

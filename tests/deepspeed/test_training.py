@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import pytest
@@ -19,13 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.strategies.deepspeed import DeepSpeedStrategy
 
-INSTALLED = any(name == "deepspeed" for name in (found.name.lower() for found in metadata.distributions()))
-pytestmark = [
-    pytest.mark.deepspeed,
-    # Of the launch that the tests of this file share.
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not INSTALLED, reason="deepspeed is not installed here: see scripts/deepspeed-env"),
-]
+# Of the launch that the tests of this file share.
+pytestmark = pytest.mark.timeout(900)
 QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 STAGES = (0, 1, 2, 3)
 
