@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
+import uuid
 import warnings
 from argparse import Namespace
 from collections.abc import Mapping
@@ -28,8 +30,9 @@ class TensorBoardLogger(FolderLogger):
 
     TensorBoard is imported at the first write. A resumed run goes on in the same folder, and what was logged after the
     checkpoint is cut off the event files: they hold each value once. (TensorBoard's own `purge_step` would go by the number of
-    the step, which validation steps count anew, and knows no order within a step.) A TensorBoard that was open at that moment
-    shows the cut part until it is reloaded.
+    the step, which validation steps count anew, and knows no order within a step.) A file that is cut is kept whole under a
+    name `replaced.…`, which TensorBoard passes over; one that was open at that moment shows the cut part until it is reloaded.
+    A validation that a signal broke off is done again by the resume, and its steps are logged again.
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`.
@@ -69,6 +72,7 @@ class TensorBoardLogger(FolderLogger):
         self._default_hp_metric = default_hp_metric
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
+        self._mark = uuid.uuid4().hex[:8]
 
     @property
     def log_dir(self) -> str | None:
@@ -153,9 +157,8 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def _suffix(self) -> str:
-        """What the names of this run's event files end with: others may write to the folder too."""
-        assert self._run is not None, "the folder was made, and with it the run's name"
-        return f".{self._run[:8]}{self._kwargs.get('filename_suffix', '')}"
+        """What the names of this run's event files end with: other runs and users may write to the folder too."""
+        return f".{self._mark}{self._kwargs.get('filename_suffix', '')}"
 
     def _event_files(self) -> list[Path]:
         """The event files that this run's loggers of this kind have written, by their order in time."""
@@ -166,21 +169,25 @@ class TensorBoardLogger(FolderLogger):
         state = super().state_dict()
         if state and self.is_writer:
             self.save()
+            state["mark"] = self._mark
             state["event_files"] = {path.name: path.stat().st_size for path in self._event_files()}
         return state
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
-        kept = state.get("event_files")
-        if kept is None:
-            # Of a checkpoint from before there was this entry.
+        if "event_files" not in state:
+            # Of a checkpoint from before there was this entry: the files have no mark, and stay.
             return
+        self._mark = state["mark"]
         for path in self._event_files():
-            # Neither is done to files of another run, whose names end otherwise.
-            if path.name not in kept:
-                path.unlink()
-            elif path.stat().st_size > kept[path.name]:
-                os.truncate(path, kept[path.name])
+            size = state["event_files"].get(path.name, 0)
+            # A shorter one was cut by a resume from an earlier checkpoint.
+            if path.stat().st_size > size:
+                aside = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
+                os.replace(path, aside)
+                if size:
+                    shutil.copyfile(aside, path)
+                    os.truncate(path, size)
 
 
 def _wait_out_the_second(folder: str) -> None:

@@ -41,8 +41,11 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
     Raises:
         ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
     """
+    state = dict(state)
+    for name, held in _held_as(module, state).items():
+        state[name] = state[held]
     try:
-        module.load_state_dict(dict(state), strict=strict)
+        module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
         raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
 
@@ -62,16 +65,29 @@ def fill_weights(
         ConfigurationError: if a name is missing or unexpected (strict only), or a shape differs.
     """
     state, saved = module.state_dict() if places is None else places, reader.names()
-    missing, unexpected = sorted(state.keys() - set(saved)), sorted(set(saved) - state.keys())
+    tied = _held_as(module, saved)
+    missing, unexpected = sorted(state.keys() - {*saved, *tied}), sorted(set(saved) - state.keys())
     if strict and (missing or unexpected):
         found = [f"Missing: {', '.join(missing)}."] if missing else []
         found += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
         raise ConfigurationError(_unfit(module, " ".join(found)))
-    known = [name for name in state if name not in set(missing)]
+    known = [name for name in state if name not in {*missing, *tied}]
     reader.fill({name: state[name] for name in known if isinstance(state[name], Tensor)})
     others = [name for name in known if not isinstance(state[name], Tensor)]
     if others:
         module.load_state_dict(reader.model(others), strict=False)
+
+
+def _held_as(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Names of tied parameters that a file leaves out, each with the one it has: some libraries write every tensor once."""
+    written, by_parameter = set(names), dict[int, list[str]]()
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        by_parameter.setdefault(id(parameter), []).append(name)
+    found: dict[str, str] = {}
+    for tied in by_parameter.values():
+        held = [name for name in tied if name in written]
+        found |= {name: held[0] for name in tied if held and name not in written}
+    return found
 
 
 def _unfit(module: nn.Module, found: str) -> str:

@@ -203,7 +203,7 @@ class XLAStrategy(Strategy):
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         names = [name for name, _ in module.named_parameters()]
         runtime.sync(wait=True)
-        state, states = trees_on_host([module.state_dict(), optimizers])
+        state, states = trees_on_host([dict(module.state_dict()), optimizers])
         writer.model(state, replicated=names)
         if states is not None:
             writer.optimizers(states)
@@ -238,5 +238,5 @@ class XLAFSDPStrategy(XLAStrategy):
         shard: Mapping[str, Spec] | None = None,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(devices, None, shard, None, precision)
+        super().__init__(devices, precision=precision)
         self.layout = Layout(None, shard, None, fully=True, min_size=min_size)

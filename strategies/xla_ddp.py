@@ -106,6 +106,11 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
 
             xla_model.broadcast_master_param(module)
 
+    def wrap_forward(self, module: nn.Module) -> nn.Module:
+        # There is no wrapper that would, as DDP's does when it is made.
+        self.synchronize(module)
+        return module
+
     def synchronize_buffers(self) -> None:
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
         if self.world_size > 1 and buffers:
@@ -128,6 +133,11 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
         self.before_step(optimizer)
         self._averaged.discard(id(optimizer))
         return super().step(optimizer, closure)
+
+    def end_turn(self) -> None:
+        # A step that a loop of one's own left out, after it clipped, must not spare the next one's exchange.
+        self._averaged.clear()
+        super().end_turn()
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         """Nothing is exchanged before the step, for which this rank's gradients must be there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import traceback
@@ -29,6 +30,10 @@ class CollectiveError(LeydenError):
     """Ranks do not agree on a collective: which it is, its shapes, or who takes part."""
 
 
+_turns = itertools.count()
+"""Ranks begin to compare in one order, so that a number is the same on all of them."""
+
+
 def is_debugging() -> bool:
     """True if the environment asks for it."""
     return any(os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on") for name in VARIABLES)
@@ -44,17 +49,18 @@ class Checker:
 
     def __init__(self, strategy: Strategy, seconds: float | None = None) -> None:
         self._rank, self._size = strategy.global_rank, strategy.world_size
-        self._strategy, self._groups = strategy, 0
+        self._strategy = strategy
         self._begin()
         self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
 
     def _begin(self) -> None:
-        """Counts from 0 in each process group: an attempt that was given up has left ranks at different numbers."""
+        """Counts from 0, under a name of its own, for each run of this process and in each process group: an attempt that was
+        given up has left ranks at different numbers, and the store keeps what a former run told."""
         from torch import distributed as dist
 
         self._group, self._count = self._strategy.host_group, 0
         store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
-        self._store: Any = dist.PrefixStore(f"leyden/debug/{self._groups}", store)  # type: ignore[attr-defined]
+        self._store: Any = dist.PrefixStore(f"leyden/debug/{next(_turns)}", store)  # type: ignore[attr-defined]
 
     def compare(self, name: str, operands: Any, alike: bool = True) -> None:
         """Waits for all ranks to come to a collective, and compares what they bring.
@@ -68,7 +74,6 @@ class Checker:
             CollectiveError: names the ranks, their shapes and lines, or those that did not come.
         """
         if self._strategy.host_group is not self._group:
-            self._groups += 1
             self._begin()
         number, self._count = self._count, self._count + 1
         if self._size == 1:

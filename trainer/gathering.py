@@ -64,7 +64,8 @@ def tell_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
         return False
     if strategy.is_global_zero:
         warnings.warn(
-            f"all_gather in a step will fail in the last global batch of an epoch, which has {share.rest} samples for {ranks} ranks. {FIX}",
+            f"all_gather in a step would fail in the last global batch of a whole epoch, which has {share.rest} samples for {ranks} "
+            f"ranks. {FIX}",
             stacklevel=5,
         )
     return True

@@ -105,6 +105,55 @@ def test_a_resume_keeps_what_others_wrote_and_goes_by_the_order_of_writing(tmp_p
     assert scalars(second, "others") == [(90, 5.0)]
 
 
+def test_a_resume_from_a_later_checkpoint_after_one_from_an_earlier(tmp_path: Path) -> None:
+    """The file was cut below what the later checkpoint knew: it is not filled up, and what was cut is kept aside."""
+    logger = in_trainer(tmp_path)
+    states = {}
+    for step in (1, 2, 3):
+        logger.log_metrics({"loss": float(step)}, step)
+        states[step] = logger.state_dict()
+    logger.finalize("success")
+    for step, value in ((1, 10.0), (3, 30.0)):
+        again = in_trainer(tmp_path)
+        again.load_state_dict(states[step])
+        again.log_metrics({"loss": value}, step + 1)
+        again.finalize("success")
+    assert scalars(again, "loss") == [(1, 1.0), (4, 30.0)]
+    assert again.log_dir is not None
+    assert len([path for path in Path(again.log_dir).iterdir() if path.name.startswith("replaced.")]) == 2
+
+
+def test_a_resume_touches_no_other_run_of_the_same_folder(tmp_path: Path) -> None:
+    def made() -> TensorBoardLogger:
+        return TensorBoardLogger(tmp_path, version="exp")
+
+    first, second = made(), made()
+    first.log_metrics({"a": 1.0}, 1)
+    state = first.state_dict()
+    first.finalize("success")
+    second.log_metrics({"b": 2.0}, 1)
+    second.finalize("success")
+    again = made()
+    again.load_state_dict(state)
+    again.log_metrics({"a": 3.0}, 2)
+    again.finalize("success")
+    assert scalars(again, "a") == [(1, 1.0), (2, 3.0)]
+    assert scalars(again, "b") == [(1, 2.0)]
+
+
+def test_a_state_of_before_event_files_were_in_it(tmp_path: Path) -> None:
+    logger = in_trainer(tmp_path)
+    logger.log_metrics({"loss": 1.0}, 1)
+    state = logger.state_dict()
+    logger.finalize("success")
+    del state["event_files"], state["mark"]
+    again = in_trainer(tmp_path)
+    again.load_state_dict(state)
+    again.log_metrics({"loss": 2.0}, 2)
+    again.finalize("success")
+    assert scalars(again, "loss") == [(1, 1.0), (2, 2.0)]
+
+
 def test_a_writer_that_is_open_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)

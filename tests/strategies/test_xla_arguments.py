@@ -10,7 +10,7 @@ import pytest
 from leyden import Trainer
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.spmd.mesh import Layout
-from leyden.strategies.xla import XLAStrategy
+from leyden.strategies.xla import XLAFSDPStrategy, XLAStrategy
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")
@@ -35,6 +35,13 @@ def test_a_missing_torch_xla_names_its_extra(arguments: dict[str, Any]) -> None:
 def test_a_mesh_that_cannot_be_is_refused(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         XLAStrategy(**arguments)
+
+
+def test_rules_of_fully_sharded_parameters() -> None:
+    """They go by the one dimension that its mesh has."""
+    assert XLAFSDPStrategy(shard={"*.bias": ("fsdp",)}).name == "xla_fsdp"
+    with pytest.raises(ConfigurationError, match="the mesh has no 'data'"):
+        XLAFSDPStrategy(shard={"*.bias": ("data",)})
 
 
 def test_a_mesh_must_have_the_devices_of_the_run() -> None:

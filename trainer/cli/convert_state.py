@@ -159,7 +159,9 @@ def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
     epoch, step = (_count(loaded, name) for name in ("epoch", "global_step"))
     inside = batches.get("current", {}).get("completed", 0)
     if batches.get("is_last_batch"):
-        epoch += 1
+        # Saved after fit, the epoch that is done is counted already.
+        ready = loop.get("epoch_progress", {}).get("current", {}).get("ready", epoch + 1)
+        epoch += int(ready > epoch)
     elif inside:
         taken.left.append(f"the place in epoch {epoch} (batch {inside}): the epoch begins anew")
     total = batches.get("total", {}).get("completed", 0)

@@ -289,6 +289,31 @@ def test_no_rank_reads_more_than_its_share_or_holds_the_whole(tmp_path: Path, py
                 assert figures["held beside the weights"] < 0.05, (layout, source, figures)
 
 
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("held", ["embedding.weight", "head.weight"])
+def test_a_file_may_hold_one_name_of_a_tied_parameter(held: str, tmp_path: Path) -> None:
+    """safetensors files of other libraries write each tensor once."""
+    weight = torch.randn(5, 3)
+    with CheckpointWriter(tmp_path / "one") as writer:
+        writer.model({held: weight})
+        path = writer.commit(progress={}, strategy="converted")
+    for load in (
+        lambda module: load_weights(module, {held: weight}),
+        lambda module: fill_weights(module, CheckpointReader(path)),
+    ):
+        module = Tied()
+        load(module)
+        assert torch.equal(module.embedding.weight, weight) and module.head.weight is module.embedding.weight
+    with pytest.raises(ConfigurationError, match="Missing"):
+        load_weights(Tied(), {"other": weight})
+
+
 def damage(path: str, layout: str) -> list[str]:
     strategy = strategy_of(layout)
     file = Path(path, "model-00002-of-00002.safetensors")

@@ -195,18 +195,27 @@ def step_data() -> list[torch.Tensor]:
     return [torch.randn(6, 4, generator=generator) for _ in range(2)]
 
 
-def test_a_lightning_run_goes_on(here: Any, tmp_path: Path) -> None:
-    """Optimizer, scheduler and counters come too: the losses are those of the run that was never converted."""
+@pytest.mark.parametrize("after_fit", [False, True])
+def test_a_lightning_run_goes_on(after_fit: bool, here: Any, tmp_path: Path) -> None:
+    """Optimizer, scheduler and counters come too: the losses are those of the run that was never converted.
+
+    Saved after fit, Lightning has counted the last epoch as done; saved by a callback at its end, it has not yet.
+    """
     whole = by_hand(8)[3]
     module, optimizer, scheduler, _ = by_hand(4)
     progress = {"total": {"completed": 4}, "current": {"completed": 2}, "is_last_batch": True}
     loaded = {
-        "epoch": 1,
+        "epoch": 2 if after_fit else 1,
         "global_step": 4,
         "state_dict": module.state_dict(),
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [scheduler.state_dict()],
-        "loops": {"fit_loop": {"epoch_loop.batch_progress": progress}},
+        "loops": {
+            "fit_loop": {
+                "epoch_loop.batch_progress": progress,
+                "epoch_progress": {"current": {"ready": 2, "completed": 2 if after_fit else 1}},
+            }
+        },
     }
     torch.save(loaded, tmp_path / "run.ckpt")
     done = here("convert", "run.ckpt")
