@@ -118,6 +118,7 @@ class DeepSpeedStrategy(OwnLoop):
         self._deepspeed: Any = None
         self._engines: list[Any] = []
         self._groups: list[list[Tensor]] = []
+        self._frozen: set[int] = set()
         self._failed = False
 
     @property
@@ -194,7 +195,7 @@ class DeepSpeedStrategy(OwnLoop):
             yield
             return
         # Not by its argument dtype: on a device without float16 it takes bfloat16 for every other.
-        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config()):
+        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config(complete=False)):
             yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -241,6 +242,9 @@ class DeepSpeedStrategy(OwnLoop):
         self._groups = [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups] or [
             trained
         ]
+        if optimizers:
+            self.config.check_optimizer(optimizers[0])
+        self._frozen = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
         self._make_engine(module, optimizers[0] if optimizers else None)
         self.optimizers = [self.engine.basic_optimizer]
         return self.optimizers
@@ -249,6 +253,22 @@ class DeepSpeedStrategy(OwnLoop):
         self._engines.append(make_engine(self._deepspeed, self._root(module), self.final_config(), optimizer))
         # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
+
+    def check_trained(self) -> None:
+        if self.engine is None:
+            return
+        for module in self.modules:
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and id(parameter) in self._frozen:
+                    raise ConfigurationError(
+                        f"{name} was frozen when DeepSpeed's engine was made and is trained now, which the engine would not do: leave "
+                        "it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
+                    )
+        if len(self.engine.basic_optimizer.param_groups) != len([group for group in self._groups if group]):
+            raise ConfigurationError(
+                "a parameter group was added after DeepSpeed's engine was made, which would not step it: give the optimizer all groups "
+                "in configure_optimizers."
+            )
 
     def make_schedulers(self) -> list[Any]:
         section = self.config.scheduler

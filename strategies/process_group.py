@@ -310,6 +310,11 @@ def begin_attempt() -> Attempt | None:
     global _attempts
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
+    if any(strategy.drives_one for strategy in _joined):
+        raise ConfigurationError(
+            "an attempt that is given up under DeepSpeed leaves the other ranks in process groups of its own, which nothing can break "
+            "off: try batch sizes in runs of their own, or on one rank."
+        )
     _attempts += 1
     return Attempt(_attempts, _connections)
 

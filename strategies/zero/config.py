@@ -6,10 +6,13 @@ import copy
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.settings import RunSettings
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 ARGUMENTS = {
     "stage": "zero_optimization.stage",
@@ -54,6 +57,8 @@ OWN_RANKS = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size", 
 """Sections that give the ranks another meaning than one share of each batch."""
 
 ADAM = ("adam", "adamw")
+WHOLE_PARAMETERS = frozenset({"adafactor", "lamb", "lars", "muon", "shampoo", "soap"})
+"""Optimizers, in small letters, whose step is not that of single elements."""
 
 
 class ZeroConfig:
@@ -173,6 +178,25 @@ class ZeroConfig:
         for key, value in section.items():
             self._put(f"zero_optimization.{OFFLOADS[name]}.{key}", value, f"{name}.{key}")
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuses what would go wrong on flat stretches of parameters without a word.
+
+        Raises:
+            ConfigurationError: for optimizers that look at a parameter as a whole, and groups of frozen parameters.
+        """
+        name = type(optimizer).__name__
+        if self.stage and name.lower() in WHOLE_PARAMETERS:
+            raise ConfigurationError(
+                f"{name} looks at each parameter as a whole, and ZeRO stage {self.stage} gives it flat stretches of several: use an "
+                "optimizer of single elements (Adam's, SGD), stage=0, or strategy='ddp'."
+            )
+        groups = [group["params"] for group in optimizer.param_groups]
+        if self.stage in (1, 2) and any(group and not any(p.requires_grad for p in group) for group in groups):
+            raise ConfigurationError(
+                f"a parameter group of {name} holds frozen parameters alone, which ZeRO stages 1 and 2 cannot take: leave it out, or "
+                "use stage=3."
+            )
+
     def _check_itself(self) -> None:
         stage = self.get("zero_optimization.stage")
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
@@ -192,6 +216,10 @@ class ZeroConfig:
             raise ConfigurationError(
                 "the DeepSpeed config has managed_gradient_accumulation=false, and Leyden tells DeepSpeed itself where a window "
                 "ends: leave it out."
+            )
+        if self.given("amp.enabled") is True:
+            raise ConfigurationError(
+                "the DeepSpeed config enables amp, which is NVIDIA Apex's: use precision='bf16-mixed'."
             )
         forms = [name for name in ("fp16", "bf16", "torch_autocast") if self.given(f"{name}.enabled") is True]
         if len(forms) > 1:
@@ -383,6 +411,19 @@ class ZeroConfig:
             raise ConfigurationError(
                 f"the DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), and the run's precision is {precision!r}: use "
                 "precision='bf16-mixed', or leave the section out."
+            )
+        wanted = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(precision)
+        said = str(dtype).removeprefix("torch.") if dtype else wanted
+        said = {"bf16": "bfloat16", "fp16": "float16"}.get(str(said), said)
+        if self.given("torch_autocast.enabled") is True and wanted and said != wanted:
+            raise ConfigurationError(
+                f"the DeepSpeed config's torch_autocast has the dtype {said}, and the run's precision is {precision!r}: leave the "
+                "section out."
+            )
+        if self.given("torch_autocast.enabled") is False and precision == "16-mixed":
+            raise ConfigurationError(
+                "the DeepSpeed config says torch_autocast.enabled=false, and precision='16-mixed' is DeepSpeed's autocast: leave the "
+                "section out."
             )
         if self.stage == 0 and self.lower_weights(precision) == "bf16":
             raise ConfigurationError(

@@ -274,6 +274,7 @@ class NamedOptimizer:
         for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
             # In place, since schedulers and the engine hold on to it. What the saved one did not have stays.
             group.update({key: value for key, value in saved.items() if key != "params"})
+        self._forget_others(state_dict["state"])
         steps: dict[Tensor, float] = {}
         for place, piece in self._pieces:
             for key, value in state_dict["state"].get(place, {}).items():
@@ -285,6 +286,25 @@ class NamedOptimizer:
         for _, piece in self._pieces:
             if piece.flat in steps:
                 piece.optimizer.state[piece.flat]["step"] = _step(piece.optimizer, piece.flat, steps.pop(piece.flat))
+
+    def _forget_others(self, saved: Mapping[int, Any]) -> None:
+        """Lets go of state that a checkpoint does not have: of steps after it, or of parameters that had none yet."""
+        entries: dict[Tensor, set[str]] = {}
+        for place, piece in self._pieces:
+            entries.setdefault(piece.flat, set()).update(saved.get(place, {}))
+        for place, piece in self._pieces:
+            state = piece.optimizer.state.get(piece.flat, {})
+            for key in list(state):
+                if key not in entries[piece.flat]:
+                    del state[key]
+                elif key not in saved.get(place, {}) and _is_spread(state[key], piece.flat):
+                    piece.of(state[key]).zero_()
+            if not state:
+                piece.optimizer.state.pop(piece.flat, None)
+
+
+def _is_spread(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
 
 
 def _take(piece: Piece, key: str, value: Any) -> None:

@@ -291,6 +291,41 @@ def resumed(folder: str) -> dict[str, Any]:
     return found
 
 
+def rewound(folder: str) -> dict[str, list[list[float]]]:
+    """The losses of five steps, and those after going back to the state before them, which had no optimizer state."""
+    found = {}
+    for stage in (1, 2, 3):
+        for kind in ("AdamW", "SGD"):
+            accelerator = accelerator_of(stage)
+            model = build()[0]
+            chosen = {"AdamW": {"lr": 0.05}, "SGD": {"lr": 0.05, "momentum": 0.9}}[kind]
+            model, optimizer, loader = accelerator.prepare(
+                model, getattr(torch.optim, kind)(model.parameters(), **chosen), data()
+            )
+            accelerator.save_state(f"{folder}/{stage}-{kind}")
+            passes = []
+            for again in (False, True):
+                if again:
+                    accelerator.load_state(f"{folder}/{stage}-{kind}")
+                losses = []
+                for x, y in loader:
+                    loss = F.mse_loss(model(x), y)
+                    losses.append(float(loss))
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                passes.append(losses)
+            found[f"{stage} {kind}"] = passes
+            accelerator.free_memory()
+    return found
+
+
+def test_a_loop_goes_back_to_a_state_without_what_came_after_it(tmp_path: Path) -> None:
+    for rank in run_world(2, rewound, str(tmp_path)):
+        for name, (first, second) in rank.items():
+            assert len(first) == 5 and first == second, name
+
+
 def test_a_loop_is_saved_and_gone_on_with_by_any_strategy(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 

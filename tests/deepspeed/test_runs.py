@@ -15,7 +15,7 @@ from torch.optim import LBFGS, SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Trainer, TrainModule
+from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.strategies.deepspeed import DeepSpeedStrategy
 
 # Of the launch that the tests of this file share.
@@ -276,6 +276,32 @@ def refusals() -> Any:
 def test_a_run_that_cannot_be_is_refused_before_it_trains(refusals: Any, name: str) -> None:
     assert REFUSALS[name] in refusals[name]
     assert refusals[name].startswith("ConfigurationError")
+
+
+class Unfreezes(Net):
+    """Trains its first parameter from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        next(self.parameters()).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        next(self.parameters()).requires_grad_(self.current_epoch == 1)
+
+
+def unfreezing() -> list[str]:
+    found = []
+    for stage in (2, 3):
+        try:
+            trainer_of(zero(stage), max_epochs=2).fit(Unfreezes(), data())
+        except ConfigurationError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_parameter_that_the_engine_would_not_train_is_named() -> None:
+    [found] = run_world(1, unfreezing)
+    assert len(found) == 2 and all("was frozen when DeepSpeed's engine was made" in text for text in found)
 
 
 def failing(stage: int, folder: str) -> None:

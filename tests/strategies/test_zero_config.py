@@ -155,6 +155,28 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: built({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}),
         ("optimizer.params.lr", "'auto'", "give a value"),
     ),
+    "autocast in another dtype": (
+        lambda: built({"torch_autocast": {"enabled": True, "dtype": "float16"}}, precision="bf16-mixed"),
+        ("torch_autocast", "float16", "'bf16-mixed'"),
+    ),
+    "no autocast for 16-mixed": (
+        lambda: built({"torch_autocast": {"enabled": False}}, precision="16-mixed", device="cuda"),
+        ("torch_autocast.enabled=false", "'16-mixed'"),
+    ),
+    "Apex": (lambda: ZeroConfig({"amp": {"enabled": True}}), ("amp", "Apex", "bf16-mixed")),
+    "an optimizer of whole parameters": (
+        lambda: ZeroConfig({}, stage=2).check_optimizer(torch.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))])),
+        ("Adafactor", "stage 2", "stage=0"),
+    ),
+    "a group that is frozen as a whole": (
+        lambda: ZeroConfig({}, stage=1).check_optimizer(
+            torch.optim.SGD(
+                [{"params": [torch.ones(1, requires_grad=needs)]} for needs in (True, False)],
+                lr=0.1,
+            )
+        ),
+        ("frozen parameters alone", "stage=3"),
+    ),
     "manual optimisation": (lambda: checked({}, manual=True), ("manual optimisation", "automatic_optimization = True")),
     "a backward of one's own": (lambda: checked({}, own_backward=True), ("overrides backward",)),
     "no such file": (lambda: ZeroConfig("/no/such/file.json"), ("/no/such/file.json", "cannot be read")),

@@ -300,7 +300,8 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
             "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
         )
     steps = "optimizers" in goal.parts
-    parts = trainer.strategy.state_parts(trainer.module)
+    # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
+    parts = None if trainer.strategy.drives_one else trainer.strategy.state_parts(trainer.module)
     return Saved(
         user,
         reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {},
