@@ -36,6 +36,7 @@ environment() {
             # Commands name their interpreter by the path they were installed under.
             grep -rlIF "$part" "$part/bin" "$part/pyvenv.cfg" | xargs -r sed -i "s#$part#$final#g"
         } >&2
+        rm -rf "$final"
         mv "$part" "$final"
     fi
     echo "$final/bin/python"
