@@ -439,3 +439,50 @@ def test_a_frozen_module_is_named(Tiny: Any, fit: Any, batches: Any) -> None:
         fit(module, batches(1))
     module.unfreeze()
     assert module.training and fit(module, batches(1)).global_step == 1
+
+
+class Replaced(SGD):
+    """An optimizer with a `zero_grad` of its own, which keeps half of each gradient."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            parameter.grad *= 0.5
+
+
+def patched(module: nn.Module) -> SGD:
+    """An optimizer whose method was replaced on the object, as libraries that wrap optimizers do."""
+    optimizer = SGD(module.parameters(), 0.1)
+    optimizer.zero_grad = Replaced.zero_grad.__get__(optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [lambda module: Replaced(module.parameters(), 0.1), patched], ids=["class", "object"])
+def test_an_optimizers_own_zero_grad_is_the_one_that_is_called(Tiny: Any, fit: Any, batches: Any, make: Any) -> None:
+    class Configured(Tiny):
+        def configure_optimizers(self) -> Any:
+            return make(self)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net.weight.sum()
+
+    module = Configured()
+    fit(module, batches(3), max_epochs=1)
+    # Gradients of 1, 1.5 and 1.75, where torch's own would have left 1 each time.
+    torch.testing.assert_close(module.net.weight, torch.full_like(module.net.weight, 1 - 0.1 * (1 + 1.5 + 1.75)))
+
+
+def test_gradients_of_parameters_that_come_later_are_cleared_too(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Growing(Tiny):
+        def configure_optimizers(self) -> Any:
+            self.late = nn.Parameter(torch.zeros(()))
+            return SGD(self.net.parameters(), lr=1.0)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 1:
+                self.optimizers().add_param_group({"params": [self.late]})
+            return self.late + 0 * self(batch).mean()
+
+    module = Growing()
+    fit(module, batches(4), max_epochs=1)
+    # The gradient of batch 0 is there at the first step (batch 1) with that of batch 1; from then on each counts alone.
+    assert module.late.item() == -(2 + 1 + 1)

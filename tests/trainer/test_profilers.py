@@ -30,6 +30,12 @@ def test_a_profiler_changes_nothing(Tiny: Any, fit: Any, batches: Any) -> None:
     assert profiled.trained == plain.trained and bool((profiled.net.weight == plain.net.weight).all())
 
 
+def test_traces_name_the_clearing_of_gradients(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, "labels")
+    fit(Tiny(), batches(6), profiler=profiler)
+    assert any("Optimizer.zero_grad" in path.read_text() for path in tmp_path.rglob("*.json"))
+
+
 def test_the_advanced_profiler_shows_functions(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
     fit(Tiny(), batches(2), batches(1), profiler=AdvancedProfiler(tmp_path, "report"))
     text = (tmp_path / "fit-report.txt").read_text()
