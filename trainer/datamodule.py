@@ -112,7 +112,7 @@ class DataModule(Hyperparameters):
                 batch_size=batch_size,
                 shuffle=shuffle,
                 num_workers=num_workers,
-                pin_memory=torch.cuda.is_available(),
+                pin_memory=torch.cuda.device_count() > 0,
             )
 
         def loaders(data: Any) -> Any:

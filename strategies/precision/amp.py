@@ -96,8 +96,10 @@ class MixedPrecision(Precision):
             # The hook runs only if the scaler really steps: no second read-back is needed to learn that.
             optimizer.register_step_post_hook(self._note_step)
 
-    def _note_step(self, *_: Any) -> None:
-        self._stepped = True
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # A fused optimizer skips in its kernel, by what the scaler found: read here as the scaler does for the others.
+        found = getattr(optimizer, "found_inf", None)
+        self._stepped = found is None or not bool(found)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

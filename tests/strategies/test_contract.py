@@ -491,3 +491,12 @@ def test_strategies_of_several_ranks(name: str) -> None:
     last = [*backward, "on_before_optimizer_step", "on_train_batch_end"]
     hooks = ["on_before_zero_grad", *backward, "on_train_batch_end", *last, "on_before_zero_grad", *last]
     assert run_world(2, both, name) == [([], hooks, [])] * 2
+
+
+def test_gradients_that_are_all_sparse_are_scaled() -> None:
+    strategy, table = SingleDeviceStrategy(), nn.Embedding(4, 2, sparse=True)
+    strategy.setup_optimizers([table], [torch.optim.SGD(table.parameters(), 0.1)])
+    table(torch.tensor([1])).sum().backward()
+    strategy.scale_gradients(0.5)
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().tolist() == [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
 from leyden.strategies.errors import LeydenError
+from leyden.strategies.launch.functions import packed, unpacked
 
 
 class Module(TrainModule):
@@ -216,3 +218,13 @@ def test_a_session_without_a_file(arguments: list[str], strategy: str, why: str,
         found.stderr
     )
     assert "DONE 2" in found.stdout and "True" in found.stdout, found.stderr
+
+
+def test_what_was_packed_on_a_gpu_comes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank would load it to the GPU that the caller had it on, and the caller to that of rank 0."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    data = packed({"x": torch.arange(3)})
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(io.BytesIO(data))
+    found = unpacked(data)["x"]
+    assert found.device.type == "cpu" and found.tolist() == [0, 1, 2]
