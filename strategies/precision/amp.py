@@ -65,6 +65,13 @@ class MixedPrecision(Precision):
         self._done: set[int] = set()
         """Optimizers that stepped, or whose step was skipped, since the last update of the scale."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled for ranks that are spawned, whose optimizers are made there.
+        return {**vars(self), "_registered": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _registered=WeakSet())
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, dtype=self.dtype)
 

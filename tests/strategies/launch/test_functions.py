@@ -228,3 +228,14 @@ def test_what_was_packed_on_a_gpu_comes_to_the_cpu(monkeypatch: pytest.MonkeyPat
         torch.load(io.BytesIO(data))
     found = unpacked(data)["x"]
     assert found.device.type == "cpu" and found.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
+def test_a_trainer_of_any_precision_can_be_handed_to_ranks(precision: str) -> None:
+    trainer = unpacked(packed(Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, precision=precision)))
+    plugin = trainer.strategy.precision
+    plugin.check(torch.device("cpu"))
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    for _ in range(2):
+        plugin.register(optimizer)
+    assert plugin.name == precision and len(optimizer._optimizer_step_post_hooks) == (precision == "16-mixed")
