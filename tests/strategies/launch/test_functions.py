@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import ConfigurationError, Trainer, TrainModule
+from leyden import ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.functions import packed, unpacked
@@ -239,3 +239,11 @@ def test_a_trainer_of_any_precision_can_be_handed_to_ranks(precision: str) -> No
     for _ in range(2):
         plugin.register(optimizer)
     assert plugin.name == precision and len(optimizer._optimizer_step_post_hooks) == (precision == "16-mixed")
+
+
+def test_a_data_module_of_data_sets_can_be_handed_to_ranks() -> None:
+    data = DataModule.from_datasets(TensorDataset(torch.arange(6)), batch_size=2)
+    data.note = "kept"  # type: ignore[attr-defined]
+    found = unpacked(packed(data))
+    assert isinstance(found, DataModule) and found.note == "kept"  # type: ignore[attr-defined]
+    assert len(found.train_dataloader()) == 3 and found.train_dataloader().batch_size == 2
