@@ -429,8 +429,8 @@ class Strategy(ABC):
         """True on every rank if it is true on one."""
         return flag
 
-    def aborts_on_shapes(self, group: Any = None) -> bool:
-        """True where a collective over tensors of different shapes would end the process, rather than raise."""
+    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
+        """True where a collective over such tensors, of different shapes, would end the process, rather than raise."""
         return False
 
     def differing(self, what: str, group: Any = None) -> list[str]:

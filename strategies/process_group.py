@@ -270,8 +270,9 @@ class ProcessGroupStrategy(Strategy):
     def any(self, flag: bool) -> bool:
         return self.exchange_flags([flag])()[0]
 
-    def aborts_on_shapes(self, group: Any = None) -> bool:
-        return bool(dist.get_backend(group) == "gloo")
+    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
+        backend = dist.get_backend(group)
+        return backend == "gloo" or ("cpu:gloo" in backend and any(tensor.device.type == "cpu" for tensor in tensors))
 
     def differing(self, what: str, group: Any = None) -> list[str]:
         within = self.host_group if group is None else group

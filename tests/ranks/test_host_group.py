@@ -13,7 +13,7 @@ from silent_device import SILENT, Begins, Waits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Accelerator, Callback, Trainer, TrainModule, find_executable_batch_size
+from leyden import Accelerator, Callback, ConfigurationError, Trainer, TrainModule, find_executable_batch_size
 from leyden.strategies.ddp import DDPStrategy
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "barrier", "_all_gather_base", "gather", "reduce_scatter")
@@ -131,3 +131,18 @@ def waits_on_the_host(backend: str) -> tuple[list[int], bool]:
 def test_a_rank_that_waits_in_the_group_of_the_hosts_is_woken_too() -> None:
     for sizes, is_one_group in run_world(2, waits_on_the_host, "cpu:gloo,cuda:gloo", timeout=60):
         assert sizes == [4, 2, 1] and not is_one_group
+
+
+def gathers_unlike(backend: str) -> str:
+    trainer = Trainer(strategy=DDPStrategy(process_group_backend=backend), accelerator="cpu", logger=False)
+    trainer.strategy.setup_environment()
+    try:
+        trainer.accelerator.all_gather(torch.ones(2 + trainer.global_rank))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_tensors_of_the_cpu_that_gloo_would_abort_over_are_compared_beside_nccl_too() -> None:
+    for told in run_world(2, gathers_unlike, "cpu:gloo,cuda:gloo", timeout=60):
+        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in told
