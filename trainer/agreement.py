@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leyden.trainer.loops.fit import FitLoop
+    from leyden.trainer.loops.clock import Clock
     from leyden.trainer.trainer import Trainer
 
 Answer = Callable[[], list[bool]]
@@ -21,7 +21,8 @@ class Agreement:
     end of an epoch, and after a validation, the ranks wait for each other, so that both end as in one process.
 
     Args:
-        loop: of this rank.
+        trainer: of this rank.
+        clock: the training time of this rank; that of the first rank counts.
 
     Attributes:
         stops: somebody set `should_stop`.
@@ -29,9 +30,9 @@ class Agreement:
         validation_is_due: by an interval in time, on the first rank's clock.
     """
 
-    def __init__(self, loop: FitLoop) -> None:
-        self._loop = loop
-        self._trainer = loop.trainer
+    def __init__(self, trainer: Trainer, clock: Clock) -> None:
+        self._trainer = trainer
+        self._clock = clock
         self._answer: Answer | None = None
         self._wants_cut = False
         self.stops = self.time_is_up = self.validation_is_due = False
@@ -67,14 +68,14 @@ class Agreement:
         self._take()
 
     def _ask(self) -> Answer:
-        trainer, loop = self._trainer, self._loop
+        trainer, clock = self._trainer, self._clock
         decides_on_time = trainer.is_global_zero
         return trainer.strategy.exchange_flags(
             (
                 *_signals(trainer),
                 trainer.should_stop,
-                decides_on_time and loop.time_is_up(),
-                decides_on_time and loop.validation_time_is_up(),
+                decides_on_time and clock.time_is_up(),
+                decides_on_time and clock.validation_is_due(),
                 self._wants_cut,
             )
         )

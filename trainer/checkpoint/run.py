@@ -221,7 +221,7 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
         for logger in trainer.loggers:
             logger.save()
         if loop is not None and trainer.state.stage == "fit":
-            loop.note_time()
+            loop.clock.note()
         if trainer.accelerator.window.is_open and loop is not None:
             progress = loop.window_start()
         if weights_only:
@@ -317,21 +317,21 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
     """Weights, and in fit the state of DataModule and callbacks: all that comes before the optimizers.
 
     Returns:
-        What `restore_run` goes on with.
+        The rest of the checkpoint, which `restore_run` takes.
     """
     if reader is None:
         return Saved()
     saved = _read(trainer, reader, goal)
     if "weights" in goal.parts:
         if saved.user is not None:
-            trainer.hooks.module_only("on_load_checkpoint", saved.user["checkpoint"])
+            trainer.hooks.load_into_module(saved.user["checkpoint"])
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
         if saved.rank is not None:
             load_buffers(trainer.module, saved.rank.get("buffers", {}))
     if trainer.state.stage == "fit" and saved.user is not None and "callbacks" in goal.parts:
         if trainer.datamodule is not None and saved.user["datamodule"]:
             trainer.datamodule.load_state_dict(saved.user["datamodule"])
-        trainer.hooks.callbacks_only("on_load_checkpoint", saved.user["checkpoint"])
+        trainer.hooks.load_into_callbacks(saved.user["checkpoint"])
         for callback in trainer.callbacks:
             if callback.state_key in saved.callbacks:
                 callback.load_state_dict(saved.callbacks[callback.state_key])
