@@ -190,11 +190,11 @@ class Hooks:
         return result
 
     def load_into_module(self, checkpoint: dict[str, Any]) -> None:
-        """Calls the module's `on_load_checkpoint`, which has its turn before the weights are loaded."""
+        """Calls the module's `on_load_checkpoint`, before the weights are loaded."""
         self._call("on_load_checkpoint", self._module_loads, (checkpoint,))
 
     def load_into_callbacks(self, checkpoint: dict[str, Any]) -> None:
-        """Calls `on_load_checkpoint` of the callbacks, which have their turn after the weights are loaded."""
+        """Calls the callbacks' `on_load_checkpoint`, after the weights are loaded."""
         self._call("on_load_checkpoint", self._callbacks_load, (checkpoint,))
 
     def _all(self, event: str) -> tuple[Call, ...]:
