@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.logger import Logger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 
 
@@ -71,7 +72,7 @@ class CometLogger(Logger):
     def experiment(self) -> Any:
         """The experiment; on ranks that do not write, calls do nothing."""
         if not self.is_writer:
-            return SilentExperiment()
+            return Silent()
         if self._experiment is None:
             self._experiment = self._begin()
             self._key = str(self._experiment.get_key())

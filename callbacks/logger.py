@@ -266,19 +266,6 @@ class FolderLogger(Logger):
                 claimed.rmdir()
 
 
-class SilentExperiment:
-    """Stands in for a writer on the ranks that write nothing: every call is taken and does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._nothing
-
-    @staticmethod
-    def _nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-
 def claim_version(root: str | os.PathLike[str]) -> int:
     """Makes the folder `version_N` with the first free N above all others, and gives back N.
 

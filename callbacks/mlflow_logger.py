@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leyden.callbacks.logger import Logger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 
 MOST = 100
@@ -74,7 +75,7 @@ class MLFlowLogger(Logger):
     def experiment(self) -> Any:
         """The MlflowClient; `version` is the run's id. On ranks that do not write, calls do nothing."""
         if not self.is_writer:
-            return SilentExperiment()
+            return Silent()
         if self._client is None:
             self._client = self._begin()
         return self._client

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.logger import FolderLogger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import FolderLogger, flatten_hparams, plain_numbers
 from leyden.callbacks.model_summary import undisturbed
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class TensorBoardLogger(FolderLogger):
     def experiment(self) -> SummaryWriter:
         """The SummaryWriter, for images, texts, histograms, …; on ranks that do not write, calls do nothing."""
         if not self.is_writer:
-            return SilentExperiment()  # type: ignore[return-value]
+            return Silent()  # type: ignore[return-value]
         if self._writer is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from leyden.callbacks.logger import Logger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ class WandbLogger(Logger):
     def experiment(self) -> Run:
         """The W&B run; on ranks that do not write, calls do nothing."""
         if not self.is_writer:
-            return SilentExperiment()  # type: ignore[return-value]
+            return Silent()  # type: ignore[return-value]
         if self._run is None:
             self._run = self._begin()
         if not self._is_defined:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
 from leyden.trainer.own_loop.collectives import Collectives
 
@@ -135,19 +136,10 @@ class LoggerTracker(GeneralTracker):
             self.logger.finish()
 
 
-class SilentTracker(GeneralTracker):
-    """Stands in where there is nothing to write: every call is taken and does nothing."""
+class SilentTracker(Silent, GeneralTracker):
+    """What a rank that writes nothing gets of `get_tracker`: every call is accepted and does nothing."""
 
     name = "silent"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._nothing
-
-    @staticmethod
-    def _nothing(*args: Any, **kwargs: Any) -> None:
-        return None
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         return None
