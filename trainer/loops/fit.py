@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
@@ -23,7 +21,7 @@ from leyden.trainer.logs import Value, load_metric_states, metric_states
 from leyden.trainer.loops.count import Count
 from leyden.trainer.loops.draws import Draws, draws_itself
 from leyden.trainer.loops.evaluate import EvaluationLoop
-from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
+from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.plan import settings_of
 
 if TYPE_CHECKING:
@@ -316,6 +314,7 @@ class FitLoop:
         progress = self.progress
         progress.phase, progress.ended = "stepped", is_last
         progress.validation_due = self._validation_due(is_last)
+        progress.skipped = bool(self.accelerator.prepared_optimizers) and not self.accelerator.stepped
         if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
             self.step.step_schedulers("epoch", progress.epoch + 1)
         if self.trainer.profiler is not None and not progress.cut:
@@ -349,7 +348,8 @@ class FitLoop:
             progress.phase = "validated"
         if progress.phase == "validated":
             progress.validation_due = False
-            if self.trainer.lr_scheduler_configs and not progress.cut and self.trainer.module.automatic_optimization:
+            waits = not (progress.cut or progress.skipped) and self.trainer.module.automatic_optimization
+            if self.trainer.lr_scheduler_configs and waits:
                 self.step.step_plateau_schedulers("step", progress.stepped)
             progress.phase = "settled"
 
@@ -568,6 +568,9 @@ class FitLoop:
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
             self._limit_batches()
+        elif inside and (progress.ended or progress.cut):
+            # Nothing is left to be read of this epoch.
+            self._iterator = iter(())
         elif inside:
             # Only the place was left out of what is restored: the epoch begins anew.
             progress.batch, progress.phase, inside = 0, "epoch_start", False
@@ -586,12 +589,3 @@ class FitLoop:
             self._settle()
             if self._stops():
                 self._end_epoch(complete=progress.ended)
-
-
-def detached(outputs: Any) -> Any:
-    """What `training_step` returned, without the graph that listeners would otherwise keep alive."""
-    if isinstance(outputs, Tensor):
-        return outputs.detach()
-    if isinstance(outputs, dict):
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
-    return outputs
