@@ -22,7 +22,7 @@ class Progress:
         samples: samples seen by all ranks together in all epochs, as far as batches tell their size.
         phase: what was done last. "stepped": a window was closed, its validation may be due; "validated": that
             validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
-            "epoch_end": before the epoch's first hook, after its last; "paused": after the last hook of an epoch that a limit
+            "epoch_end": until the epoch's first hook is over, and after its last; "paused": after the last hook of an epoch that a limit
             broke off, which a resume goes on with.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.

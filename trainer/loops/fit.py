@@ -56,6 +56,8 @@ class FitLoop:
         self._waits = False
         """Something follows a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
+        self._former_ended = True
+        """The epoch before this one was read to its end."""
         self._clock = time.perf_counter()
         self.count = Count(trainer)
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
@@ -176,10 +178,12 @@ class FitLoop:
             self._load_validation_data(again=True)
         assert self.cursor is not None
         self._window_start = 0
+        self.hooks.fire_all("on_train_epoch_start")
+        # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the order of a
+        # shuffle follows what the hook drew.
         self._iterator = self.cursor.start(progress.epoch)
         self._limit_batches()
         progress.phase = "settled"
-        self.hooks.fire_all("on_train_epoch_start")
         self.trainer.strategy.check_trained()
 
     def _skip(self, batch_idx: int) -> Any:
@@ -294,6 +298,7 @@ class FitLoop:
         self._settle()
 
     def _next_epoch(self) -> None:
+        self._former_ended = self._is_read_to_end()
         self.progress.epoch += 1
         self.progress.batch, self.progress.cut, self.progress.ended = 0, False, False
         self.progress.phase = "epoch_start"
@@ -462,13 +467,18 @@ class FitLoop:
         if self.cursor is None:
             return None
         inside = progress.phase not in ("epoch_start", "epoch_end")
-        is_limited = self.num_batches != self.cursor.length or progress.batch == self._limit_of_unknown()
-        ended = not is_limited and not progress.cut
+        ended = self._former_ended if progress.phase == "epoch_start" else self._is_read_to_end()
         return {
             "place": self.cursor.state_dict(progress.batch) if inside else None,
             "rest": None if inside else self.cursor.rest_state(ended),
             "validation": [] if self.validation is None else self.validation.loader_states(),
         }
+
+    def _is_read_to_end(self) -> bool:
+        """True if the epoch that is over was not broken off by a limit or a hook."""
+        assert self.cursor is not None
+        is_limited = self.num_batches != self.cursor.length or self.progress.batch == self._limit_of_unknown()
+        return not is_limited and not self.progress.cut
 
     def window_start(self) -> Progress:
         """The progress at the start of the open window, which a resume then repeats."""
