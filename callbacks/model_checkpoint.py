@@ -25,8 +25,7 @@ from leyden.callbacks.timer import parse_duration
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.folder import delete, is_checkpoint
-from leyden.trainer.checkpoint.manifest import read_manifest
+from leyden.trainer.checkpoint.folder import delete, identity, is_checkpoint
 from leyden.trainer.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 # What a failed save must leave as it was.
 BOOKS = (
     *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
-    *("_recent", "_doomed", "_saved_step", "_saved_at"),
+    *("_recent", "_doomed", "_saved_step", "_saved_batch", "_saved_at"),
 )
 
 
@@ -178,8 +177,9 @@ class ModelCheckpoint(Callback):
             "last_model_path": self._relative(self.last_model_path),
             "best_k_models": {self._relative(path): float(score) for path, score in self.best_k_models.items()},
             "recent": [self._relative(path) for path in self._recent],
-            "doomed": {self._relative(path): identity for path, identity in self._doomed.items()},
+            "doomed": {self._relative(path): who for path, who in self._doomed.items()},
             "saved_step": self._saved_step,
+            "saved_batch": self._saved_batch,
             "seconds_since_save": None if self._saved_at is None else time.monotonic() - self._saved_at,
         }
 
@@ -204,6 +204,8 @@ class ModelCheckpoint(Callback):
             at(name, home): who for name, who in state.get("doomed", {}).items() if own
         }
         self._saved_step: int = state.get("saved_step", -1)
+        self._saved_batch: int = state.get("saved_batch", -1)
+        self._seen_step = 0
         ago = state.get("seconds_since_save")
         self._saved_at: float | None = None if ago is None else time.monotonic() - ago
 
@@ -254,6 +256,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
             self._saved_at = time.monotonic()
+        self._seen_step = trainer.global_step
         if self._ranks(trainer).is_keeper:
             self._delete_doomed()
 
@@ -262,7 +265,10 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if not self._every_n_train_steps and self._interval is None:
             return
-        if trainer.window.closes and self._is_due_by_step(trainer) and not self._waits_for_validation(trainer):
+        # In manual optimisation a batch may go by without a step.
+        stepped, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
+        due = trainer.window.closes and (stepped or not self._every_n_train_steps) and self._is_due_by_step(trainer)
+        if due and not self._waits_for_validation(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -318,8 +324,8 @@ class ModelCheckpoint(Callback):
 
     # what -------------------------------------------------------------------------------------------------------------
     def _save(self, trainer: Trainer, may_rank: bool = True) -> None:
-        """Saves if there is a reason to, once at a step."""
-        if trainer.fast_dev_run or self._saved_step == trainer.global_step:
+        """Saves if there is a reason to, once after a batch."""
+        if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
             return
         values = self._values(trainer)
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
@@ -330,7 +336,7 @@ class ModelCheckpoint(Callback):
             return
         path = os.path.join(self.dirpath or "", name)
         with self._rolling_back(), self._making_room(trainer, path):
-            self._book(path, trainer.global_step, ranks)
+            self._book(path, trainer, ranks)
             written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
             if written != path:
                 self._rename(path, written)
@@ -383,7 +389,7 @@ class ModelCheckpoint(Callback):
         return score < worst if self.mode == "min" else score > worst
 
     # the ranking ------------------------------------------------------------------------------------------------------
-    def _book(self, path: str, step: int, ranks: bool) -> None:
+    def _book(self, path: str, trainer: Trainer, ranks: bool) -> None:
         """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
         before = self._kept()
         if ranks and self.monitor is None:
@@ -399,12 +405,12 @@ class ModelCheckpoint(Callback):
             self.best_model_path = self._best_of(self.best_k_models)
             self.best_model_score = self.best_k_models[self.best_model_path]
         self.last_model_path = path
-        self._saved_step = step
+        self._saved_step, self._saved_batch = trainer.global_step, trainer.progress.batches
         self._saved_at = time.monotonic()
         kept = self._kept()
         for old in before:
             if old not in kept:
-                self._doomed[old] = _identity(old)
+                self._doomed[old] = identity(old)
 
     def _kept(self) -> set[str]:
         """Every checkpoint that is not to be deleted."""
@@ -440,9 +446,9 @@ class ModelCheckpoint(Callback):
 
     def _delete_doomed(self) -> None:
         """Deletes what was replaced. One that cannot be deleted is tried again with the next."""
-        for path, identity in list(self._doomed.items()):
+        for path, who in list(self._doomed.items()):
             # By another run the name may have been given to another checkpoint.
-            if identity is not None and _identity(path) == identity:
+            if who is not None and identity(path) == who:
                 try:
                     delete(path)
                 except CheckpointError as error:
@@ -578,15 +584,6 @@ def _triggers(steps: Any, epochs: Any, interval: Any) -> tuple[int, int, float |
     if steps is None and epochs is None and seconds is None:
         epochs = 1
     return steps or 0, epochs or 0, seconds
-
-
-def _identity(path: str) -> str | None:
-    """What tells a checkpoint from another one of the same name; None if there is none that can be read."""
-    try:
-        manifest = read_manifest(Path(path))
-    except CheckpointError:
-        return None
-    return f"{manifest.save_counter} {manifest.saved_at}"
 
 
 def _number(value: Tensor | None) -> float | None:

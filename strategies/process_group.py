@@ -310,10 +310,11 @@ def begin_attempt() -> Attempt | None:
     global _attempts
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    if any(strategy.drives_one for strategy in _joined):
+    engines = [strategy.name for strategy in _joined if strategy.drives_one]
+    if engines:
         raise ConfigurationError(
-            "an attempt that is given up under DeepSpeed leaves the other ranks in process groups of its own, which nothing can break "
-            "off: try batch sizes in runs of their own, or on one rank."
+            f"a try that one rank gives up would leave the others in process groups of {engines[0]}'s engine, which cannot be broken off: "
+            "try batch sizes in runs of their own, or on one rank."
         )
     _attempts += 1
     return Attempt(_attempts, _connections)

@@ -573,6 +573,37 @@ def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
         assert "rank 0: all_gather(float32[2]) at " in message and "rank 1: all_gather(float32[3]) at " in message
 
 
+class Growing(Gathering):
+    """Gathers other shapes in each batch, and in each run."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1:
+            # Comes later than rank 0, which finds what there is.
+            torch.randn(200, 200) @ torch.randn(200, 200)
+        self.all_gather(torch.ones(self.width + batch_idx))
+        return self.layer(batch[0]).mean()
+
+
+def debugged_twice() -> list[int]:
+    from leyden import Trainer
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    steps = []
+    for width in (1, 20, 300):
+        trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, **quiet)
+        trainer.fit(Growing(width), DataLoader(numbers(), 1))
+        steps.append(trainer.global_step)
+    return steps
+
+
+def test_debug_mode_forgets_a_run_that_is_over() -> None:
+    assert run_world(2, debugged_twice, environ=DEBUG, timeout=60) == [[8, 8, 8]] * 2
+
+
 def generative(by_leyden: bool) -> list[Any]:
     """WGAN-GP: the critic is run three times and differentiated twice before one backward."""
     from leyden import Accelerator

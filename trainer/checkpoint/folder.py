@@ -119,3 +119,12 @@ def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
 def _looks_like_one(path: Path) -> bool:
     # A checkpoint that lost its manifest is damaged, which is worth a warning.
     return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))
+
+
+def identity(path: str | Path) -> str | None:
+    """What tells a checkpoint from another one of the same name; None if there is none that can be read."""
+    try:
+        manifest = read_manifest(Path(path))
+    except CheckpointError:
+        return None
+    return f"{manifest.save_counter} {manifest.saved_at}"

@@ -199,6 +199,14 @@ class CheckpointReader:
                     wants[key] = Want(spec["parts"][""], offsets, part)
             fill(self._file, wants.values())
 
+    def optimizer_count(self) -> int:
+        """How many optimizers' states were saved."""
+        if not self.has(OPTIMIZERS):
+            return 0
+        parsed = self.json(OPTIMIZERS)
+        with self._blame(OPTIMIZERS):
+            return len(parsed["optimizers"])
+
     def optimizers(
         self, device: str | torch.device | None = None, like: Mapping[str, Tensor] | None = None
     ) -> list[dict[str, Any]]:

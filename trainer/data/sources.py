@@ -38,7 +38,8 @@ class Source(ABC):
     A sharded one (`shares`) gives with each batch this rank's `Share` of the global batch.
 
     States are nests of tensors and plain Python. What draws random numbers is kept twice: as it was before the iterator
-    was made, and as it is now.
+    was made, and as it is now. Where other loaders draw between the two, it is also kept as it was before the first batch,
+    since samplers choose their order only then.
 
     Args:
         loader: any iterable of batches.
@@ -52,6 +53,7 @@ class Source(ABC):
         self.allow_replay = allow_replay
         self.generators = Generators(loader)
         self.before: State | None = None
+        self.first: State | None = None
 
     @property
     def finds_places(self) -> bool:
@@ -67,7 +69,14 @@ class Source(ABC):
 
     def position(self, batches: int) -> State:
         """The place after `batches` batches of the epoch."""
-        return {"batches": batches, "before": self.before, "generators": self.generators.states()}
+        state = {"batches": batches, "before": self.before, "generators": self.generators.states()}
+        if self.first is not None and batches:
+            state["first"] = self.first
+        return state
+
+    def note_first(self) -> None:
+        """The first batch is about to be drawn, and others have drawn since `start`."""
+        self.first = {"rng": rng_state(devices=False), "generators": self.generators.states()}
 
     def ahead(self, batches: int) -> State | None:
         """The place after so many batches of an epoch that is not begun; None where it can only be come to by reading."""
@@ -121,8 +130,16 @@ class Source(ABC):
         set_rng_state(before["rng"])
         self.generators.restore(before["generators"])
 
+    def _go_to_first(self) -> None:
+        """Brings back the random numbers from before the first batch, where others have drawn before it."""
+        if self.first is not None:
+            set_rng_state(self.first["rng"])
+            self.generators.restore(self.first["generators"])
+
     def _replay(self, batches: int) -> Iterator[Any]:
         iterator: Iterator[Any] = iterator_of(self.loader)
+        if batches:
+            self._go_to_first()
         for _ in range(batches):
             next(iterator, None)
         return iterator
@@ -193,7 +210,7 @@ class ForeignSource(Source):
                 "state_dict and load_state_dict, or set allow_replay=True to load and drop the batches before."
             )
         self.set_epoch(epoch)
-        self.before = state["before"]
+        self.before, self.first = state["before"], state.get("first")
         self._rewind(state["before"])
         iterator = self._replay(state["batches"])
         self.generators.restore(state["generators"])
@@ -261,7 +278,7 @@ class TorchSource(Source):
         self._restore_seed(state)
         self._origin = (state["batches"], state.get("drawn", state["batches"] * self.span))
         self.set_epoch(epoch)
-        self.before = before
+        self.before, self.first = before, state.get("first")
         self._rewind(before)
         iterator: Iterator[Any]
         if self.is_iterable:
@@ -357,6 +374,9 @@ class TorchSource(Source):
             vars(self.loader)[slot] = original
         iterator._index_sampler = original
         if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):
+            if batches and not self.loader.num_workers:
+                # For workers the first indices are drawn as the iterator is made.
+                self._go_to_first()
             iterator._sampler_iter = iterator._sampler_iter.advance()
         return iterator  # type: ignore[no-any-return]
 

@@ -13,8 +13,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Agreement
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
@@ -25,7 +23,7 @@ from leyden.trainer.logs import Value, load_metric_states
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.count import Count
 from leyden.trainer.loops.draws import Draws, check_drawing, draws_itself
-from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step
+from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.loops.validation import Validation
 from leyden.trainer.plan import settings_of
 
@@ -62,6 +60,8 @@ class FitLoop:
         """Something may follow a step: a validation, schedulers, or a profiler that counts it."""
         self._window_start = 0
         """Index in the epoch of the first batch of the open window, or of the last one."""
+        self._former_ended = True
+        """The epoch before this one was read to its end."""
         self.count = Count(trainer)
         self.clock = Clock(trainer)
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
@@ -186,10 +186,12 @@ class FitLoop:
             self.validation.load(again=True)
         assert self.cursor is not None
         self._window_start = 0
+        self.hooks.fire_all("on_train_epoch_start")
+        # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the order of a
+        # shuffle follows what the hook drew.
         self._iterator = self.cursor.start(progress.epoch)
         self._limit_batches()
         progress.phase = "settled"
-        self.hooks.fire_all("on_train_epoch_start")
         self.trainer.strategy.check_trained()
 
     def _skip(self, batch_idx: int) -> Any:
@@ -309,6 +311,7 @@ class FitLoop:
         self._settle()
 
     def _next_epoch(self) -> None:
+        self._former_ended = self._is_read_to_end()
         self.progress.epoch += 1
         self.progress.batch, self.progress.cut, self.progress.ended = 0, False, False
         self.progress.phase = "epoch_start"
@@ -326,6 +329,7 @@ class FitLoop:
         progress = self.progress
         progress.phase, progress.ended = "stepped", is_last
         progress.validation_due = self.validation.is_due(is_last, self._window_start)
+        progress.skipped = bool(self.accelerator.prepared_optimizers) and not self.accelerator.stepped
         if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
             self.step.step_schedulers("epoch", progress.epoch + 1)
         if self.trainer.profiler is not None and not progress.cut:
@@ -360,7 +364,8 @@ class FitLoop:
             progress.phase = "validated"
         if progress.phase == "validated":
             progress.validation_due = False
-            if self.trainer.lr_scheduler_configs and not progress.cut and self.trainer.module.automatic_optimization:
+            waits = not (progress.cut or progress.skipped) and self.trainer.module.automatic_optimization
+            if self.trainer.lr_scheduler_configs and waits:
                 self.step.step_plateau_schedulers("step", progress.stepped)
             progress.phase = "settled"
 
@@ -388,13 +393,18 @@ class FitLoop:
         if self.cursor is None:
             return None
         inside = progress.phase not in ("epoch_start", "epoch_end")
-        is_limited = self.num_batches != self.cursor.length or progress.batch == self._limit_of_unknown()
-        ended = not is_limited and not progress.cut
+        ended = self._former_ended if progress.phase == "epoch_start" else self._is_read_to_end()
         return {
             "place": self.cursor.state_dict(progress.batch) if inside else None,
             "rest": None if inside else self.cursor.rest_state(ended),
             "validation": self.validation.loader_states(),
         }
+
+    def _is_read_to_end(self) -> bool:
+        """True if the epoch that is over was not broken off by a limit or a hook."""
+        assert self.cursor is not None
+        is_limited = self.num_batches != self.cursor.length or self.progress.batch == self._limit_of_unknown()
+        return not is_limited and not self.progress.cut
 
     def window_start(self) -> Progress:
         """The progress at the start of the open window, which a resume then repeats."""
@@ -464,6 +474,9 @@ class FitLoop:
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
             self._limit_batches()
+        elif inside and (progress.ended or progress.cut):
+            # Nothing is left to be read of this epoch.
+            self._iterator = iter(())
         elif inside:
             # `restore=` left out the loaders: the epoch starts from its first batch.
             progress.batch, progress.phase, inside = 0, "epoch_start", False
@@ -482,12 +495,3 @@ class FitLoop:
             self._settle()
             if self._stops():
                 self._end_epoch(complete=progress.ended)
-
-
-def detached(outputs: Any) -> Any:
-    """What `training_step` returned, without the graph that listeners would otherwise keep alive."""
-    if isinstance(outputs, Tensor):
-        return outputs.detach()
-    if isinstance(outputs, dict):
-        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
-    return outputs

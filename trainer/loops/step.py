@@ -318,5 +318,14 @@ def clear_gradients(optimizer: Optimizer) -> None:
             parameter.grad = None
 
 
+def detached(outputs: Any) -> Any:
+    """What `training_step` returned, without the graph that listeners would otherwise keep alive."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, dict):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
+    return outputs
+
+
 def _accumulates(trainer: Trainer) -> bool:
     return trainer.accumulation is not None and trainer.accumulation.longest > 1
