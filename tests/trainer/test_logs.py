@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger
@@ -366,7 +367,7 @@ def test_a_metric_of_several_loaders(Tiny: Any, quiet: Any, batches: Any, apart:
             self.log("mean", mean, add_dataloader_idx=apart)
 
     trainer = Trainer(**quiet)
-    loaders = [batches(2), batches(2, start=8)]
+    loaders = [DataLoader(batches(2, start=start), batch_size=None) for start in (0, 8)]  # type: ignore[arg-type]
     values = trainer.test(Logging(), loaders, verbose=False)
     assert values == (
         [{"mean/dataloader_idx_0": 0.5}, {"mean/dataloader_idx_1": 8.5}] if apart else [{"mean": 4.5}, {"mean": 4.5}]
@@ -386,7 +387,7 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(Tiny: Any, quie
             self.log("mean", self.mean)
 
     with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
-        Trainer(**quiet).test(Logging(), [batches(2), batches(2, start=8)])
+        Trainer(**quiet).test(Logging(), [DataLoader(batches(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
 
 
 def test_log_dict(Tiny: Any, fit: Any, batches: Any) -> None:
