@@ -284,6 +284,8 @@ class Logs:
         """A torchmetrics object, or a number of another library; None if there is no value of this step."""
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
+            if entry.metric is not value and LOADER_SUFFIX in entry.name:
+                self._check_one_loader(entry, value)
             entry.metric, entry.fresh, entry.tick = value, True, self.tick
             step_value = getattr(value, "_forward_cache", None) if entry.on_step else None
             if isinstance(step_value, Tensor) and step_value.numel() == 1:
@@ -295,6 +297,16 @@ class Logs:
             f"self.log({entry.name!r}) was given a {type(value).__name__}: log a number, a tensor of one number or a "
             "torchmetrics.Metric; a dict goes to self.log_dict."
         )
+
+    def _check_one_loader(self, entry: Entry, metric: Any) -> None:
+        """Each loader's value would be that of all of them."""
+        others = (other for other in self._entries.values() if other.metric is metric and other.group == entry.group)
+        if any(other.loader != entry.loader and LOADER_SUFFIX in other.name for other in others):
+            own = entry.name.partition(LOADER_SUFFIX)[0]
+            raise ConfigurationError(
+                f"self.log({own!r}) was given one metric object for several loaders, whose samples it would mix: make a metric for "
+                "each loader (in an nn.ModuleList), or log it with add_dataloader_idx=False for one value over all of them."
+            )
 
     def _batch_size(self, name: str) -> int:
         if self.batch is None:

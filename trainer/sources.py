@@ -119,11 +119,14 @@ class Sources:
             return []
         name = f"limit_{kind}_batches"
         limit = getattr(self.trainer.arguments, name)
+        overfits = optional and self.trainer.arguments.overfit_batches
         result: list[tuple[LoaderCursor, int | None]] = []
         for loader, most in _flat(self._fetch(kind)):
             _check_iterable(kind, loader)
             if limit != 0:
                 check_not_empty(loader, kind)
+            if overfits:
+                loader = without_shuffle(loader)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
             cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader), False))

@@ -44,12 +44,20 @@ def test_limit_test_and_predict_batches(Tiny: Any, quiet: Any, batches: Any) -> 
 
 
 @pytest.mark.parametrize(("amount", "count"), [(3, 3), (0.25, 2)])
-def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int) -> None:
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int, shuffle: bool) -> None:
     data = torch.arange(8.0).repeat_interleave(2).view(8, 2)
     module = Tiny()
     loader = DataLoader(data, batch_size=1, shuffle=True)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="overfit_batches turned shuffling off"):
-        fit(module, loader, DataLoader(data), overfit_batches=amount, max_epochs=2, num_sanity_val_steps=0)  # type: ignore[arg-type]
+        fit(
+            module,
+            loader,
+            DataLoader(data, shuffle=shuffle),
+            overfit_batches=amount,
+            max_epochs=2,
+            num_sanity_val_steps=0,
+        )  # type: ignore[arg-type]
     assert module.trained == [*range(count)] * 2 == module.validated
 
 
