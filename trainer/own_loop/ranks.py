@@ -273,8 +273,8 @@ class AcceleratorState(PartialState):
         """Does nothing: there is only one, and it is used."""
 
 
-def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any = None, **place: Any) -> Strategy:
-    """A strategy among the ranks that are started, ready to be used.
+def joined(accelerator: str) -> Strategy:
+    """A strategy among the ranks that are started, or of one device, ready to be used.
 
     Raises:
         ConfigurationError: if several ranks are asked for, and nobody has started them.
@@ -282,9 +282,8 @@ def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any =
     from leyden.strategies import find_strategy
     from leyden.strategies.launch.environment import rank_environment
 
-    if strategy == "auto" and rank_environment() is None:
-        place = {"devices": 1, **place}
-    found = find_strategy(strategy, accelerator, precision=precision, **place)
+    alone = rank_environment() is None
+    found = find_strategy("auto", accelerator, 1 if alone else "auto")
     check_started(found)
     found.setup_environment()
     return found
