@@ -1,3 +1,5 @@
+"""Batches of every structure: moved, converted, and their size."""
+
 from __future__ import annotations
 
 import gc
