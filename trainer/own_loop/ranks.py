@@ -293,7 +293,7 @@ def check_started(strategy: Strategy) -> None:
     """Raises ConfigurationError where ranks are planned that nobody has started."""
     if strategy.awaits_ranks:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} plans {strategy.world_size} ranks, and a loop of one's own is run by ranks that are there "
+            f"strategy={strategy.name!r} plans {strategy.world_size} ranks, and your own training loop runs on ranks that are there "
             f"already: start the script with `leyden launch --num_processes {strategy.world_size} …` or torchrun, or call its "
             "function through notebook_launcher."
         )
