@@ -22,7 +22,7 @@ class CometLogger(Logger):
         workspace: None for the account's own.
         save_dir: folder of offline archives; None for the Trainer's `default_root_dir`.
         online: False writes to the folder only; None for whether there is an API key.
-        experiment_key: to go on with an experiment.
+        experiment_key: to continue an experiment.
         prefix: put before the names of metrics.
         **kwargs: handed to `comet_ml.ExperimentConfig`: `name`, `tags`, ….
 

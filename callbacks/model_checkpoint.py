@@ -44,8 +44,8 @@ BOOKS = (
 class ModelCheckpoint(Callback):
     """Saves checkpoints during fit and keeps the best, or the newest, of them.
 
-    A checkpoint is a folder. An old one is deleted only after the new one is committed, and each checkpoint holds the
-    books as they stand with itself counted, so a resumed run ranks and deletes as one that was never interrupted.
+    A checkpoint is a folder. An old one is deleted only after the new one is committed. Each checkpoint holds the
+    ranking with itself counted in, so a resumed run ranks and deletes as one that was never interrupted.
     Checkpoints of other runs in the same folder are neither ranked nor deleted.
 
     Args:
@@ -55,7 +55,7 @@ class ModelCheckpoint(Callback):
         monitor: the metric to rank by. None to keep the newest ones.
         verbose: prints what is saved.
         save_last: also keeps the newest checkpoint, whether it is among the best or not, saves at the end of the run (Ctrl-C
-            included), and lets the link `last` point to it where the file system has links. "link" means the same.
+            included), and points the link `last` to it where the file system has links. "link" means the same.
         save_top_k: how many to keep; -1 for all, 0 for none (but `save_last`'s).
         save_on_exception: also saves when fit ends by an exception.
         save_weights_only: leaves out optimizers, progress and random numbers; such a checkpoint cannot be resumed from.
@@ -246,7 +246,7 @@ class ModelCheckpoint(Callback):
         return Ranks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
 
     def _make_folder(self) -> None:
-        """A folder that cannot be made is better known now than after the first epoch."""
+        """Makes the folder at the start, so that one that cannot be made is known now and not after the first epoch."""
         assert self.dirpath is not None
         try:
             os.makedirs(self.dirpath, exist_ok=True)
@@ -388,9 +388,9 @@ class ModelCheckpoint(Callback):
         worst = float(self.kth_value)
         return score < worst if self.mode == "min" else score > worst
 
-    # the books --------------------------------------------------------------------------------------------------------
+    # the ranking ------------------------------------------------------------------------------------------------------
     def _book(self, path: str, trainer: Trainer, ranks: bool) -> None:
-        """Enters a checkpoint that is about to be written, and dooms those that it replaces."""
+        """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
         before = self._kept()
         if ranks and self.monitor is None:
             self._recent = [*(old for old in self._recent if old != path), path]
@@ -435,7 +435,7 @@ class ModelCheckpoint(Callback):
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
-        """A save that fails leaves the books as they were."""
+        """A save that fails leaves the ranking as it was."""
         before = {name: copy.copy(getattr(self, name)) for name in BOOKS}
         try:
             yield
@@ -493,7 +493,7 @@ class ModelCheckpoint(Callback):
         goes = {loser, self.last_model_path} if self.save_last else {loser}
         if not self.enable_version_counter:
             goes.add(os.path.join(self.dirpath, name))
-            # One that does not rank must not stand where one is that was kept for its score.
+            # A checkpoint without a rank must not take the place of one that was kept for its score.
             stays = set() if ranks else stays
         return goes - stays
 
@@ -530,7 +530,7 @@ class ModelCheckpoint(Callback):
         return aside
 
     def _link_last(self, written: str, values: Mapping[str, float]) -> None:
-        """Lets the link point to the newest checkpoint, from one instant to the next."""
+        """Points the link to the newest checkpoint, atomically."""
         assert self.dirpath is not None
         name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
         link = Path(self.dirpath, name)

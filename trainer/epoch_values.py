@@ -28,7 +28,7 @@ FIRST_CAPACITY = 1024
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """What tells a logged value from every other, alike on all ranks.
+    """What identifies a logged value, the same on all ranks.
 
     Attributes:
         event: the hook that logs it.
@@ -61,7 +61,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank told.
+    """What one rank sent.
 
     Attributes:
         index: the rank.

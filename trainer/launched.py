@@ -1,4 +1,4 @@
-"""What `leyden launch` tells a script: one table of environment variables, and how they fill the Trainer's arguments.
+"""What `leyden launch` passes to a script: environment variables, and how they fill the Trainer's arguments.
 
 The ranks' own variables (RANK, WORLD_SIZE, MASTER_ADDR, …) are torch's. A process that `leyden launch` did not start has none of
 these, and reads no file.

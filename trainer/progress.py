@@ -11,7 +11,7 @@ Phase: TypeAlias = Literal["epoch_start", "stepped", "validated", "settled", "pa
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands. A resume goes on from exactly here.
+    """Where a run stands. A resume continues from exactly here.
 
     Attributes:
         epoch: the current epoch, from 0.
@@ -23,7 +23,7 @@ class Progress:
         phase: what was done last. "stepped": a window was closed, its validation may be due; "validated": that
             validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
             "epoch_end": until the epoch's first hook is over, and after its last; "paused": after the last hook of an epoch that a limit
-            broke off, which a resume goes on with.
+            interrupted, and which a resume continues.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.
         skipped: a scaler skipped the step of that window, so that no scheduler counts it.

@@ -1,4 +1,4 @@
-"""Where the loaders of a run come from: arguments, DataModule or module; checked, limited and in the form the loops want."""
+"""The loaders of a run, from arguments, DataModule or module: checked, limited, sharded, and wrapped in a LoaderCursor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be asked of a Trainer while it runs: every property in one place, none of which changes anything."""
+"""The properties of a Trainer, all in one place: what callbacks and modules may read while it runs. None changes anything."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class TrainerView:
         """The same, for callbacks written for Lightning."""
         return self.module
 
-    # where it stands --------------------------------------------------------------------------------------------------
+    # what it is doing -------------------------------------------------------------------------------------------------
     @property
     def global_step(self) -> int:
         """Accumulation windows done."""

@@ -62,7 +62,7 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not os.path.lexists(self.path):
-            # Killed within an overwrite, the old checkpoint stands aside and is put back now.
+            # After a kill in the middle of an overwrite the old checkpoint is still set aside, and is put back now.
             staging.sweep(self.path.parent)
         if not self.path.is_dir():
             what = "is a file, and a checkpoint is a folder" if self.path.exists() else "is not there"
@@ -280,7 +280,7 @@ class CheckpointReader:
 
     @contextmanager
     def _blame(self, name: str) -> Iterator[None]:
-        """What a forged file can provoke becomes one error that names it."""
+        """Turns whatever a forged file can provoke into one error that names the file."""
         try:
             yield
         except CheckpointError:

@@ -146,7 +146,7 @@ def _save_at(trainer: Any, path: Path) -> None:
 
 
 class Reporter:
-    """Says on the main rank what was found; on all, an end where something is wrong."""
+    """Prints on the main rank what was found; ends all ranks if something is wrong."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.speaks = trainer.is_global_zero

@@ -1,4 +1,4 @@
-"""Sources: how each kind of loader is begun, where it stands, and how it goes on at that place."""
+"""Sources: how each kind of loader is started, where it stands, and how it resumes at that place."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Source(ABC):
         self.generators.restore(state["generators"])
 
     def length_after(self, state: State) -> int | None:
-        """Batches of an epoch that goes on at a place, with those before it; None where the loader does not know."""
+        """Batches of an epoch that resumes at a place, with those before it; None where the loader does not know."""
         return length_of(self.loader)
 
     def filler(self) -> Any:
@@ -197,7 +197,7 @@ class StatefulSource(Source):
 
 
 class ForeignSource(Source):
-    """An iterable without index or state: it can only be read from its begin."""
+    """An iterable without index or state: it can only be read from its beginning."""
 
     @property
     def finds_places(self) -> bool:
@@ -228,7 +228,7 @@ class TorchSource(Source):
         self._iterator: Any = None
         self._origin = (0, 0)
         self.had_workers = False
-        """Persistent workers were begun in an earlier epoch, maybe of a run that this one goes on from."""
+        """Persistent workers were started in an earlier epoch, perhaps of the run that this one resumes."""
 
     @property
     def finds_places(self) -> bool:
@@ -254,7 +254,7 @@ class TorchSource(Source):
             begun, drawn = self._origin
             state["drawn"] = drawn + (batches - begun) * self.span
         if self._iterator is not None:
-            # After a last batch that is not full the data set may stand at the begin of its next pass already.
+            # After a last batch that is not full the data set may stand at the start of its next pass already.
             state["ended"] = getattr(self._iterator._dataset_fetcher, "ended", False)
             state["dataset"] = self.loader.dataset.state_dict()  # type: ignore[attr-defined]
         if isinstance(self.loader.dataset, SampleRNG):

@@ -1,1 +1,1 @@
-"""What a loop of one's own needs beside the engine: its settings, loaders, trackers, checkpoints and ranks."""
+"""What the user's own training loop needs beside the engine: its settings, loaders, trackers, checkpoints and ranks."""

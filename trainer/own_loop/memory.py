@@ -1,4 +1,4 @@
-"""Memory: letting go of objects, and trying smaller batches until one fits, on all ranks together."""
+"""Memory: freeing objects, and trying smaller batches until one fits, on all ranks together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIGNS = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collects what nobody holds any more and empties the device's cache: `a, b = release_memory(a, b)`."""
+    """Frees what is no longer referenced, and empties the device's cache: `a, b = release_memory(a, b)`."""
     count = len(objects)
     del objects
     gc.collect()
@@ -33,7 +33,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for the errors by which torch and the system say that memory is short."""
+    """True for the errors that torch and the system raise when memory runs out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
@@ -49,7 +49,7 @@ def find_executable_batch_size(
     """Decorator: calls a function with a batch size, and again with half of it each time memory runs out.
 
     If one rank runs out, all try the next size together: ranks that wait for it in a collective are woken, and each says how its
-    attempt ended before anybody goes on. The function prepares its model anew each time: what was wrapped for the process group of
+    attempt ended before anybody continues. The function prepares its model anew each time: what was wrapped for the process group of
     an attempt that was given up is of no use in the next.
 
     Args:
@@ -98,7 +98,7 @@ def find_executable_batch_size(
                 result = chosen(size, *args, **kwargs)
             except Exception as error:
                 if is_out_of_memory(error):
-                    # Its traceback holds the frames, and these the tensors that were too many.
+                    # Its traceback holds the frames, and they hold the tensors that did not fit.
                     failed = f"{type(error).__name__}: {error}"
                 elif (
                     attempt is not None

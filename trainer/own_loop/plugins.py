@@ -23,7 +23,7 @@ class DataLoaderConfiguration:
         split_batches: a loader's batch_size is that of all ranks together, each of which takes its part.
         dispatch_batches: rank 0 alone reads the data and hands the batches out; None and False let every rank read its
             own share, of iterable data too.
-        even_batches: fill the last batches with samples from the epoch's begin, so that every rank has as many batches of
+        even_batches: fill the last batches with samples from the start of the epoch, so that every rank has as many batches of
             the same size; `gather_for_metrics` drops the repeats.
         use_seedable_sampler: shuffle by `data_seed` and epoch alone, whatever else draws random numbers.
         data_seed: seed of that order; torch's initial seed if left out.
@@ -47,7 +47,7 @@ class GradientAccumulationPlugin:
     Attributes:
         num_steps: batches of a step; the last step of an epoch has those that are left, and is divided by their number.
         adjust_scheduler: let torch's check of the order of steps count the batches of a window too.
-        sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False goes on counting
+        sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False keeps counting
             in the next epoch.
         sync_each_batch: send gradients to the other ranks with every batch (FSDP then never holds whole ones).
     """

@@ -246,7 +246,7 @@ class PartialState(RankControl):
         )
 
     def destroy_process_group(self) -> None:
-        """Leaves the other ranks, where this object has joined them."""
+        """Ends this object's use of the ranks. The process group itself stays until the process ends."""
         self.strategy.teardown()
 
 
@@ -270,7 +270,7 @@ class AcceleratorState(PartialState):
         return self.deepspeed_plugin
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Does nothing: the one there is is used."""
+        """Does nothing: there is only one, and it is used."""
 
 
 def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any = None, **place: Any) -> Strategy:
