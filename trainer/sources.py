@@ -37,6 +37,8 @@ class Sources:
         self.sizes: dict[str, int | list[int | None] | None] = {}
         """Batches of each kind of loader, as limited, once they were fetched."""
         self.train_loader: Any = None
+        self.fetched: dict[str, Any] = {}
+        """What the loaders of each kind are from, as it was given."""
 
     def has(self, kind: str) -> bool:
         """True if there are loaders of that kind, and a step for them."""
@@ -64,6 +66,7 @@ class Sources:
         loaders = self.given[kind] if owner is self.given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:
             raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: return a loader.")
+        self.fetched[kind] = loaders
         return loaders
 
     def training(self) -> tuple[LoaderCursor, int | None]:

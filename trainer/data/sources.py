@@ -302,6 +302,9 @@ class TorchSource(Source):
         sampler = self._stateful_sampler()
         if sampler is not None:
             state["sampler"] = sampler.state_dict()
+        if self._keeps_place_here():
+            # It may count its passes, or stand where a limit broke off the last one.
+            state["dataset"], state["ended"] = self.loader.dataset.state_dict(), ended  # type: ignore[attr-defined]
         return state
 
     def restore_rest(self, state: State) -> None:
@@ -310,6 +313,12 @@ class TorchSource(Source):
         sampler = self._stateful_sampler()
         if sampler is not None and state.get("sampler") is not None:
             sampler.load_state_dict(state["sampler"])
+        if "dataset" in state and self._keeps_place_here():
+            dataset: Any = self.loader.dataset
+            dataset.load_state_dict(state["dataset"])
+            if not state["ended"]:
+                # As for a loader with a state: the uninterrupted run left an iterator in the middle.
+                iter(dataset)
         super().restore_rest(state)
 
     def _restore_seed(self, state: State) -> None:

@@ -329,7 +329,8 @@ class FitLoop:
         progress = self.progress
         progress.phase, progress.ended = "stepped", is_last
         progress.validation_due = self.validation.is_due(is_last, self._window_start)
-        progress.skipped = bool(self.accelerator.prepared_optimizers) and not self.accelerator.stepped
+        if not progress.cut:
+            progress.skipped = bool(self.accelerator.prepared_optimizers) and not self.accelerator.stepped
         if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
             self.step.step_schedulers("epoch", progress.epoch + 1)
         if self.trainer.profiler is not None and not progress.cut:
