@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import statistics
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from character_gpt import character_gpt
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from leyden import Callback, Trainer, TrainModule
 from leyden.strategies.precision import Float8Precision
 
-ROOT = Path(__file__).resolve().parent.parent
 ALPHABET = "".join(map(chr, range(64)))
 RECIPES: dict[str, Any] = {
     "bf16-mixed": lambda: "bf16-mixed",
@@ -34,15 +32,6 @@ RECIPES: dict[str, Any] = {
     "fp8 rowwise": lambda: Float8Precision("rowwise"),
     "fp8 rowwise_with_gw_hp": lambda: Float8Precision("rowwise_with_gw_hp"),
 }
-
-
-def example() -> Any:
-    """The module examples/lm.py."""
-    spec = importlib.util.spec_from_file_location("lm", ROOT / "examples" / "lm.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Windows(Dataset[Tensor]):
@@ -78,18 +67,15 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def measure(name: str, lm: Any, args: argparse.Namespace) -> tuple[float, float]:
-    """Tokens per second, and GiB at the peak."""
+def measure(name: str, model: Any, args: argparse.Namespace) -> tuple[float, float]:
+    """Tokens per second, and GiB at the peak.
 
-    class GPT(lm.CharacterGPT):  # type: ignore[misc, name-defined]
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
+    Args:
+        name: one of `RECIPES`.
+        model: the class that is trained.
+    """
     torch.manual_seed(0)
-    module = GPT(ALPHABET, args.length, args.width, args.width // 64, depth=args.depth)
+    module = model(ALPHABET, args.length, args.width, args.width // 64, args.depth, lr=1e-4)
     if args.compile:
         for block in module.blocks:
             block.compile()
@@ -124,12 +110,12 @@ def main() -> None:
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile of each block"
     )
     args = parser.parse_args()
-    lm = example()
+    model = character_gpt()
     speeds: dict[str, list[float]] = {name: [] for name in RECIPES}
     peaks = dict.fromkeys(RECIPES, 0.0)
     for _ in range(args.repeats):
         for name in RECIPES:
-            speed, peak = measure(name, lm, args)
+            speed, peak = measure(name, model, args)
             speeds[name].append(speed)
             peaks[name] = max(peaks[name], peak)
     for name, values in speeds.items():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import os
 import statistics
@@ -22,26 +21,17 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from character_gpt import character_gpt
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-ROOT = Path(__file__).resolve().parent.parent
+ALPHABET = "".join(map(chr, range(60)))
 WARM_UP = 5
 TAIL = 2
-
-
-def example() -> Any:
-    """The module examples/lm.py."""
-    spec = importlib.util.spec_from_file_location("lm", ROOT / "examples" / "lm.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Windows(Dataset[Tensor]):
@@ -49,7 +39,7 @@ class Windows(Dataset[Tensor]):
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.size, self.length, self.steps = args.batch_size, args.length, args.steps
-        self.ids = torch.randint(60, (self.length + 1,))
+        self.ids = torch.randint(len(ALPHABET), (self.length + 1,))
         self.served, self.start, self.end = 0, 0.0, 0.0
 
     def __len__(self) -> int:
@@ -68,16 +58,17 @@ class Windows(Dataset[Tensor]):
         return self.steps / (self.end - self.start)
 
 
-def build(lm: Any, args: argparse.Namespace) -> Any:
+def build(gpt: Any, args: argparse.Namespace) -> Any:
+    """The same model for every contestant."""
     torch.manual_seed(0)
-    return lm.CharacterGPT("".join(map(chr, range(60))), args.length, args.width, depth=args.depth)
+    return gpt(ALPHABET, args.length, args.width, depth=args.depth, lr=3e-4)
 
 
-def by_hand(lm: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[nn.Module], nn.Module]) -> None:
+def by_hand(gpt: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[nn.Module], nn.Module]) -> None:
     """The loop that a user would write."""
-    module = build(lm, args)
+    module = build(gpt, args)
     model = wrap(module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=module.lr)
     for batch in DataLoader(data, args.batch_size, sampler=DistributedSampler(data, shuffle=False)):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
@@ -98,18 +89,11 @@ def fsdp(module: Any) -> nn.Module:
     return fully_shard(module)  # type: ignore[return-value]
 
 
-def leyden(lm: Any, args: argparse.Namespace, data: Windows, strategy: str) -> None:
+def leyden(gpt: Any, args: argparse.Namespace, data: Windows, strategy: str) -> None:
+    """The same training by a Trainer."""
     from leyden import Trainer
 
-    class GPT(lm.CharacterGPT):  # type: ignore[misc, name-defined]
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return nn.functional.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=3e-4)
-
-    torch.manual_seed(0)
-    module = GPT("".join(map(chr, range(60))), args.length, args.width, depth=args.depth)
+    module = build(gpt, args)
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             accelerator="cpu",
@@ -127,12 +111,12 @@ def worker(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    lm = example()
+    gpt = character_gpt()
     runs: dict[str, Callable[[Windows], None]] = {
-        "ddp by hand": lambda data: by_hand(lm, args, data, ddp),
-        "ddp leyden": lambda data: leyden(lm, args, data, "ddp"),
-        "fsdp by hand": lambda data: by_hand(lm, args, data, fsdp),
-        "fsdp leyden": lambda data: leyden(lm, args, data, "fsdp"),
+        "ddp by hand": lambda data: by_hand(gpt, args, data, ddp),
+        "ddp leyden": lambda data: leyden(gpt, args, data, "ddp"),
+        "fsdp by hand": lambda data: by_hand(gpt, args, data, fsdp),
+        "fsdp leyden": lambda data: leyden(gpt, args, data, "fsdp"),
     }
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(args.repeats):

@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.logger import Logger, SilentExperiment, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 
 
@@ -21,7 +22,7 @@ class CometLogger(Logger):
         workspace: None for the account's own.
         save_dir: folder of offline archives; None for the Trainer's `default_root_dir`.
         online: False writes to the folder only; None for whether there is an API key.
-        experiment_key: to go on with an experiment.
+        experiment_key: to continue an experiment.
         prefix: put before the names of metrics.
         **kwargs: handed to `comet_ml.ExperimentConfig`: `name`, `tags`, ….
 
@@ -71,7 +72,7 @@ class CometLogger(Logger):
     def experiment(self) -> Any:
         """The experiment; on ranks that do not write, calls do nothing."""
         if not self.is_writer:
-            return SilentExperiment()
+            return Silent()
         if self._experiment is None:
             self._experiment = self._begin()
             self._key = str(self._experiment.get_key())

@@ -1,4 +1,4 @@
-"""Logger: where metrics and hyper-parameters go. Loggers need no Trainer, so they serve a loop of one's own too."""
+"""Logger: where metrics and hyper-parameters go. Loggers need no Trainer, so they serve your own training loop too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HPARAMS_FILE = "hparams.json"
 
 
 class Logger(Callback, ABC):
-    """Base class of loggers. A subclass of one's own needs `log_metrics`; everything else has a default.
+    """Base class of loggers. A subclass needs `log_metrics`; everything else has a default.
 
     The Trainer calls `log_hyperparams` at the start of a fit, `log_metrics` with plain numbers (it has read them back
     from the device, all at once), `save` before a checkpoint is committed and `finalize` at the end of a run. Only
@@ -96,7 +96,7 @@ class Logger(Callback, ABC):
         """Brings everything that was logged to the disk."""
 
     def finalize(self, status: str) -> None:
-        """Closes what is open, after which logging may go on all the same.
+        """Closes what is open. Logging more is allowed, and opens it again.
 
         Args:
             status: "success", "failed" or "interrupted".
@@ -119,7 +119,7 @@ class FolderLogger(Logger):
     """Base class of loggers that write to a run folder `<save_dir>/<name>/version_N`.
 
     The number is the first one free, taken when it is first needed: two processes that start at once get two folders,
-    and a resumed run goes on in its own. Loggers of one Trainer with the same `save_dir` and `name` share a folder. A
+    and a resumed run continues in its own. Loggers of one Trainer with the same `save_dir` and `name` share a folder. A
     small `run.json` in it says which run it belongs to, so that a resume never touches the folder of another run.
 
     Args:
@@ -187,7 +187,7 @@ class FolderLogger(Logger):
         self._share_folder(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A run that goes on may have found its former folder.
+        # A resumed run may have found its former folder.
         self._share_folder(trainer)
 
     def _share_folder(self, trainer: Trainer) -> None:
@@ -266,21 +266,8 @@ class FolderLogger(Logger):
                 claimed.rmdir()
 
 
-class SilentExperiment:
-    """Stands in for a writer on the ranks that write nothing: every call is taken and does nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._nothing
-
-    @staticmethod
-    def _nothing(*args: Any, **kwargs: Any) -> None:
-        return None
-
-
 def claim_version(root: str | os.PathLike[str]) -> int:
-    """Makes the folder `version_N` with the first free N above all others, and gives back N.
+    """Makes the folder `version_N` with the first free N above all others, and returns N.
 
     Making it is what takes the number: of two processes that try the same one, only one can.
     """

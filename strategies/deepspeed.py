@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import multiprocessing.util
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -94,19 +95,20 @@ class DeepSpeedStrategy(OwnLoop):
                     {*inspect.signature(DeepSpeedStrategy).parameters, *ARGUMENTS, *GROUP_SETTINGS} - {"kwargs"}
                 )
                 raise ConfigurationError(f"DeepSpeedStrategy has no argument {name!r}. {nearest(name, known)}")
-        self.config = (
-            config
-            if isinstance(config, ZeroConfig)
-            else ZeroConfig(
-                config,
-                stage=stage,
-                offload_optimizer=offload_optimizer,
-                offload_parameters=offload_parameters,
-                nvme_path=nvme_path,
-                pin_memory=pin_memory,
-                **own,
+        given = {
+            "stage": stage,
+            "offload_optimizer": offload_optimizer or None,
+            "offload_parameters": offload_parameters or None,
+            "nvme_path": nvme_path,
+            "pin_memory": pin_memory,
+            **own,
+        }
+        beside = {name: value for name, value in given.items() if value is not None}
+        if isinstance(config, ZeroConfig) and beside:
+            raise ConfigurationError(
+                f"DeepSpeedStrategy(config=ZeroConfig(…)) has {' and '.join(beside)} in it: set them there."
             )
-        )
+        self.config = config if isinstance(config, ZeroConfig) else ZeroConfig(config, **beside)
         self.stage = self.config.stage
         self.name = f"deepspeed_stage_{self.stage}"
         # At stage 3 a forward gathers parameters, so ranks stay in step in evaluation too.
@@ -119,6 +121,7 @@ class DeepSpeedStrategy(OwnLoop):
         self._engines: list[Any] = []
         self._groups: list[list[Tensor]] = []
         self._frozen: set[int] = set()
+        self._told_of_skip = False
         self._failed = False
 
     @property
@@ -377,7 +380,15 @@ class DeepSpeedStrategy(OwnLoop):
             sharded.clip_grad = engine.gradient_clipping()
             if getattr(sharded, "custom_loss_scaler", False):
                 sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
-        return bool(engine.was_step_applied())
+        stepped = bool(engine.was_step_applied())
+        if not stepped and not self._told_of_skip and not self.config.scales_loss(self.precision.name):
+            self._told_of_skip = True
+            warnings.warn(
+                "DeepSpeed skipped a step whose gradients are not finite, where other strategies would go on with nan: look at the loss, "
+                "or use detect_anomaly=True.",
+                stacklevel=2,
+            )
+        return stepped
 
     def end_step(self) -> None:
         """Nothing: the engine has its own loss scaler."""

@@ -508,6 +508,22 @@ def test_parts_are_restored_as_asked(restore: Any, tmp_path: Path) -> None:
         assert seen["loaders"] == fresh["loaders"]
 
 
+@pytest.mark.parametrize(("step", "left"), [(4, 10), (5, 5), (6, 5)])
+def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: int, tmp_path: Path) -> None:
+    saving = trainer_in(
+        tmp_path,
+        ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}", auto_insert_metric_name=False),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+    )
+    saving.fit(Tiny(), *loaders())
+    trainer = trainer_in(tmp_path, Counting(), enable_checkpointing=False, max_epochs=2, accumulate_grad_batches=2)
+    parts = {"weights", "optimizers", "progress", "rng"}
+    trainer.fit(Tiny(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
+    # Each epoch has five steps: one that is not done begins anew, one that is done ends.
+    assert (trainer.current_epoch, trainer.global_step) == (1, step + left)
+
+
 def test_weights_alone_are_no_resume(tmp_path: Path) -> None:
     first = begun(tmp_path, max_epochs=1)
     module = Tiny()

@@ -293,6 +293,7 @@ class Accelerator(Stepping):
     def begin_loader(self, loader: PreparedLoader) -> None:
         """A pass over a loader has begun."""
         self._checks.in_pass()
+        self.strategy.check_trained()
         self._reading.append(loader)
 
     def synchronise_rng(self) -> None:

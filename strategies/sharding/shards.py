@@ -1,4 +1,4 @@
-"""How a model comes to its shards: group by group, so that one group at a time is whole on the device."""
+"""How a model is sharded: group by group, so that only one group at a time is whole on the device."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,6 +58,18 @@ OWN_RANKS = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size", 
 """Sections that give the ranks another meaning than one share of each batch."""
 
 ADAM = ("adam", "adamw")
+KEYS = (
+    {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"}
+    | {"optimizer", "scheduler", "fp16", "bf16", "bfloat16", "torch_autocast", "data_types"}
+    | {"communication_data_type", "zero_optimization", "aio", "checkpoint", "zero_allow_untested_optimizer"}
+    | {"zero_force_ds_cpu_optimizer", "activation_checkpointing", "sparse_gradients", "steps_per_print"}
+    | {"prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op", "managed_gradient_accumulation"}
+    | {"disable_allgather", "wall_clock_breakdown", "memory_breakdown", "dump_state", "flops_profiler"}
+    | {"comms_logger", "tensorboard", "wandb", "csv_monitor", "data_efficiency", "curriculum_learning"}
+    | {"dataloader_drop_last", "compile", "hybrid_engine", "autotuning", "elasticity"}
+)
+"""Keys of DeepSpeed's config, at its top. It passes over others, which may be of a later version; what is nearly one of these is a typo."""
+
 WHOLE_PARAMETERS = frozenset({"adafactor", "lamb", "lars", "muon", "shampoo", "soap"})
 """Optimizers, in small letters, whose step is not that of single elements."""
 
@@ -101,10 +114,14 @@ class ZeroConfig:
                 raise ConfigurationError(f"DeepSpeed has no argument {name!r} here. {nearest(name, sorted(ARGUMENTS))}")
             if value is not None:
                 self._put(ARGUMENTS[name], value, name)
+        self._of_fp16 = [
+            name for name, value in arguments.items() if value is not None and ARGUMENTS[name].startswith("fp16.")
+        ]
         offloads = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         for name, wanted in offloads.items():
             if wanted is not False and wanted is not None:
-                self._offload(name, wanted, nvme_path, pin_memory)
+                self._offload(name, wanted)
+        self._place_offloads(nvme_path, pin_memory)
         if self.get("zero_optimization.stage", "auto") == "auto":
             self._put("zero_optimization.stage", 2, "stage")
         self._check_itself()
@@ -159,7 +176,8 @@ class ZeroConfig:
         *sections, key = path.split(".")
         place = self.values
         for section in sections:
-            place = place.setdefault(section, {})
+            place[section] = place.get(section) or {}
+            place = place[section]
         if place.get(key, "auto") not in ("auto", value):
             raise ConfigurationError(
                 f"{name}={value!r} was given, and the DeepSpeed config says {path}={place[key]!r}: give it once, or 'auto' in the "
@@ -167,16 +185,26 @@ class ZeroConfig:
             )
         place[key] = value
 
-    def _offload(self, name: str, wanted: Any, nvme_path: str | Path | None, pin_memory: bool | None) -> None:
+    def _offload(self, name: str, wanted: Any) -> None:
         section = dict(wanted) if isinstance(wanted, Mapping) else {"device": "cpu" if wanted is True else wanted}
         if section.get("device") not in ("cpu", "nvme", "none"):
             raise ConfigurationError(f"{name}={wanted!r}: use 'cpu', 'nvme', or a mapping with a 'device' of these.")
-        if section["device"] == "nvme" and nvme_path is not None:
-            section.setdefault("nvme_path", str(nvme_path))
-        if pin_memory is not None:
-            section.setdefault("pin_memory", pin_memory)
         for key, value in section.items():
             self._put(f"zero_optimization.{OFFLOADS[name]}.{key}", value, f"{name}.{key}")
+
+    def _place_offloads(self, nvme_path: str | Path | None, pin_memory: bool | None) -> None:
+        """Where and how the parts wait that are offloaded, by an argument or by the config."""
+        devices = {part: self.offloads(part) for part in ("optimizer", "param")}
+        places = {
+            "nvme_path": (nvme_path, [part for part, device in devices.items() if device == "nvme"], "to 'nvme'"),
+            "pin_memory": (pin_memory, [part for part, device in devices.items() if device], "at all"),
+        }
+        for name, (value, parts, what) in places.items():
+            if value is not None and not parts:
+                raise ConfigurationError(f"{name}={value!r} was given, and nothing is offloaded {what}: leave it out.")
+            for part in parts if value is not None else ():
+                path = f"zero_optimization.offload_{part}.{name}"
+                self._put(path, str(value) if isinstance(value, Path) else value, name)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuses what would go wrong on flat stretches of parameters without a word.
@@ -201,6 +229,12 @@ class ZeroConfig:
         stage = self.get("zero_optimization.stage")
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ConfigurationError(f"zero_optimization.stage={stage!r}: use 0, 1, 2 or 3.")
+        for key in self.values:
+            near = difflib.get_close_matches(str(key), KEYS, 1, 0.85)
+            if key not in KEYS and near:
+                raise ConfigurationError(
+                    f"the DeepSpeed config has a key {key!r}, which DeepSpeed passes over. Did you mean {near[0]!r}?"
+                )
         for section in OWN_RANKS:
             if self.get(section) not in (None, {}, 1):
                 raise ConfigurationError(
@@ -412,6 +446,11 @@ class ZeroConfig:
                 f"the DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), and the run's precision is {precision!r}: use "
                 "precision='bf16-mixed', or leave the section out."
             )
+        if self._of_fp16 and self.lower_weights(precision) != "fp16":
+            raise ConfigurationError(
+                f"{' and '.join(f'{name}=' for name in self._of_fp16)} scales the loss for weights in float16, and the run's precision is "
+                f"{precision!r}: use precision='16-true', or leave it out."
+            )
         wanted = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(precision)
         said = str(dtype).removeprefix("torch.") if dtype else wanted
         said = {"bf16": "bfloat16", "fp16": "float16"}.get(str(said), said)
@@ -437,6 +476,10 @@ class ZeroConfig:
             if self.given(f"{name}.enabled") is True or precision == f"{name.removeprefix('fp')}-true":
                 return name
         return None
+
+    def scales_loss(self, precision: str) -> bool:
+        """True where a scaler looks for steps to skip."""
+        return precision == "16-mixed" or self.lower_weights(precision) == "fp16"
 
     def _fill_precision(self, final: dict[str, Any], precision: str) -> None:
         lower = self.lower_weights(precision)

@@ -162,7 +162,8 @@ class OwnLoop(ProcessGroupStrategy):
         if self._reduced:
             raise ConfigurationError(
                 "backward was called twice before a step, and DeepSpeed had reduced the gradients of the first one: add the losses "
-                "and call it once, or use `with accelerator.accumulate(model)` and gradient_accumulation_steps."
+                "and call it once, or use `with accelerator.accumulate(model)` and gradient_accumulation_steps. A bad batch is left out "
+                "before its backward: after it, the step must be made."
             )
         self.engine.set_gradient_accumulation_boundary(self._closes)
         self.engine.backward(loss, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,15 @@ from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Accelerator, ConfigurationError, DeepSpeedPlugin, DummyOptim, DummyScheduler
+from leyden import (
+    Accelerator,
+    ConfigurationError,
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    find_executable_batch_size,
+)
+from leyden.strategies.fragment import Fragment
 
 STEPS = 3
 """Batches of a step; an epoch has 5 on each of 2 ranks, so that its last window is shorter."""
@@ -390,6 +399,14 @@ def refusals() -> dict[str, str]:
     optimizer.step()
     refused("create_graph", lambda: accelerator.backward(F.mse_loss(model(x), y), create_graph=True))
     accelerator.free_memory()
+    accelerator = made()
+    model, optimizer, _ = build()
+    late = model[2].weight.requires_grad_(False)
+    loader = accelerator.prepare(model, optimizer, data())[2]
+    next(iter(loader))
+    late.requires_grad_(True)
+    refused("unfrozen", lambda: next(iter(loader)))
+    accelerator.free_memory()
     return found
 
 
@@ -414,7 +431,8 @@ WORDS = {
     "clip": "gradient_clipping=0.5, and the run clips to 0.1",
     "clip value": "DeepSpeed clips gradients by their norm alone",
     "clip some": "DeepSpeed clips all that it trains by one norm, and some parameters were left out",
-    "backward twice": "backward was called twice before a step",
+    "backward twice": "A bad batch is left out before its backward",
+    "unfrozen": "2.weight was frozen when DeepSpeed's engine was made and is trained now",
     "create_graph": "cannot go with DeepSpeed, whose engine runs its own backward",
 }
 
@@ -424,3 +442,58 @@ def test_each_setting_has_one_owner() -> None:
     assert found.keys() == WORDS.keys()
     for name, words in WORDS.items():
         assert words in found[name], f"{name}: {found[name]}"
+
+
+def in_trouble(folder: str) -> dict[str, Any]:
+    """What a loop finds after a refused load, a loss that is not finite, and in a search for a batch size."""
+    found: dict[str, Any] = {}
+
+    def step(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, factor: float = 1.0) -> None:
+        x, y = next(iter(loader))
+        accelerator.backward(F.mse_loss(model(x), y) * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state(accelerator: Accelerator, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
+        entries = accelerator.strategy.saved_form(optimizer.optimizer).state_dict()["state"].values()
+        moments = [part.flat.tolist() for entry in entries for part in entry.values() if isinstance(part, Fragment)]
+        return moments, [value.tolist() for value in accelerator.get_state_dict(model).values()]
+
+    for stage in (2, 3):
+        for bias in (False, True):
+            accelerator = accelerator_of(stage)
+            model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4, bias=bias))
+            parts = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01), data())
+            for _ in range(1 + bias):
+                step(accelerator, *parts)
+            if bias:
+                break
+            accelerator.save_state(f"{folder}/{stage}")
+            accelerator.free_memory()
+        before = state(accelerator, *parts[:2])
+        with pytest.raises(ConfigurationError, match=r"Missing: 1\.bias"):
+            accelerator.load_state(f"{folder}/{stage}")
+        found[f"load {stage}"] = before[0] and before == state(accelerator, *parts[:2])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for factor in (float("nan"), float("inf")):
+                step(accelerator, *parts, factor)
+        found[f"skipped {stage}"] = before == state(accelerator, *parts[:2])
+        found[f"told {stage}"] = [str(entry.message) for entry in caught if "not finite" in str(entry.message)]
+
+        @find_executable_batch_size(starting_batch_size=8)
+        def search(batch_size: int) -> None:
+            raise AssertionError("nothing is tried")
+
+        with pytest.raises(ConfigurationError, match=f"deepspeed_stage_{stage}'s engine, which cannot be broken off"):
+            search()
+        accelerator.free_memory()
+    return found
+
+
+def test_a_loop_in_trouble_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    for rank in run_world(2, in_trouble, str(tmp_path)):
+        for stage in (2, 3):
+            assert rank[f"load {stage}"] and rank[f"skipped {stage}"]
+            # Once, however often it happens.
+            assert len(rank[f"told {stage}"]) == 1

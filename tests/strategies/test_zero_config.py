@@ -145,6 +145,30 @@ CONFLICTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
         ("offload_optimizer.device='cpu'", "'nvme'"),
     ),
+    "a path for what is on no disk": (
+        lambda: ZeroConfig(stage=3, offload_optimizer="cpu", nvme_path="/disk"),
+        ("nvme_path='/disk'", "to 'nvme'", "leave it out"),
+    ),
+    "pinned memory for nothing": (
+        lambda: ZeroConfig(stage=3, pin_memory=True),
+        ("pin_memory=True", "nothing is offloaded", "leave it out"),
+    ),
+    "a path of the argument and the config": (
+        lambda: ZeroConfig(stage(3, offload_optimizer={"device": "nvme", "nvme_path": "/a"}), nvme_path="/b"),
+        ("nvme_path='/b'", "nvme_path='/a'"),
+    ),
+    "arguments beside a whole config": (
+        lambda: DeepSpeedStrategy(config=ZeroConfig(stage=1), stage=3, overlap_comm=True),
+        ("ZeroConfig(…)", "stage and overlap_comm"),
+    ),
+    "a scaler's arguments without one": (
+        lambda: ZeroConfig(loss_scale=128.0, hysteresis=2).build(precision="bf16-true"),
+        ("loss_scale= and hysteresis=", "'bf16-true'", "precision='16-true'"),
+    ),
+    "a key with a typo": (
+        lambda: ZeroConfig({"gradient_cliping": 1.0}),
+        ("'gradient_cliping'", "Did you mean 'gradient_clipping'?"),
+    ),
     "ranks of tensor parallelism": (lambda: ZeroConfig({"tensor_parallel": {"autotp_size": 2}}), ("tensor_parallel",)),
     "a sum over ranks": (lambda: ZeroConfig({"gradient_allreduce_op": "sum"}), ("gradient_allreduce_op", "'mean'")),
     "windows that DeepSpeed does not manage": (
@@ -219,6 +243,25 @@ def test_what_belongs_to_the_run_is_filled_in_and_the_rest_stays() -> None:
         "zero_force_ds_cpu_optimizer": False,
     }
     assert json.dumps(given) == before
+
+
+def test_keys_that_are_nobodys_typo_pass() -> None:
+    """Of a later DeepSpeed, or of the user's own tools."""
+    assert built({"my_company": {"owner": "me"}})["my_company"] == {"owner": "me"}
+
+
+def test_a_section_that_is_null_is_none() -> None:
+    assert ZeroConfig({"zero_optimization": None, "aio": None}, stage=1, block_size=4).values == {
+        "zero_optimization": {"stage": 1},
+        "aio": {"block_size": 4},
+    }
+
+
+def test_where_and_how_to_offload_goes_for_the_configs_offloads_too() -> None:
+    config = stage(3, offload_optimizer={"device": "nvme"}, offload_param={"device": "cpu"})
+    placed = ZeroConfig(config, nvme_path=Path("/disk"), pin_memory=True).get("zero_optimization")
+    assert placed["offload_optimizer"] == {"device": "nvme", "nvme_path": "/disk", "pin_memory": True}
+    assert placed["offload_param"] == {"device": "cpu", "pin_memory": True}
 
 
 def test_the_same_word_twice_is_no_contradiction() -> None:

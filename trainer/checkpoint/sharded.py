@@ -1,9 +1,11 @@
 """Tensors of which each rank holds a shard: who writes which, and which part a rank needs back.
 
 Who writes what is planned by torch.distributed.checkpoint, whose planner knows every placement of a DTensor, writes replicas
-once, and checks that the shards fill each tensor. It is shown tensors alone, since all else it would pickle. What is stored, and
-how, is ours: a Fragment is stored as the rectangles that it consists of, so that readers need not know of it. Reading goes by the tables of the checkpoint (`shards.py`) without its planner: what a rank needs follows from the
-tensor that it fills, there is nothing to agree on, and a process by itself, as one that evaluates, need not import it (0.6 s).
+once, and checks that the shards fill each tensor. It is only shown tensors, since it would pickle anything else. What is stored, and
+how, is ours: a Fragment is stored as the rectangles that it consists of, so that readers need not know of it.
+
+Reading goes by the tables of the checkpoint (`shards.py`), without the planner: what a rank needs follows from the tensor that
+it fills, so there is nothing to agree on, and a single process, such as one that evaluates, need not import it (0.6 s).
 """
 
 from __future__ import annotations

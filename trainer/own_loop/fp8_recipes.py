@@ -21,6 +21,10 @@ class AORecipeKwargs(KwargsHandler):
         module_filter_func: of (module, name): whether a Linear is converted; all but the first and the last if left out.
         pad_inner_dim: as of `Float8Precision`.
         enable_fsdp_float8_all_gather: as of `Float8Precision`.
+
+    Example:
+        >>> AORecipeKwargs(pad_inner_dim=False).build().name
+        'fp8'
     """
 
     config: Any = None
@@ -44,9 +48,22 @@ class AORecipeKwargs(KwargsHandler):
         return Float8Precision(config=self.config, choose=self.module_filter_func, **arguments)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TERecipeKwargs(KwargsHandler):
-    """fp8 by Transformer Engine; what is None is left to it, which scales by the current values unless delayed scaling is asked for."""
+    """fp8 by Transformer Engine: the arguments of `TransformerEnginePrecision` that Accelerate has.
+
+    What is None is left to Transformer Engine, which scales by the current values unless delayed scaling is asked for.
+
+    Attributes:
+        use_autocast_during_eval: evaluate in fp8 too.
+        margin: as of `TransformerEnginePrecision`.
+        interval: accepted for scripts that give it; Transformer Engine now computes the scales in each step.
+        fp8_format: "E4M3", or "HYBRID" for E5M2 gradients.
+        amax_history_len: as of `TransformerEnginePrecision`.
+        amax_compute_algo: as of `TransformerEnginePrecision`.
+        override_linear_precision: as of `TransformerEnginePrecision`.
+        use_mxfp8_block_scaling: as of `TransformerEnginePrecision`.
+    """
 
     use_autocast_during_eval: bool | None = None
     margin: int | None = None
@@ -62,41 +79,43 @@ class TERecipeKwargs(KwargsHandler):
         return precision_of_config({**_set(self), "backend": "TE"})
 
 
-@dataclass
-class MSAMPRecipeKwargs(KwargsHandler):
-    """Refused: MS-AMP is no longer maintained."""
+@dataclass(kw_only=True)
+class FP8RecipeKwargs(TERecipeKwargs):
+    """fp8 by any backend, under the older name for all of them.
 
-    opt_level: str | None = None
+    Attributes:
+        backend: "AO" (torchao) or "TE" (Transformer Engine); left out, the one that the other arguments belong to.
+        opt_level: of MS-AMP, which is refused.
 
-    def __post_init__(self) -> None:
-        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}: use AORecipeKwargs() or TERecipeKwargs().")
-
-    def build(self) -> Precision:
-        """Never reached."""
-        raise AssertionError
-
-
-@dataclass
-class FP8RecipeKwargs(KwargsHandler):
-    """fp8 by the backend that is named, under the older name for all of them; left out, by the one that the arguments belong to."""
+    Example:
+        >>> FP8RecipeKwargs(backend="AO").build().name
+        'fp8'
+    """
 
     backend: str | None = None
-    use_autocast_during_eval: bool | None = None
     opt_level: str | None = None
-    margin: int | None = None
-    interval: int | None = None
-    fp8_format: str | None = None
-    amax_history_len: int | None = None
-    amax_compute_algo: str | None = None
-    override_linear_precision: tuple[bool, bool, bool] | None = None
-    use_mxfp8_block_scaling: bool | None = None
 
     def build(self) -> Precision:
         """The precision."""
         return precision_of_config(_set(self))
 
 
-RECIPES = (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Refused: MS-AMP is no longer maintained.
+
+    Raises:
+        ConfigurationError: always; names the other recipes.
+    """
+
+    opt_level: str | None = None
+
+    def __post_init__(self) -> None:
+        raise ConfigurationError(f"MSAMPRecipeKwargs: {NO_MSAMP}: use AORecipeKwargs() or TERecipeKwargs().")
+
+
+RECIPES = (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)
+"""Those that can be made."""
 
 
 def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
@@ -124,7 +143,7 @@ def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
 
 
 def _set(handler: Any) -> dict[str, Any]:
-    """What was given, but for a tuple that asks for nothing."""
+    """The fields that were given a value; `override_linear_precision` of three False asks for nothing, as None does."""
     return {
         name: value for name, value in vars(handler).items() if value is not None and value != (False, False, False)
     }

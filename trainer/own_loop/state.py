@@ -237,16 +237,24 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
 
 
 def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
-    """Takes back what `save` wrote. Everything is read before anything is changed."""
+    """Takes back what `save` wrote; what does not fit is refused before anything is changed.
+
+    The optimizers' states are read last, since an engine's are read into the memory that it steps with.
+    """
     reader = open_verified(path, Ranks(accelerator.strategy, path))
     models = list(accelerator.bare_models)
     user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
     if user.get("kind") != KIND:
         raise CheckpointError(path, "was not written by save_state: a Trainer's checkpoint is resumed by Trainer.fit.")
-    _check_counts(accelerator, user)
     schedulers = reader.state("schedulers")
     rank = _read_rank(reader, accelerator)
-    optimizers = reader.optimizers(like=accelerator.strategy.state_parts(together(models)))
+    _check("models", user["models"], len(models))
+    _check("registered objects", len(user["registered"]), len(accelerator.registered))
+    _check("optimizers", reader.optimizer_count(), len(accelerator.optimizers))
+    _check("schedulers", len(schedulers["schedulers"]), len(accelerator.prepared_schedulers))
+    # None in a checkpoint of another trainer that was converted: its data begins anew.
+    loaders = rank["loaders"] if rank["loaders"] is not None else [None] * len(accelerator.prepared_loaders)
+    _check("loaders", len(loaders), len(accelerator.prepared_loaders))
     left = list(models)
     for hook in accelerator.state_hooks.before_load:
         hook(left, str(path))
@@ -257,10 +265,9 @@ def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
                 whole.add_module(f"model_{number}", model)
         accelerator.strategy.load_module(reader, whole, strict and len(left) == len(models))
     names = parameter_names(together(models))
-    _check("optimizers", len(optimizers), len(accelerator.optimizers))
+    optimizers = reader.optimizers(like=accelerator.strategy.state_parts(together(models)))
     for optimizer, state in zip(accelerator.optimizers, optimizers, strict=True):
         from_named(accelerator.strategy.saved_form(optimizer), state, names)
-    _check("schedulers", len(schedulers["schedulers"]), len(accelerator.prepared_schedulers))
     for scheduler, state in zip(accelerator.prepared_schedulers, schedulers["schedulers"], strict=True):
         scheduler.load_state_dict(state)
     accelerator.precision.load_state_dict(schedulers["precision"])
@@ -270,10 +277,8 @@ def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
     for tracker in accelerator.trackers:
         if tracker.name in user["trackers"] and hasattr(tracker, "logger"):
             tracker.logger.load_state_dict(user["trackers"][tracker.name])
-    if rank["loaders"] is not None:
-        # None in a checkpoint of another trainer that was converted: its data begins anew.
-        _check("loaders", len(rank["loaders"]), len(accelerator.prepared_loaders))
-        for loader, state in zip(accelerator.prepared_loaders, rank["loaders"], strict=True):
+    for loader, state in zip(accelerator.prepared_loaders, loaders, strict=True):
+        if state is not None:
             loader.load_state_dict(state)
     accelerator.restore_counters(user["steps"])
     named = NAME.fullmatch(path.name)
@@ -294,11 +299,6 @@ def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> dict[str, 
     if number > 0:
         first["rng"] = seeded_state(rank_seed(first["seed"], reader.progress()["global_step"], number))
     return first
-
-
-def _check_counts(accelerator: Accelerator, user: dict[str, Any]) -> None:
-    _check("models", user["models"], len(accelerator.bare_models))
-    _check("registered objects", len(user["registered"]), len(accelerator.registered))
 
 
 def _check(kind: str, there: int, here: int) -> None:

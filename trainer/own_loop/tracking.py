@@ -1,4 +1,4 @@
-"""Trackers of a loop of one's own: the Trainer's loggers under another entry, and classes of the user's."""
+"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's interface, and the user's own classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
 from leyden.trainer.own_loop.collectives import Collectives
 
@@ -30,7 +31,7 @@ PROJECT = {"wandb": "project", "comet_ml": "project", "mlflow": "experiment_name
 
 
 class GeneralTracker(ABC):
-    """Base class of a tracker of one's own: hand an instance, or the class, to `Accelerator(log_with=...)`.
+    """Base class of your own trackers: hand an instance, or the class, to `Accelerator(log_with=...)`.
 
     A subclass has a `name` and a method `log`; without them it is refused before anything is trained.
 
@@ -135,19 +136,10 @@ class LoggerTracker(GeneralTracker):
             self.logger.finish()
 
 
-class SilentTracker(GeneralTracker):
-    """Stands in where there is nothing to write: every call is taken and does nothing."""
+class SilentTracker(Silent, GeneralTracker):
+    """What `get_tracker` returns on a rank that writes nothing: every call is accepted and does nothing."""
 
     name = "silent"
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._nothing
-
-    @staticmethod
-    def _nothing(*args: Any, **kwargs: Any) -> None:
-        return None
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         return None
