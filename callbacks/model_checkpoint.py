@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 # What a failed save must leave as it was.
-BOOKS = (
+RANKING = (
     *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
     *("_recent", "_doomed", "_saved_step", "_saved_batch", "_saved_at"),
 )
@@ -336,7 +336,7 @@ class ModelCheckpoint(Callback):
             return
         path = os.path.join(self.dirpath or "", name)
         with self._rolling_back(), self._making_room(trainer, path):
-            self._book(path, trainer, ranks)
+            self._enter(path, trainer, ranks)
             written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
             if written != path:
                 self._rename(path, written)
@@ -389,7 +389,7 @@ class ModelCheckpoint(Callback):
         return score < worst if self.mode == "min" else score > worst
 
     # the ranking ------------------------------------------------------------------------------------------------------
-    def _book(self, path: str, trainer: Trainer, ranks: bool) -> None:
+    def _enter(self, path: str, trainer: Trainer, ranks: bool) -> None:
         """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
         before = self._kept()
         if ranks and self.monitor is None:
@@ -436,7 +436,7 @@ class ModelCheckpoint(Callback):
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
         """A save that fails leaves the ranking as it was."""
-        before = {name: copy.copy(getattr(self, name)) for name in BOOKS}
+        before = {name: copy.copy(getattr(self, name)) for name in RANKING}
         try:
             yield
         except BaseException:

@@ -49,8 +49,6 @@ class Strategy(ABC):
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
     host_group: Any = None
     """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
-    restores_after_setup: bool = True
-    """Weights are loaded into modules that are set up; False where loading must come first."""
     drives_one: bool = False
     """An engine drives one model that is trained, and its one optimizer; others are only placed on the device."""
     replicates: bool = True

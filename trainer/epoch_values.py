@@ -184,7 +184,7 @@ def combined(entry: Entry, told: Sequence[list[float]]) -> Value | None:
     reduction = entry.reduce_fx
     if isinstance(reduction, Reduced):
         warnings.warn(
-            f"{entry.name!r} is reduced by a function, which a run that goes on knows again when it is logged: the value of "
+            f"{entry.name!r} is reduced by a function, which a resumed run knows again when it is logged: the value of "
             "this epoch, of which nothing was left to do, is left out.",
             stacklevel=2,
         )

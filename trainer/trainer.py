@@ -396,7 +396,7 @@ class Trainer(TrainerView):
             self.strategy.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
-                "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."
+                "ckpt_path='current' continues with the module of this Trainer's last fit: fit it first."
             )
         if stage == "fit" and not goal.continues:
             self.progress, self._kept = Progress(), None

@@ -79,9 +79,7 @@ def plain_loop(data: TensorDataset, batch_size: int) -> dict[str, Tensor]:
     return {f"layers.{name}": value.detach() for name, value in net.state_dict().items()}
 
 
-def trained(
-    net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, save: Any = None, **arguments: Any
-) -> Trainer:
+def trained(net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, **arguments: Any) -> Trainer:
     """One quiet fit."""
     fixed: dict[str, Any] = {"precision": "32-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
     quiet: dict[str, Any] = {

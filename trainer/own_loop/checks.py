@@ -43,7 +43,7 @@ class Mistakes:
             if not any(model is known for known in (*accelerator.prepared_models, *accelerator.bare_models)):
                 raise ConfigurationError(
                     f"accumulate was given a {type(model).__name__} that is not prepared: model = accelerator.prepare(model), and "
-                    "use what it gives back."
+                    "use what it returns."
                 )
             if accelerator.num_processes > 1 and not any(model is known for known in accelerator.prepared_models):
                 raise ConfigurationError(

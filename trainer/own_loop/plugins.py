@@ -45,7 +45,8 @@ class GradientAccumulationPlugin:
     """How batches make one optimizer step.
 
     Attributes:
-        num_steps: batches of a step; the last step of an epoch has those that are left, and is divided by their number.
+        num_steps: batches of a step, 1 or more; the last step of an epoch has those that are left, and is divided by their
+            number.
         adjust_scheduler: let torch's check of the order of steps count the batches of a window too.
         sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False keeps counting
             in the next epoch.
@@ -172,7 +173,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of the gradient scaler of fp16."""
+    """Arguments of the gradient scaler of fp16.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_factor: what the scale grows by after `growth_interval` steps without inf or nan.
+        backoff_factor: what it shrinks by after a step with one, which is skipped.
+        growth_interval: steps between two growths.
+        enabled: False trains without a scaler: losses are not scaled, and no step is skipped.
+    """
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -189,6 +198,9 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: "gloo", "nccl", …; what suits the device if left out.
         init_method: refused: the starter of the ranks says where they meet.
         timeout: how long a collective waits for the others; 30 minutes if left out.
+
+    Raises:
+        ConfigurationError: if `init_method` is given.
     """
 
     backend: str | None = None
@@ -251,7 +263,30 @@ class ProfileKwargs(KwargsHandler):
 class FullyShardedDataParallelPlugin:
     """FSDP, by the names that Accelerate and FSDP1 gave its options; `FSDPStrategy` has them under its own.
 
-    What is left at None keeps the strategy's default. A value that FSDP2 cannot have is refused, with the reason.
+    What is left at None keeps the strategy's default. `build` refuses a value that FSDP2 cannot have, with the reason.
+
+    Attributes:
+        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", …, Accelerate's number, or torch's ShardingStrategy.
+        reshard_after_forward: free gathered parameters after forward.
+        backward_prefetch: "BACKWARD_PRE" is what FSDP2 does; others warn.
+        mixed_precision_policy: torch's policy, in place of the one that follows from the precision.
+        auto_wrap_policy: which modules are gathered as a group, as of `FSDPStrategy`; or Accelerate's names.
+        transformer_cls_names_to_wrap: class names of the modules that are groups.
+        min_num_params: the least number of parameters of a group, where groups are made by size.
+        cpu_offload: parameters, gradients and optimizer state wait on the CPU.
+        ignored_modules: modules that stay whole on every rank.
+        state_dict_type: "SHARDED_STATE_DICT" is what checkpoints have; others warn or are refused.
+        sync_module_states: every rank starts with rank 0's parameters and buffers.
+        forward_prefetch: each group asks for the next one's parameters before its own forward.
+        limit_all_gathers: True is what FSDP2 does.
+        use_orig_params: True is what FSDP2 does.
+        activation_checkpointing: compute activations again in backward.
+        cpu_ram_efficient_loading: True is what always happens.
+        fsdp_version: 1 is accepted; it is FSDP2 in any case.
+
+    Example:
+        >>> FullyShardedDataParallelPlugin(min_num_params=1000).min_num_params
+        1000
     """
 
     sharding_strategy: Any = None

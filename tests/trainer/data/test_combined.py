@@ -1,3 +1,5 @@
+"""CombinedLoader: its modes, its limits, and the exact resume of each."""
+
 from __future__ import annotations
 
 import copy
