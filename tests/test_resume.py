@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -418,6 +419,47 @@ def test_a_run_that_failed_outside_of_a_window_goes_on_exactly(
     trainer.fit(module, *loaders(), ckpt_path=tmp_path / "saved" / "on_exception")
     assert module.began_at == [6]
     assert differences(outcome(trainer), whole) == []
+
+
+class Measuring(Tiny):
+    """Validates with a metric whose state a pass builds up, and with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.mean.update(torch.rand(len(batch[0])))
+        self.log("mean", self.mean)
+
+
+class SavesInside(Callback):
+    """Saves at the first call of a hook, in the sanity check where there is one, else in the second validation."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, module: TrainModule, *_: Any) -> None:
+        wanted = 0 if trainer.sanity_checking else 1
+        if trainer.progress.validations == wanted and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.parametrize(
+    "hook", ["on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"]
+)
+def test_what_is_saved_inside_a_validation_runs_it_again(hook: str, sanity: int, tmp_path: Path) -> None:
+    def run(*callbacks: Callback, seed: int = 3, **arguments: Any) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        trainer = trainer_in(tmp_path, *callbacks, enable_checkpointing=False, num_sanity_val_steps=sanity)
+        trainer.fit(Measuring(), *loaders(), **arguments)
+        return outcome(trainer)
+
+    whole = run(SavesInside(hook, tmp_path / "inside"))
+    assert differences(run(Counting(), seed=77, ckpt_path=tmp_path / "inside"), whole) == []
 
 
 # parts ------------------------------------------------------------------------------------------------------------------
