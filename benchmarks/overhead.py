@@ -8,7 +8,7 @@ same ready-made batches through a DataLoader, and the clock is read where the da
 `warm-up + steps`, so that set-up and the first steps do not count. The repeats of all contestants are interleaved; the table
 shows the median of each, and the median of its differences from the raw loop of the same round.
 
-"full" is everything on: a progress bar (on a terminal that goes nowhere), a CSV logger, checkpoints, and the loss logged to bar
+"leyden-own" is a loop of one's own over Leyden's Accelerator, as "accelerate" is over Hugging Face's. "full" is everything on: a progress bar (on a terminal that goes nowhere), a CSV logger, checkpoints, and the loss logged to bar
 and logger at each step.
 """
 
@@ -110,6 +110,22 @@ def leyden(batches: Batches, folder: str, full: bool = False) -> None:
     Trainer(accelerator="cpu", max_epochs=1, default_root_dir=folder, **options).fit(Tiny(), batches.loader())
 
 
+def leyden_own(batches: Batches, folder: str) -> None:
+    from leyden import Accelerator
+
+    own_loop(Accelerator(cpu=True), batches)
+
+
+def own_loop(accelerator: Any, batches: Batches) -> None:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    net, optimizer, loader = accelerator.prepare(net, optimizer, batches.loader())
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(F.cross_entropy(net(inputs), targets))
+        optimizer.step()
+
+
 def lightning(batches: Batches, folder: str, full: bool = False) -> None:
     name = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
     pl = importlib.import_module(name)
@@ -137,14 +153,7 @@ def lightning(batches: Batches, folder: str, full: bool = False) -> None:
 def accelerate(batches: Batches, folder: str) -> None:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
-    net = make_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    net, optimizer, loader = accelerator.prepare(net, optimizer, batches.loader())
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        accelerator.backward(F.cross_entropy(net(inputs), targets))
-        optimizer.step()
+    own_loop(Accelerator(cpu=True), batches)
 
 
 def ignite(batches: Batches, folder: str) -> None:
@@ -206,6 +215,7 @@ CONTESTANTS: dict[str, tuple[tuple[str, ...], Callable[[Batches, str], None]]] =
     "raw": ((), raw),
     "leyden": ((), leyden),
     "leyden-full": ((), leyden_full),
+    "leyden-own": ((), leyden_own),
     "lightning": (("lightning", "pytorch_lightning"), lightning),
     "lightning-full": (("lightning", "pytorch_lightning"), lightning_full),
     "accelerate": (("accelerate",), accelerate),

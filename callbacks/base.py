@@ -37,11 +37,11 @@ class Callback:
         return type(self).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback needs to go on after a resume; empty if nothing."""
+        """What the callback needs to continue after a resume; empty if nothing."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Takes back what `state_dict` returned."""
 
     # set-up and tear-down; stage is "fit", "validate", "test" or "predict"
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...

@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 
@@ -22,7 +23,7 @@ class CometLogger(Logger):
         workspace: None for the account's own.
         save_dir: folder of offline archives; None for the Trainer's `default_root_dir`.
         online: False writes to the folder only; None for whether there is an API key.
-        experiment_key: to go on with an experiment.
+        experiment_key: to continue an experiment.
         prefix: put before the names of metrics.
         **kwargs: handed to `comet_ml.ExperimentConfig`: `name`, `tags`, ….
 

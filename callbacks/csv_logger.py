@@ -1,4 +1,4 @@
-"""CSVLogger: metrics in a table that everything can read."""
+"""CSVLogger: metrics as a table that any program can read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from leyden.callbacks.logger import FolderLogger, plain_numbers
+from leyden.callbacks.logger import FolderLogger
+from leyden.callbacks.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
 
 METRICS_FILE = "metrics.csv"
@@ -20,7 +21,7 @@ STEP = "step"
 class CSVLogger(FolderLogger):
     """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row a call, and settings to `hparams.json`.
 
-    A metric that first appears in mid-run gets a column of its own and leaves it empty in the rows above. On a resume
+    A metric that first appears later in the run gets a column of its own and leaves it empty in the rows above. On a resume
     the rows after the checkpoint are cut, so the file ends as that of a run that was never interrupted.
 
     Args:
@@ -114,7 +115,7 @@ class CSVLogger(FolderLogger):
         self._is_durable = durable
 
     def _adopt(self, path: Path) -> list[str]:
-        """Goes on with a file that is there already: cut to the rows to keep, and its columns taken over."""
+        """Continues a file that is there already: cuts it to the rows to keep, and takes over its columns."""
         keep, self._keep = self._keep, None
         if not path.exists():
             return []

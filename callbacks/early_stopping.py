@@ -33,16 +33,16 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Stops training when a metric has not improved for a number of checks.
 
-    A run that it has stopped stays stopped when resumed with the same arguments; with other ones it goes on.
+    A run that it has stopped stays stopped when resumed with the same arguments; with other ones it continues.
 
     Args:
         monitor: name of a logged metric.
         min_delta: the least change that counts as better, in the metric's unit; not negative.
-        patience: so many checks in a row without improvement end the run. A check follows each validation, or each
-            epoch, not each epoch in every case.
+        patience: so many checks in a row without improvement end the run. Checks are made after validations or after
+            training epochs (see `check_on_train_epoch_end`), so this need not be a number of epochs.
         verbose: prints each improvement and why the run ends.
         mode: "min" if less is better, "max" if more is.
-        strict: raise if the metric is not there at a check; else warn and go on.
+        strict: raise if the metric is not there at a check; else warn and continue.
         check_finite: stop if the metric is nan or infinite.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
@@ -181,7 +181,7 @@ class EarlyStopping(Callback):
                 print(f"[rank {trainer.global_rank}] {message}", flush=True)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Takes in a value; gives the verdict, and what there is to say about it."""
+        """Judges a value; returns whether to stop, and the message about it."""
         name, best, reason = self.monitor, float(self.best_score), EarlyStoppingReason
         if self.check_finite and not math.isfinite(current):
             return reason.NON_FINITE_METRIC, f"{name} is {current}. The best value was {best:.3f}."
@@ -229,7 +229,7 @@ def validates(trainer: Trainer) -> bool:
 
 
 def validates_at_epoch_end(trainer: Trainer) -> bool:
-    """True where the end of a training epoch has all that a check could want: one validation there, or none at all."""
+    """True if a check belongs to the end of a training epoch: there is one validation there, or none at all."""
     if not validates(trainer):
         return True
     # An int counts batches: 1 is every batch, 1.0 the whole epoch.

@@ -18,7 +18,7 @@ HOOKS = tuple(
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions, one a hook. Each takes what the hook of that name takes, without `self`.
+    """A callback made of functions, one for each hook. Each takes what the hook of that name takes, without `self`.
 
     Args:
         **hooks: hook name → function; None for none.

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 
@@ -18,7 +19,7 @@ MOST = 100
 
 
 class MLFlowLogger(Logger):
-    """Logs to a run of MLflow. mlflow is imported, and the run begun, at the first write. A resumed run goes on in its own.
+    """Logs to a run of MLflow. mlflow is imported, and the run started, at the first write. A resumed run continues in its own.
 
     Args:
         experiment_name: of the experiment, which is made if it is not there.
@@ -26,7 +27,7 @@ class MLFlowLogger(Logger):
         tracking_uri: of a server; None for the variable MLFLOW_TRACKING_URI, or the file `<save_dir>/mlflow.db`.
         save_dir: None for the Trainer's `default_root_dir`.
         tags: of the run.
-        run_id: to go on with a run.
+        run_id: to continue a run.
         prefix: put before the names of metrics.
 
     Example:

@@ -25,8 +25,7 @@ from leyden.callbacks.timer import parse_duration
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.folder import delete, is_checkpoint
-from leyden.trainer.checkpoint.manifest import read_manifest
+from leyden.trainer.checkpoint.folder import delete, identity, is_checkpoint
 from leyden.trainer.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -36,17 +35,17 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 # What a failed save must leave as it was.
-BOOKS = (
+RANKING = (
     *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
-    *("_recent", "_doomed", "_saved_step", "_saved_at"),
+    *("_recent", "_doomed", "_saved_step", "_saved_batch", "_saved_at"),
 )
 
 
 class ModelCheckpoint(Callback):
     """Saves checkpoints during fit and keeps the best, or the newest, of them.
 
-    A checkpoint is a folder. An old one is deleted only after the new one is committed, and each checkpoint holds the
-    books as they stand with itself counted, so a resumed run ranks and deletes as one that was never interrupted.
+    A checkpoint is a folder. An old one is deleted only after the new one is committed. Each checkpoint holds the
+    ranking with itself counted in, so a resumed run ranks and deletes as one that was never interrupted.
     Checkpoints of other runs in the same folder are neither ranked nor deleted.
 
     Args:
@@ -56,7 +55,7 @@ class ModelCheckpoint(Callback):
         monitor: the metric to rank by. None to keep the newest ones.
         verbose: prints what is saved.
         save_last: also keeps the newest checkpoint, whether it is among the best or not, saves at the end of the run (Ctrl-C
-            included), and lets the link `last` point to it where the file system has links. "link" means the same.
+            included), and points the link `last` to it where the file system has links. "link" means the same.
         save_top_k: how many to keep; -1 for all, 0 for none (but `save_last`'s).
         save_on_exception: also saves when fit ends by an exception.
         save_weights_only: leaves out optimizers, progress and random numbers; such a checkpoint cannot be resumed from.
@@ -178,8 +177,9 @@ class ModelCheckpoint(Callback):
             "last_model_path": self._relative(self.last_model_path),
             "best_k_models": {self._relative(path): float(score) for path, score in self.best_k_models.items()},
             "recent": [self._relative(path) for path in self._recent],
-            "doomed": {self._relative(path): identity for path, identity in self._doomed.items()},
+            "doomed": {self._relative(path): who for path, who in self._doomed.items()},
             "saved_step": self._saved_step,
+            "saved_batch": self._saved_batch,
             "seconds_since_save": None if self._saved_at is None else time.monotonic() - self._saved_at,
         }
 
@@ -204,6 +204,8 @@ class ModelCheckpoint(Callback):
             at(name, home): who for name, who in state.get("doomed", {}).items() if own
         }
         self._saved_step: int = state.get("saved_step", -1)
+        self._saved_batch: int = state.get("saved_batch", -1)
+        self._seen_step = 0
         ago = state.get("seconds_since_save")
         self._saved_at: float | None = None if ago is None else time.monotonic() - ago
 
@@ -244,7 +246,7 @@ class ModelCheckpoint(Callback):
         return Ranks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
 
     def _make_folder(self) -> None:
-        """A folder that cannot be made is better known now than after the first epoch."""
+        """Makes the folder at the start, so that one that cannot be made is known now and not after the first epoch."""
         assert self.dirpath is not None
         try:
             os.makedirs(self.dirpath, exist_ok=True)
@@ -254,6 +256,7 @@ class ModelCheckpoint(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self._saved_at is None:
             self._saved_at = time.monotonic()
+        self._seen_step = trainer.global_step
         if self._ranks(trainer).is_keeper:
             self._delete_doomed()
 
@@ -262,7 +265,10 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if not self._every_n_train_steps and self._interval is None:
             return
-        if trainer.window.closes and self._is_due_by_step(trainer) and not self._waits_for_validation(trainer):
+        # In manual optimisation a batch may go by without a step.
+        stepped, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
+        due = trainer.window.closes and (stepped or not self._every_n_train_steps) and self._is_due_by_step(trainer)
+        if due and not self._waits_for_validation(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -318,8 +324,8 @@ class ModelCheckpoint(Callback):
 
     # what -------------------------------------------------------------------------------------------------------------
     def _save(self, trainer: Trainer, may_rank: bool = True) -> None:
-        """Saves if there is a reason to, once at a step."""
-        if trainer.fast_dev_run or self._saved_step == trainer.global_step:
+        """Saves if there is a reason to, once after a batch."""
+        if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
             return
         values = self._values(trainer)
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
@@ -330,7 +336,7 @@ class ModelCheckpoint(Callback):
             return
         path = os.path.join(self.dirpath or "", name)
         with self._rolling_back(), self._making_room(trainer, path):
-            self._book(path, trainer.global_step, ranks)
+            self._enter(path, trainer, ranks)
             written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
             if written != path:
                 self._rename(path, written)
@@ -382,9 +388,9 @@ class ModelCheckpoint(Callback):
         worst = float(self.kth_value)
         return score < worst if self.mode == "min" else score > worst
 
-    # the books --------------------------------------------------------------------------------------------------------
-    def _book(self, path: str, step: int, ranks: bool) -> None:
-        """Enters a checkpoint that is about to be written, and dooms those that it replaces."""
+    # the ranking ------------------------------------------------------------------------------------------------------
+    def _enter(self, path: str, trainer: Trainer, ranks: bool) -> None:
+        """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
         before = self._kept()
         if ranks and self.monitor is None:
             self._recent = [*(old for old in self._recent if old != path), path]
@@ -399,12 +405,12 @@ class ModelCheckpoint(Callback):
             self.best_model_path = self._best_of(self.best_k_models)
             self.best_model_score = self.best_k_models[self.best_model_path]
         self.last_model_path = path
-        self._saved_step = step
+        self._saved_step, self._saved_batch = trainer.global_step, trainer.progress.batches
         self._saved_at = time.monotonic()
         kept = self._kept()
         for old in before:
             if old not in kept:
-                self._doomed[old] = _identity(old)
+                self._doomed[old] = identity(old)
 
     def _kept(self) -> set[str]:
         """Every checkpoint that is not to be deleted."""
@@ -429,8 +435,8 @@ class ModelCheckpoint(Callback):
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
-        """A save that fails leaves the books as they were."""
-        before = {name: copy.copy(getattr(self, name)) for name in BOOKS}
+        """A save that fails leaves the ranking as it was."""
+        before = {name: copy.copy(getattr(self, name)) for name in RANKING}
         try:
             yield
         except BaseException:
@@ -440,9 +446,9 @@ class ModelCheckpoint(Callback):
 
     def _delete_doomed(self) -> None:
         """Deletes what was replaced. One that cannot be deleted is tried again with the next."""
-        for path, identity in list(self._doomed.items()):
+        for path, who in list(self._doomed.items()):
             # By another run the name may have been given to another checkpoint.
-            if identity is not None and _identity(path) == identity:
+            if who is not None and identity(path) == who:
                 try:
                     delete(path)
                 except CheckpointError as error:
@@ -487,7 +493,7 @@ class ModelCheckpoint(Callback):
         goes = {loser, self.last_model_path} if self.save_last else {loser}
         if not self.enable_version_counter:
             goes.add(os.path.join(self.dirpath, name))
-            # One that does not rank must not stand where one is that was kept for its score.
+            # A checkpoint without a rank must not take the place of one that was kept for its score.
             stays = set() if ranks else stays
         return goes - stays
 
@@ -524,7 +530,7 @@ class ModelCheckpoint(Callback):
         return aside
 
     def _link_last(self, written: str, values: Mapping[str, float]) -> None:
-        """Lets the link point to the newest checkpoint, from one instant to the next."""
+        """Points the link to the newest checkpoint, atomically."""
         assert self.dirpath is not None
         name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
         link = Path(self.dirpath, name)
@@ -578,15 +584,6 @@ def _triggers(steps: Any, epochs: Any, interval: Any) -> tuple[int, int, float |
     if steps is None and epochs is None and seconds is None:
         epochs = 1
     return steps or 0, epochs or 0, seconds
-
-
-def _identity(path: str) -> str | None:
-    """What tells a checkpoint from another one of the same name; None if there is none that can be read."""
-    try:
-        manifest = read_manifest(Path(path))
-    except CheckpointError:
-        return None
-    return f"{manifest.save_counter} {manifest.saved_at}"
 
 
 def _number(value: Tensor | None) -> float | None:

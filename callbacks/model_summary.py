@@ -178,7 +178,7 @@ def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
 
 
 def check_depth(max_depth: int) -> None:
-    """Refuses what is no depth."""
+    """Refuses a value that is not a depth."""
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(
             f"max_depth={max_depth!r}: give the levels to show, 0 for totals alone, or -1 for all."

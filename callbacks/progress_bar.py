@@ -1,4 +1,4 @@
-"""TQDMProgressBar: how far a run is. Nothing is drawn, or read back from the device, more often than an eye follows."""
+"""TQDMProgressBar: how far a run is. Nothing is drawn, or read back from the device, more often than the eye can follow."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def new_bar(position: int, leave: bool) -> Any:
 
 
 def draw(bar: Any, done: int) -> float:
-    """Moves the bar to `done` batches, and gives back when it may be drawn again."""
+    """Moves the bar to `done` batches, and returns when it may be drawn again."""
     start = time.perf_counter()
     if done > bar.n:
         bar.update(done - bar.n)

@@ -13,7 +13,7 @@ class Silent:
     """
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks for these itself, to copy or pickle an object: it must not be told that they are there.
+        # Python looks these up itself, to copy or pickle an object, and must not find them.
         if name.startswith("__"):
             raise AttributeError(name)
         return self._nothing

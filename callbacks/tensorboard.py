@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.logger import FolderLogger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.model_summary import undisturbed
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class TensorBoardLogger(FolderLogger):
     """Writes to `<save_dir>/<name>/version_N`; look at it with `tensorboard --logdir <save_dir>`.
 
-    TensorBoard is imported at the first write. A resumed run goes on in the same folder, and what was logged after the
+    TensorBoard is imported at the first write. A resumed run continues in the same folder, and what was logged after the
     checkpoint is cut off the event files: they hold each value once. (TensorBoard's own `purge_step` would go by the number of
     the step, which validation steps count anew, and knows no order within a step.) A file that is cut is kept whole under a
     name `replaced.…`, which TensorBoard passes over; one that was open at that moment shows the cut part until it is reloaded.
@@ -192,7 +193,7 @@ class TensorBoardLogger(FolderLogger):
 
 
 def _wait_out_the_second(folder: str) -> None:
-    """Readers take event files by name, which tells their order to the second: one of this very second must stay before ours."""
+    """Waits for the next second if a file of this one exists: readers sort event files by name, and the name has only seconds."""
     parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
     now = time.time()
     if any(len(part) > 3 and part[3] == f"{int(now):010d}" for part in parts):

@@ -91,7 +91,7 @@ class Timer(Callback):
         self._before = {_stage(stage): float(seconds) for stage, seconds in state["time_elapsed"].items()}
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A fit that goes on where the last one ended adds to its time; one that begins anew had its state reset.
+        # A fit that continues the last one adds to its time; for a new one the state was reset.
         self._before["train"] = self.time_elapsed("train")
         self._begin("train")
         if self._duration is not None:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 
@@ -24,7 +25,7 @@ class WandbLogger(Logger):
     """Logs to a run of Weights & Biases. wandb is imported, and the run begun, at the first write.
 
     Offline it needs no account: the run lies in `<save_dir>/wandb`, and `wandb sync` sends it later. A resumed run
-    goes on under its run id; what was logged after the checkpoint stays on the server beside what is logged again, on
+    continues under its run id; what was logged after the checkpoint stays on the server beside what is logged again, on
     the same `trainer/global_step`. (Offline, each resume writes a folder of its own under the same id, which
     `wandb sync --append` puts together.) The run stays open after a fit, so that a test goes to the same one; `finish`
     ends it, or the end of the process.
@@ -35,7 +36,7 @@ class WandbLogger(Logger):
         version: the same as `id`.
         offline: writes to the folder only; the same as `mode="offline"`.
         dir: the same as `save_dir`.
-        id: the run's id, to go on with a run.
+        id: the run's id, to continue a run.
         project: None for the variable WANDB_PROJECT, or "leyden".
         log_model: must be False: checkpoints are not uploaded. To upload one, pass its folder to
             `wandb.Artifact(name, "model").add_dir(path)` and that to `logger.experiment.log_artifact`.
@@ -198,7 +199,7 @@ class WandbLogger(Logger):
             self.finish(exit_code=1)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Ends the run, and waits until wandb has all of it. Logging more goes on with the same id."""
+        """Ends the run, and waits until wandb has all of it. Logging more continues the same run."""
         if self._run is not None and self.is_writer:
             self._id = str(self._run.id)
             self._run.finish(exit_code=exit_code)

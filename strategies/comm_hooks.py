@@ -1,4 +1,4 @@
-"""How DDP sends gradients: torch's communication hooks, by name or as they are."""
+"""How DDP sends gradients: torch's communication hooks, by name or as functions."""
 
 from __future__ import annotations
 

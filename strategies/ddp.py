@@ -72,7 +72,7 @@ class DDPStrategy(ProcessGroupStrategy):
         self.ddp: DistributedDataParallel | None = None
         self._sent: set[int] = set()
         self.wrapped: list[DistributedDataParallel] = []
-        """The modules that a loop of one's own calls."""
+        """The modules that the user's own loop calls."""
         self.sync_batchnorm = False
         self._holds_back = False
         self._manual = False
@@ -207,7 +207,7 @@ class DDPStrategy(ProcessGroupStrategy):
             return step_fn(batch, *extra)
 
     def _expect_no_backward(self, module: nn.Module, args: Any) -> None:
-        """Between DDP's own start and the step: the backward passes lie inside of the step, and none follows it."""
+        """Runs between DDP's forward and the step: all backward passes are inside the step, and DDP must not wait for one after it."""
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = False
 
@@ -232,7 +232,7 @@ class DDPStrategy(ProcessGroupStrategy):
         finally:
             self._holds_back = before
 
-    # a loop of one's own ----------------------------------------------------------------------------------------------
+    # the user's own loop ----------------------------------------------------------------------------------------------
     def wrap_forward(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module

@@ -1,4 +1,4 @@
-"""From `devices=` and `accelerator=` to the devices of this machine that a run uses."""
+"""Which devices of this machine a run uses, by `devices=` and `accelerator=`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch
 
     Args:
         accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for the best there is.
-        devices: how many; -1 or "auto" for all GPUs there are, and one CPU; a list of indices, or one as text ("0,1"). A
-            number as text is a number, with a comma a list. On CPU a list counts by its length.
+        devices: how many; -1 or "auto" for all GPUs there are, and one CPU; a list of indices, or one as text ("0,1"). Text
+            without a comma is a number, with one a list of indices. On the CPU only the length of a list counts.
 
     Raises:
         ConfigurationError: if the machine does not have them.
@@ -48,7 +48,7 @@ def parse_devices(devices: Any) -> int | list[int] | None:
     """What `devices=` says, whatever the machine: a number, indices, or None for all there are.
 
     Raises:
-        ConfigurationError: if it says nothing that could be.
+        ConfigurationError: if it is none of these.
 
     Example:
         >>> parse_devices("0,1"), parse_devices("2"), parse_devices(-1)

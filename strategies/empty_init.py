@@ -13,7 +13,7 @@ IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
 class EmptyInit(TorchFunctionMode):
-    """Within it tensors are not filled at random: they hold what was in memory, until weights are loaded.
+    """In this context tensors are not filled at random: they hold whatever was in memory, until weights are loaded.
 
     Example:
         >>> from torch import nn

@@ -24,13 +24,13 @@ from leyden.strategies.sharding.gradients import check_optimizer, clip_norm, mul
 from leyden.strategies.sharding.guard import guard_shards
 from leyden.strategies.sharding.plan import Plan, offload_of, policy_of
 from leyden.strategies.sharding.policy import WrapPolicy, choose
+from leyden.strategies.sharding.restart import restart
 from leyden.strategies.sharding.shards import (
     Replaced,
     Sharding,
     check_sharded,
     local,
     prefetch_forward,
-    restart,
     shard_like,
     whole,
 )
@@ -202,8 +202,10 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         guard_shards()
-        self._syncs, self.before_forward = True, self._follow_window
+        self.before_forward = self._follow_window
         self.modules = [self._shard(module) for module in modules]
+        # A run that failed inside a window has left its modules without reductions.
+        self._set_sync(True)
         return self.modules
 
     def _shard(self, module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""What strategies of several ranks share: their place, the process group, collectives, and the way out."""
+"""What strategies of several ranks share: their ranks, the process group, collectives, and leaving the group."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class ProcessGroupStrategy(Strategy):
     def _join(self, backend: str) -> None:
         """Makes the process group: by torch's own variables, at SLURM's first host, or of this process alone.
 
-        It lasts as long as the process: the next run needs it too, and a script that goes on talking to the other ranks. To leave
+        It lasts as long as the process: the next run needs it too, and a script that still talks to the other ranks afterwards. To leave
         and to join again would need a store of its own each time (under torchrun the second one reads the first one's addresses
         and hangs, tried with torch 2.13).
         """
@@ -328,7 +328,7 @@ _attempts = 0
 
 
 def begin_attempt() -> Attempt | None:
-    """A try of something that any rank may have to give up, while others wait for it; None for one rank alone. All ranks call it."""
+    """An attempt that any rank may have to give up while others wait for it; None for one rank alone. All ranks call it."""
     global _attempts
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

@@ -1,4 +1,4 @@
-"""A process group that is broken off on purpose, and made anew: how ranks that wait for one that gave up are woken."""
+"""A process group that is broken on purpose and made anew, to wake ranks that wait for one that gave up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDER = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
 class Connections:
     """The sockets that a block opens: of a process group that is made in it, those between its ranks.
 
-    gloo has no word for giving up: a rank that waits for another one wakes when the connection is gone.
+    gloo cannot abort a collective: a rank that waits for another one wakes when the connection is gone.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def _port(address: Any) -> Any:
 
 
 class Attempt:
-    """One try of something that any rank may have to give up, while others wait for it in a collective.
+    """One attempt at something that any rank may have to give up, while others wait for it in a collective.
 
     Over gloo that is tested. Over NCCL each rank aborts its own group, by torch's documented call, which has not run on several
     GPUs yet.

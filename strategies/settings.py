@@ -1,4 +1,4 @@
-"""What a run's own settings ask for, told to a strategy that has settings of its own for the same things."""
+"""What a run asks for, for strategies that have settings of their own for the same things (DeepSpeed's config)."""
 
 from __future__ import annotations
 

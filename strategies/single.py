@@ -14,12 +14,11 @@ from leyden.strategies.precision import Precision
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xla", "tpu")
 
 
-def find_device(accelerator: str = "auto", index: int = 0) -> torch.device:
-    """The device that an accelerator's name means on this machine.
+def find_device(accelerator: str = "auto") -> torch.device:
+    """The device that an accelerator's name means on this machine, the first of its kind.
 
     Args:
         accelerator: "cpu", "gpu" (cuda, else mps), "cuda", "mps", or "auto" for the best there is.
-        index: which of several.
 
     Raises:
         ConfigurationError: if the name is unknown or the machine has no such device.
@@ -46,9 +45,7 @@ def find_device(accelerator: str = "auto", index: int = 0) -> torch.device:
         )
     if accelerator == "cpu":
         return torch.device("cpu")
-    if accelerator == "cuda" and index >= torch.cuda.device_count():
-        raise ConfigurationError(f"there is no cuda:{index}: this machine has {torch.cuda.device_count()} GPU(s).")
-    return torch.device(accelerator, index)
+    return torch.device(accelerator, 0)
 
 
 def with_index(device: torch.device | str) -> torch.device:

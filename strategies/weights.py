@@ -1,4 +1,4 @@
-"""Weights on their way out of a module and into one: what strategies ask of a checkpoint, and names that do not fit."""
+"""Saving and loading a module's weights: what strategies need of a checkpoint, and errors for names that do not fit."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ class XLAStrategy(Strategy):
         return map_tensors(batch, self.layout.split) if self.layout.is_spread else batch
 
     def check_compiled(self) -> None:
-        # Inductor does not know the device, and what the backend "openxla" gives back has no gradient (tried, torch_xla 2.9).
+        # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, torch_xla 2.9).
         raise ConfigurationError(
             f"torch.compile with strategy={self.name!r}: XLA compiles the whole step by itself. Give the module as it is."
         )

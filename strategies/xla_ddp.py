@@ -129,13 +129,13 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
             xla_model.reduce_gradients(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        # A loop of one's own that does not clip has not asked for it yet.
+        # The user's own loop has not asked for it yet, unless it clips.
         self.before_step(optimizer)
         self._averaged.discard(id(optimizer))
         return super().step(optimizer, closure)
 
     def end_turn(self) -> None:
-        # A step that a loop of one's own left out, after it clipped, must not spare the next one's exchange.
+        # If the user's own loop clips and then leaves out the step, the next step must still exchange.
         self._averaged.clear()
         super().end_turn()
 

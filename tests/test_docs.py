@@ -44,6 +44,15 @@ def test_the_readme_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list((tmp_path / "checkpoints").iterdir())
 
 
+def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) > 5
+    names: dict[str, object] = {"__name__": "tour"}
+    for block in blocks:
+        exec(compile(block, "docs/trainer.md", "exec"), names)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))

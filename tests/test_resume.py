@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
@@ -420,6 +421,47 @@ def test_a_run_that_failed_outside_of_a_window_goes_on_exactly(
     assert differences(outcome(trainer), whole) == []
 
 
+class Measuring(Tiny):
+    """Validates with a metric whose state a pass builds up, and with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.mean.update(torch.rand(len(batch[0])))
+        self.log("mean", self.mean)
+
+
+class SavesInside(Callback):
+    """Saves at the first call of a hook, in the sanity check where there is one, else in the second validation."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, module: TrainModule, *_: Any) -> None:
+        wanted = 0 if trainer.sanity_checking else 1
+        if trainer.progress.validations == wanted and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.parametrize(
+    "hook", ["on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"]
+)
+def test_what_is_saved_inside_a_validation_runs_it_again(hook: str, sanity: int, tmp_path: Path) -> None:
+    def run(*callbacks: Callback, seed: int = 3, **arguments: Any) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        trainer = trainer_in(tmp_path, *callbacks, enable_checkpointing=False, num_sanity_val_steps=sanity)
+        trainer.fit(Measuring(), *loaders(), **arguments)
+        return outcome(trainer)
+
+    whole = run(SavesInside(hook, tmp_path / "inside"))
+    assert differences(run(Counting(), seed=77, ckpt_path=tmp_path / "inside"), whole) == []
+
+
 # parts ------------------------------------------------------------------------------------------------------------------
 class Counting(Callback):
     """Has state of its own."""
@@ -506,6 +548,22 @@ def test_parts_are_restored_as_asked(restore: Any, tmp_path: Path) -> None:
         assert seen["loaders"] == saved["loaders"]
     if "rng" not in parts and "loaders" not in parts:
         assert seen["loaders"] == fresh["loaders"]
+
+
+@pytest.mark.parametrize(("step", "left"), [(4, 10), (5, 5), (6, 5)])
+def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: int, tmp_path: Path) -> None:
+    saving = trainer_in(
+        tmp_path,
+        ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}", auto_insert_metric_name=False),
+        max_epochs=2,
+        accumulate_grad_batches=2,
+    )
+    saving.fit(Tiny(), *loaders())
+    trainer = trainer_in(tmp_path, Counting(), enable_checkpointing=False, max_epochs=2, accumulate_grad_batches=2)
+    parts = {"weights", "optimizers", "progress", "rng"}
+    trainer.fit(Tiny(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
+    # Each epoch has five steps: one that is not done begins anew, one that is done ends.
+    assert (trainer.current_epoch, trainer.global_step) == (1, step + left)
 
 
 def test_weights_alone_are_no_resume(tmp_path: Path) -> None:

@@ -1,4 +1,19 @@
-"""The loop: Trainer, TrainModule, DataModule and what they are made of."""
+"""The loop: Trainer, TrainModule, DataModule and what they are made of.
+
+Where to start: `hooks.py` gives the order of a run, `loops/fit.py` is the loop, `loops/step.py` what a batch does to the weights.
+Then `trainer.py`, which puts the parts together, and `engine.py`, which Trainer and Accelerator both drive.
+
+    module.py datamodule.py hparams.py       what users subclass
+    arguments.py parts.py launched.py        the Trainer's arguments, and the parts made of them
+    optimization.py prepared.py              optimizers and schedulers
+    logs.py epoch_values.py metrics.py       `self.log`
+    sources.py transfer.py data/             loaders, and the way of a batch to the device
+    checkpoint/                              saving and resuming
+    agreement.py differences.py gathering.py debugging.py     what several ranks must agree on
+    launching.py signals.py ending.py        how a run starts its ranks, and how it ends
+    accelerator.py own_loop/                 the Accelerator, for the user's own training loop
+    cli/                                     the command line
+"""
 
 from __future__ import annotations
 

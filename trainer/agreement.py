@@ -1,4 +1,4 @@
-"""Ranks that stop together: what one of them wishes, all of them do at the same step."""
+"""How ranks stop together: when one of them wants to stop or validate, all of them do so at the same step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leyden.trainer.loops.fit import FitLoop
+    from leyden.trainer.loops.clock import Clock
     from leyden.trainer.trainer import Trainer
 
 Answer = Callable[[], list[bool]]
@@ -16,12 +16,14 @@ Answer = Callable[[], list[bool]]
 class Agreement:
     """What the ranks of a fit have agreed on.
 
-    At the end of a window each rank tells the others what it wishes, and reads what all of them wished at the end of the
-    window before, which has arrived by then: nobody waits, and a wish takes effect one window later, everywhere. At the
+    At the end of a window each rank sends the others what it wants (to stop, to end the epoch), and reads what all of them sent
+    at the end of the window before, which has arrived by then. So nobody waits, and a request takes effect one window later,
+    on all ranks. At the
     end of an epoch, and after a validation, the ranks wait for each other, so that both end as in one process.
 
     Args:
-        loop: of this rank.
+        trainer: of this rank.
+        clock: the training time of this rank; that of the first rank counts.
 
     Attributes:
         stops: somebody set `should_stop`.
@@ -29,34 +31,34 @@ class Agreement:
         validation_is_due: by an interval in time, on the first rank's clock.
     """
 
-    def __init__(self, loop: FitLoop) -> None:
-        self._loop = loop
-        self._trainer = loop.trainer
+    def __init__(self, trainer: Trainer, clock: Clock) -> None:
+        self._trainer = trainer
+        self._clock = clock
         self._answer: Answer | None = None
         self._wants_cut = False
         self.stops = self.time_is_up = self.validation_is_due = False
 
     def read(self, cut: bool) -> bool:
-        """Takes in what was wished a window ago.
+        """Reads what the ranks sent one window ago.
 
         Args:
-            cut: this rank wishes to end the epoch.
+            cut: this rank wants to end the epoch.
 
         Returns:
-            Whether all end it, with this window.
+            Whether all ranks end it, with this window.
         """
         self._wants_cut = self._wants_cut or cut
         return self._take() if self._answer is not None else False
 
     def send(self) -> None:
-        """Tells the others what this rank wishes, to be read at the end of the next window."""
+        """Sends what this rank wants, to be read at the end of the next window."""
         self._answer = self._ask()
 
     def exchange(self, epoch_ends: bool = False) -> None:
         """Asks and waits for the answer.
 
         Args:
-            epoch_ends: a wish to end the epoch is fulfilled.
+            epoch_ends: the epoch is over, and with it any request to end it.
         """
         if epoch_ends:
             self._wants_cut = False
@@ -67,14 +69,14 @@ class Agreement:
         self._take()
 
     def _ask(self) -> Answer:
-        trainer, loop = self._trainer, self._loop
+        trainer, clock = self._trainer, self._clock
         decides_on_time = trainer.is_global_zero
         return trainer.strategy.exchange_flags(
             (
                 *_signals(trainer),
                 trainer.should_stop,
-                decides_on_time and loop.time_is_up(),
-                decides_on_time and loop.validation_time_is_up(),
+                decides_on_time and clock.time_is_up(),
+                decides_on_time and clock.validation_is_due(),
                 self._wants_cut,
             )
         )
@@ -88,9 +90,9 @@ class Agreement:
 
 
 class Pass:
-    """An evaluation of several ranks, which a signal to one of them breaks off on all.
+    """An evaluation on several ranks, which a signal to one of them interrupts on all.
 
-    They may have different numbers of batches: one that has no more goes on to answer until nobody has any.
+    They may have different numbers of batches: one that has no more keeps answering until nobody has any.
 
     Args:
         trainer: of this rank.
@@ -101,7 +103,7 @@ class Pass:
         self._answer: Answer | None = None
 
     def breaks_off(self) -> bool:
-        """Before each batch: true if the pass ends here. What is told now is read before the next one."""
+        """Before each batch: true if the pass is interrupted here. What is sent now is read before the next batch."""
         if self._answer is not None:
             self._take()
         if self._trainer.signals.received is not None:
@@ -110,7 +112,7 @@ class Pass:
         return False
 
     def ends(self) -> bool:
-        """After the last batch of this rank: waits for the others; true if the pass was broken off."""
+        """After the last batch of this rank: waits for the others; true if the pass was interrupted."""
         goes_on = True
         if self._answer is not None:
             self._take()

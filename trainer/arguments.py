@@ -1,4 +1,4 @@
-"""The Trainer's arguments: their defaults, and what each of them may be. All of them are checked before anything runs."""
+"""The Trainer's arguments: their defaults and allowed values. All of them are checked before anything runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BAREBONES = (
 
 @dataclass(slots=True)
 class Arguments:
-    """The Trainer's arguments as they are used; the defaults stand here and nowhere else."""
+    """The Trainer's arguments as they are used; this is the only place with their defaults."""
 
     accelerator: str = "auto"
     strategy: Any = "auto"
@@ -110,7 +110,7 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
 
 
 def _barebones(values: dict[str, Any]) -> None:
-    """Everything off that a benchmark of the bare loop would not want to measure."""
+    """Turns everything off that a benchmark of the bare loop should not measure."""
     for name in BAREBONES:
         if values.get(name):
             raise ConfigurationError(

@@ -44,15 +44,19 @@ class DataModule(Hyperparameters):
         """The end of a stage."""
 
     def train_dataloader(self) -> Any:
+        """The training loader."""
         raise self._unwritten("train_dataloader", "fit")
 
     def val_dataloader(self) -> Any:
+        """The validation loader, or several."""
         raise self._unwritten("val_dataloader", "validate")
 
     def test_dataloader(self) -> Any:
+        """The test loader, or several."""
         raise self._unwritten("test_dataloader", "test")
 
     def predict_dataloader(self) -> Any:
+        """The prediction loader, or several."""
         raise self._unwritten("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:

@@ -31,7 +31,7 @@ class CollectiveError(LeydenError):
 
 
 _turns = itertools.count()
-"""Ranks begin to compare in one order, so that a number is the same on all of them."""
+"""Comparisons are numbered in the order in which they are made, which is the same on all ranks."""
 
 
 def is_debugging() -> bool:

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before they run: arguments, module, optimizers, number of batches. A difference is named."""
+"""What must be the same on all ranks before they run: arguments, module, optimizers, number of batches. Errors name the difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ends: with everyone told, whether it is done, a signal stopped it or an error did."""
+"""How a run ends, by itself, by a signal or by an error: hooks are called, loggers closed, and other ranks told."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def in_order(trainer: Trainer, stage: str) -> None:
-    """The end of a run without an error; a signal that ended it is told to everyone, and raised at last."""
+    """Ends a run without an error. If a signal ended it, `on_exception` is called, and the interruption raised at last."""
     interruption = trainer.signals.exception()
     if interruption is None:
         _finalize(trainer, "success")
@@ -27,7 +27,7 @@ def in_order(trainer: Trainer, stage: str) -> None:
 
 
 def by_error(trainer: Trainer, error: BaseException) -> None:
-    """Tells everyone of an error, the other ranks first; the caller raises it again.
+    """Tells other ranks, hooks and loggers of an error, in this order; the caller raises it again.
 
     Raises:
         SystemExit: where the error only follows from another rank's, which is told there.

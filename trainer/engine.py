@@ -34,7 +34,7 @@ def needs_closure(optimizer: Optimizer) -> bool:
 class Engine:
     """Device, precision, strategy, accumulation window and collectives of one run.
 
-    The Trainer drives it; `Accelerator` is an Engine with the methods that a loop of one's own needs.
+    The Trainer drives it; `Accelerator` is an Engine with the methods that the user's own loop needs.
 
     Args:
         strategy: a name or a Strategy.
@@ -61,16 +61,16 @@ class Engine:
         self.window = Window()
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.stepped = False
-        """An optimizer stepped since the flag was cleared."""
+        """An optimizer stepped since the loop cleared this flag."""
         self.before_step: Callable[[Optimizer], Any] | None = None
         """Called in manual optimisation, with unscaled gradients, before each step."""
         self.manual = False
         self.went_backward = True
         """`manual_backward` was called in this batch; True as well where nothing depends on it."""
         self.needs_manual_backward = False
-        """A plain backward would lack what `manual_backward` does, and that was not told yet."""
+        """A plain `loss.backward()` would lack what `manual_backward` does, and the user was not warned of it yet."""
         self.told_of_rest = False
-        """It was said that `all_gather` will fail at the end of an epoch."""
+        """The user was warned that `all_gather` will fail at the end of the epoch."""
         self.share: Share | None = None
         """What ranks know of each other's part of the current batch; None between batches, and where nothing is known."""
 
@@ -90,7 +90,7 @@ class Engine:
 
     # set-up -----------------------------------------------------------------------------------------------------------
     def prepare_module(self, module: nn.Module) -> nn.Module:
-        """Brings the module to where it runs; its optimizers are made after that."""
+        """Brings the module to its device; its optimizers are made after that."""
         return self.strategy.setup_modules([module])[0]
 
     def prepare_optimizers(
@@ -102,7 +102,7 @@ class Engine:
         return self.prepared_optimizers
 
     def teardown(self) -> None:
-        """Closes the window and leaves the strategy; optimizers stay for a run that goes on."""
+        """Closes the window and leaves the strategy; optimizers stay for a run that continues."""
         self.window, self.share = Window(), None
         self.strategy.teardown()
 
@@ -136,7 +136,7 @@ class Engine:
             if self.before_step is not None:
                 self.before_step(optimizer)
         elif closure is not None and not needs_closure(optimizer):
-            # The gradients are there: it only tells the loss, and a scaler could not hand it on.
+            # The gradients are there: the closure would only return the loss, and a gradient scaler takes no closure.
             closure()
             closure = None
         stepped = strategy.step(optimizer, closure)

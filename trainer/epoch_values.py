@@ -28,7 +28,7 @@ FIRST_CAPACITY = 1024
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """What tells a logged value from every other, alike on all ranks.
+    """What identifies a logged value, the same on all ranks.
 
     Attributes:
         event: the hook that logs it.
@@ -61,7 +61,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What one rank told.
+    """What one rank sent.
 
     Attributes:
         index: the rank.
@@ -189,7 +189,7 @@ def combined(entry: Entry, told: Sequence[list[float]]) -> Value | None:
     reduction = entry.reduce_fx
     if isinstance(reduction, Reduced):
         warnings.warn(
-            f"{entry.name!r} is reduced by a function, which a run that goes on knows again when it is logged: the value of "
+            f"{entry.name!r} is reduced by a function, which a resumed run knows again when it is logged: the value of "
             "this epoch, of which nothing was left to do, is left out.",
             stacklevel=2,
         )

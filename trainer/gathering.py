@@ -1,4 +1,4 @@
-"""What `self.all_gather` of a step asks first: whether every rank takes part, and with tensors of one shape."""
+"""Checks before `self.all_gather` in a step: that every rank takes part, with tensors of one shape."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who listens to which hook, worked out once per run: hooks that nobody overrides cost nothing.
+"""The hooks of a run: in which order they are called, and who listens to which. A hook that nobody overrides costs nothing.
 
-The order in which a run calls its hooks, as pseudocode, which `tests/trainer/test_hook_order.py` executes and compares with
-recorded runs. Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains.
+This is the order, as pseudocode; `tests/trainer/test_hook_order.py` executes it and compares it with recorded runs.
+Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains. The sections at the
+margin are `fit` and the other methods of a Trainer, and the parts that they share: `evaluation`, `compose`, `error`.
 
     fit
         [fitted before] callback.load_state_dict (each starts as it was made)
@@ -14,7 +15,7 @@ recorded runs. Indentation shows what lies inside what, [a condition] holds for 
         train_dataloader
         [no sanity check] val_dataloader
         on_train_start
-        for epoch (a resume goes on from here, where its checkpoint stands)
+        for epoch (a resumed run continues in here, at the place of its checkpoint)
             on_train_epoch_start
             for window
                 for batch
@@ -51,10 +52,11 @@ recorded runs. Indentation shows what lies inside what, [a condition] holds for 
     error (wherever it came up; then teardown)
         callback.on_exception, datamodule.on_exception
 
-On each event the DataModule comes first, then callbacks in their order, the module, and the closing callbacks
-(`Callback.order >= 100`); "main" is all but the last of these. Loaders and transfer hooks are the DataModule's where it has
-them, else the module's. In training epochs and batches, and in evaluation, the metrics of the event are reduced and given to the
-loggers before the closing callbacks see it.
+A name without an owner, such as `setup`, is called on everyone who has such a hook: the DataModule first, then callbacks in
+their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints). `main` is all of them
+but the closing callbacks. These come last because they act on metrics: at the end of a training batch, of a training epoch and
+of an evaluation, the metrics are reduced and sent to the loggers in between. Loaders and transfer hooks are the DataModule's
+where it overrides them, else the module's.
 """
 
 from __future__ import annotations
@@ -71,36 +73,17 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 Wrapper = Callable[[str, Call], Call]
 
+STAGES = ("validation", "test", "predict")
+MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
 EVENTS = (
-    *(
-        "setup",
-        "teardown",
-        "on_exception",
-        "on_fit_start",
-        "on_fit_end",
-        "on_sanity_check_start",
-        "on_sanity_check_end",
-    ),
+    *("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint"),
+    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
     *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    "on_before_optimizer_step",
-    *("on_save_checkpoint", "on_load_checkpoint"),
-    *(
-        f"on_{stage}_{moment}"
-        for stage in ("validation", "test", "predict")
-        for moment in (
-            "start",
-            "end",
-            "epoch_start",
-            "epoch_end",
-            "batch_start",
-            "batch_end",
-            "model_eval",
-            "model_train",
-        )
-    ),
-    "on_validation_model_zero_grad",
+    *("on_before_optimizer_step", "on_validation_model_zero_grad"),
+    *(f"on_{stage}_{moment}" for stage in STAGES for moment in MOMENTS),
 )
+"""What `Hooks` can be asked to call. (Steps, loaders, transfers and `configure_…` have one owner each, who is called directly.)"""
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
@@ -113,6 +96,9 @@ def overrides(obj: object, name: str, base: type) -> bool:
 
 class Hooks:
     """The listeners of one run, by event.
+
+    The table is built once, so that an event without listeners is one failed look-up. The loops call `fire`, then have the metrics
+    reduced, then call `close`; where an event has no metrics, `fire_all` does both.
 
     Args:
         callbacks: the run's callbacks.
@@ -131,67 +117,71 @@ class Hooks:
         wrap: Wrapper | None = None,
     ) -> None:
         self.current = ""
-        """The hook that runs now: what `self.log` goes by."""
+        """The hook that runs now, from which `self.log` takes whether a value belongs to a step or to an epoch."""
         self.backward: Callable[[Tensor], Any] | None = None
+        """The module's `backward`, where it overrides it."""
+        self._main: dict[str, tuple[Call, ...]] = {}
+        self._closing: dict[str, tuple[Call, ...]] = {}
         ordered = list(in_order(list(callbacks)))
-        self._callbacks: dict[str, tuple[Call, ...]] = {}
-        self._module: dict[str, tuple[Call, ...]] = {}
-        self.main: dict[str, tuple[Call, ...]] = {}
-        self.closing: dict[str, tuple[Call, ...]] = {}
-        for event in EVENTS:
-            calls = [
+
+        def of_callbacks(event: str) -> list[tuple[int, Call]]:
+            return [
                 (callback.order, functools.partial(getattr(callback, event), trainer, module))
                 for callback in ordered
                 if overrides(callback, event, Callback)
             ]
-            own: list[Call] = [getattr(module, event)] if overrides(module, event, base) else []
-            main = [call for order, call in calls if order < CLOSING_ORDER] + own
+
+        def of_module(event: str) -> list[Call]:
+            return [getattr(module, event)] if overrides(module, event, base) else []
+
+        for event in EVENTS:
+            calls = of_callbacks(event)
+            main = [call for order, call in calls if order < CLOSING_ORDER] + of_module(event)
             closing: list[Call] = [call for order, call in calls if order >= CLOSING_ORDER]
             if wrap is not None:
                 main, closing = [wrap(event, call) for call in main], [wrap(event, call) for call in closing]
-            if event == "on_load_checkpoint":
-                self._module[event] = tuple(own)
-                self._callbacks[event] = tuple(call for _, call in calls)
             if main:
-                self.main[event] = tuple(main)
+                self._main[event] = tuple(main)
             if closing:
-                self.closing[event] = tuple(closing)
-        self.on_before_backward = self._both("on_before_backward")
-        self.on_after_backward = self._both("on_after_backward")
-
-    def _both(self, event: str) -> tuple[Call, ...]:
-        return self.main.get(event, ()) + self.closing.get(event, ())
+                self._closing[event] = tuple(closing)
+        self.on_before_backward = self._all("on_before_backward")
+        self.on_after_backward = self._all("on_after_backward")
+        self._module_loads = of_module("on_load_checkpoint")
+        self._callbacks_load = [call for _, call in of_callbacks("on_load_checkpoint")]
 
     def listens(self, event: str) -> bool:
         """True if anybody does."""
-        return event in self.main or event in self.closing
+        return event in self._main or event in self._closing
 
     def fire(self, event: str, *args: Any) -> Any:
-        """Calls callbacks and modules, not the closing callbacks; gives back the last result that is not None."""
-        calls = self.main.get(event)
+        """Calls callbacks and module, but not the closing callbacks; returns the last result that is not None."""
+        calls = self._main.get(event)
         return None if calls is None else self._call(event, calls, args)
 
     def close(self, event: str, *args: Any) -> None:
         """Calls the closing callbacks."""
-        calls = self.closing.get(event)
+        calls = self._closing.get(event)
         if calls is not None:
             self._call(event, calls, args)
 
     def fire_all(self, event: str, *args: Any) -> Any:
-        """Calls everyone, in order: for events that reduce no metrics."""
+        """Calls everyone, in order: for events without metrics to reduce."""
         result = self.fire(event, *args)
         self.close(event, *args)
         return result
 
-    def module_only(self, event: str, *args: Any) -> None:
-        """Calls the module's hook. Loading asks the module before its weights, and callbacks after them."""
-        self._call(event, self._module.get(event, ()), args)
+    def load_into_module(self, checkpoint: dict[str, Any]) -> None:
+        """Calls the module's `on_load_checkpoint`, before the weights are loaded."""
+        self._call("on_load_checkpoint", self._module_loads, (checkpoint,))
 
-    def callbacks_only(self, event: str, *args: Any) -> None:
-        """Calls the callbacks, in order."""
-        self._call(event, self._callbacks.get(event, ()), args)
+    def load_into_callbacks(self, checkpoint: dict[str, Any]) -> None:
+        """Calls the callbacks' `on_load_checkpoint`, after the weights are loaded."""
+        self._call("on_load_checkpoint", self._callbacks_load, (checkpoint,))
 
-    def _call(self, event: str, calls: tuple[Call, ...], args: tuple[Any, ...]) -> Any:
+    def _all(self, event: str) -> tuple[Call, ...]:
+        return self._main.get(event, ()) + self._closing.get(event, ())
+
+    def _call(self, event: str, calls: Iterable[Call], args: tuple[Any, ...]) -> Any:
         before, self.current = self.current, event
         result = None
         for call in calls:

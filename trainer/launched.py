@@ -1,4 +1,4 @@
-"""What `leyden launch` tells a script: one table of environment variables, and how they fill the Trainer's arguments.
+"""What `leyden launch` passes to a script: environment variables, and how they fill the Trainer's arguments.
 
 The ranks' own variables (RANK, WORLD_SIZE, MASTER_ADDR, …) are torch's. A process that `leyden launch` did not start has none of
 these, and reads no file.
@@ -168,14 +168,13 @@ def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
     )
 
 
-def with_recipe(precision: Any, environ: Mapping[str, str] | None = None) -> Any:
+def with_recipe(precision: Any) -> Any:
     """The precision itself; where it is "fp8" by name, which leaves the recipe open, the one that the launch describes.
 
     Args:
         precision: a name or a Precision.
-        environ: the variables; those of this process if left out.
     """
-    launched = read_launched(environ)
+    launched = read_launched()
     if launched is None or not launched.fp8 or precision != "fp8":
         return precision
     from leyden.strategies.precision.fp8_config import precision_of_config
@@ -183,14 +182,13 @@ def with_recipe(precision: Any, environ: Mapping[str, str] | None = None) -> Any
     return precision_of_config(launched.fp8)
 
 
-def as_launched(model: Any, environ: Mapping[str, str] | None = None) -> Any:
+def as_launched(model: Any) -> Any:
     """The model, compiled where the launch asks for it and the script has not done so itself.
 
     Args:
         model: what a run is given.
-        environ: the variables; those of this process if left out.
     """
-    launched = read_launched(environ)
+    launched = read_launched()
     if launched is None or not launched.compile or hasattr(model, "_orig_mod"):
         return model
     import torch

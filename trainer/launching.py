@@ -1,4 +1,4 @@
-"""When a run starts its ranks: at its first fit, validate, test or predict, unless somebody has started them."""
+"""How a run starts its ranks: at its first fit, validate, test or predict, unless torchrun or another starter has done so."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def launch(trainer: Trainer, *run: Any, **loaders: Any) -> Any:
         **loaders: its keyword arguments.
 
     Returns:
-        What the run gives back. A script never comes back: it exits with the status of its ranks.
+        What the run returns. In a script it never returns: the process exits with the status of its ranks.
     """
     method = trainer.strategy.start_method
     if method == "script":
@@ -66,7 +66,7 @@ def _script(trainer: Trainer) -> NoReturn:
 
 
 def _on_rank(trainer: Trainer, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
-    """The run itself; rank 0 gives back what the caller's Trainer and module take over."""
+    """The run itself; rank 0 returns what the caller's Trainer and module take over."""
     trainer.strategy.join(rank_environment())
     result = trainer._run(*run, **loaders)
     weights = trainer.strategy.full_state_dict(trainer.module)

@@ -1,4 +1,4 @@
-"""What `self.log` records: kept on the device, reduced at the end of an epoch, read back only when somebody looks."""
+"""What `self.log` records: kept on the device, reduced at the end of an epoch, read back only when a logger or a bar shows it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EPOCH_EVENTS = ("on_train_epoch_", "on_train_start")
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What the hook that logs decides: the group it logs for, and the defaults of on_step and on_epoch."""
+    """What follows from the hook in which a value is logged: its group, and the defaults of on_step and on_epoch."""
 
     group: str
     on_step: bool
@@ -188,7 +188,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Stands in for a function that is not known again yet after a resume: the value that it gave."""
+    """Replaces a `reduce_fx` function after a resume, until the user's function is known again: returns the value it had given."""
 
     result: Value | None
 
@@ -215,7 +215,7 @@ class Logs:
         self.dataloader_idx: int | None = None
         """Index of the loader, where there are several."""
         self.discards = False
-        """True while nothing that is logged may count."""
+        """True while logged values are to be ignored (a rank without a sample runs a batch for the others)."""
         self._ranks = ranks
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
@@ -256,7 +256,7 @@ class Logs:
                 raise ConfigurationError(
                     f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as value.mean()."
                 )
-            # A copy, since the user may go on to change the tensor in place.
+            # A copy, since the user may change the tensor in place afterwards.
             value = value.clone() if enable_graph else value.detach().clone()
             if value.dim():
                 value = value.reshape(())
@@ -284,6 +284,8 @@ class Logs:
         """A torchmetrics object, or a number of another library; None if there is no value of this step."""
         torchmetrics = sys.modules.get("torchmetrics")
         if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
+            if entry.metric is not value and LOADER_SUFFIX in entry.name:
+                self._check_one_loader(entry, value)
             entry.metric, entry.fresh, entry.tick = value, True, self.tick
             step_value = getattr(value, "_forward_cache", None) if entry.on_step else None
             if isinstance(step_value, Tensor) and step_value.numel() == 1:
@@ -295,6 +297,16 @@ class Logs:
             f"self.log({entry.name!r}) was given a {type(value).__name__}: log a number, a tensor of one number or a "
             "torchmetrics.Metric; a dict goes to self.log_dict."
         )
+
+    def _check_one_loader(self, entry: Entry, metric: Any) -> None:
+        """Each loader's value would be that of all of them."""
+        others = (other for other in self._entries.values() if other.metric is metric and other.group == entry.group)
+        if any(other.loader != entry.loader and LOADER_SUFFIX in other.name for other in others):
+            own = entry.name.partition(LOADER_SUFFIX)[0]
+            raise ConfigurationError(
+                f"self.log({own!r}) was given one metric object for several loaders, whose samples it would mix: make a metric for "
+                "each loader (in an nn.ModuleList), or log it with add_dataloader_idx=False for one value over all of them."
+            )
 
     def _batch_size(self, name: str) -> int:
         if self.batch is None:
@@ -320,7 +332,7 @@ class Logs:
         return {name: _as_tensor(value) for name, value, _, _ in self._current()}
 
     def logged_metrics(self) -> dict[str, Tensor]:
-        """What loggers are given."""
+        """What loggers are sent."""
         return {name: _as_tensor(value) for name, value, logger, _ in self._current() if logger}
 
     def progress_bar_metrics(self) -> dict[str, Value]:
@@ -340,7 +352,7 @@ class Logs:
         }
 
     def reduce_epoch(self, group: str, keep: bool = False) -> tuple[dict[str, Value], dict[str, Value]]:
-        """Closes the epoch of a group: its values become visible, its sums start anew.
+        """Ends the epoch of a group: its values become visible, and its sums start over.
 
         Args:
             group: "train", "validation" or "test".
@@ -457,7 +469,7 @@ def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any
         return {}
     return {
         name: {
-            # Copies: a metric goes on to change its tensors in place, and appends to its lists.
+            # Copies: a metric changes its tensors in place afterwards, and appends to its lists.
             "state": {
                 key: value.clone() if isinstance(value, Tensor) else list(value)
                 for key, value in metric.metric_state.items()
@@ -486,7 +498,7 @@ def _same_options(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
 
 
 def as_number(name: str, value: Any) -> Value:
-    """The one number that an epoch comes to."""
+    """Reduces the values of an epoch to one number."""
     if not isinstance(value, Tensor) and isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1:
@@ -509,7 +521,7 @@ def _extreme(total: Value, value: Value, which: str) -> Value:
 
 
 def _together(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both on one device; a number of the CPU goes to the other's, since the other way round would be a read-back."""
+    """Brings two values to one device: that of the accelerator, since the other way round would be a read-back."""
     if a.device == b.device:
         return a, b
     if a.device.type == "cpu":

@@ -79,7 +79,7 @@ class _Content:
         self._message = torch.empty(0, dtype=torch.uint8) if message is None else message
 
     def put(self, tensor: Tensor, where: str, key: str) -> dict[str, Any]:
-        """Takes a tensor in; gives back what it is found by."""
+        """Takes a tensor in; returns the key that it is found by."""
         spec = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "at": self._length}
         if tensor.numel():
             piece = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -105,7 +105,7 @@ class _Content:
 
 
 def compute(metric: Metric, states: Mapping[int, Sequence[PartState]]) -> Any:
-    """What the metric comes to over all ranks. Its own state is afterwards as it was.
+    """The metric's value over all ranks. Its own state is afterwards as it was.
 
     Args:
         metric: this rank's.
@@ -127,14 +127,14 @@ def compute(metric: Metric, states: Mapping[int, Sequence[PartState]]) -> Any:
 
 
 def compute_alone(metric: Metric) -> Any:
-    """What the metric comes to on this rank, also where torchmetrics would ask the others."""
+    """The metric's value on this rank alone, also where torchmetrics would synchronise."""
     with _alone(metric):
         return metric.compute()
 
 
 @contextmanager
 def _alone(metric: Metric) -> Iterator[None]:
-    """Within it no part of the metric talks to other ranks by itself, and what was computed before is not taken for the result."""
+    """In this context no part of the metric talks to other ranks by itself, and no cached result is used."""
     parts = list(_parts(metric))
     before = [part._to_sync for part in parts]
     for part in parts:

@@ -31,7 +31,7 @@ class TrainModule(Hyperparameters, nn.Module):
     """The model, its steps and its optimizer.
 
     Write `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and any hook. The
-    order in which hooks are called stands in `leyden.trainer.hooks`. A hook that you do not override is never called.
+    order in which hooks are called is given in `leyden.trainer.hooks`. A hook that you do not override is never called.
 
     Example:
         >>> import torch
@@ -208,7 +208,7 @@ class TrainModule(Hyperparameters, nn.Module):
     ) -> None:
         """Steps one optimizer.
 
-        The gradients are there already: the closure gives back the loss and evaluates it again only for an optimizer
+        The gradients are there already: the closure returns the loss and evaluates it again only for an optimizer
         that calls it several times, such as LBFGS. (Lightning runs the training step inside the closure.)
         """
         optimizer.step(closure=optimizer_closure)
@@ -236,7 +236,7 @@ class TrainModule(Hyperparameters, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> Tensor | None:
-        """Clips the gradients of one optimizer; gives back their total norm ("norm") or None ("value")."""
+        """Clips the gradients of one optimizer; returns their total norm ("norm") or None ("value")."""
         if gradient_clip_val is None:
             return None
         algorithm = gradient_clip_algorithm or "norm"

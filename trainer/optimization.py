@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, brought to one form; and when schedulers step."""
+"""What `configure_optimizers` may return, parsed into one form; and when schedulers step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the Trainer's arguments to its parts: callbacks, loggers, precision, and torch's own switches."""
+"""Makes the Trainer's parts from its arguments: callbacks, loggers, precision, and torch's own switches."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
 
 
 def unwrapped(model: Any) -> tuple[TrainModule, Any]:
-    """The module itself, and the compiled one around it: its steps are compiled in that one's way.
+    """The module itself, and the `torch.compile` wrapper around it, if any: the module's steps are compiled with its options.
 
     Raises:
         ConfigurationError: if it is no TrainModule.
@@ -147,7 +147,7 @@ def unwrapped(model: Any) -> tuple[TrainModule, Any]:
 
 
 def check_steps(module: TrainModule, stage: str) -> None:
-    """Finds what is not written before anything runs."""
+    """Finds a missing step of the module before anything runs."""
     name = type(module).__name__
     if stage == "fit":
         for method in ("training_step", "configure_optimizers"):
@@ -165,7 +165,7 @@ def check_steps(module: TrainModule, stage: str) -> None:
 
 @contextmanager
 def runtime_settings(arguments: Arguments) -> Iterator[None]:
-    """torch's switches, as they are asked for, during a run; afterwards they are as they were."""
+    """Sets torch's switches (deterministic, benchmark, …) for the duration of a run, and puts them back afterwards."""
     variable = os.environ.get(CUBLAS)
     was = (
         torch.are_deterministic_algorithms_enabled(),
@@ -200,7 +200,7 @@ def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
 
 
 def seconds_of(value: Any) -> float | None:
-    """Seconds of a duration; None for what is none."""
+    """Seconds of a duration; None for a value that is not a duration."""
     return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
 
 

@@ -1,4 +1,4 @@
-"""The five lines at the start of fit, and the words of errors that need to know the run."""
+"""The five lines printed at the start of fit, and errors that say where in the run they happened and what to try."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
 
 
 def in_better_words(trainer: Trainer, error: BaseException) -> BaseException:
-    """The error, or one that says what to do where more is known than its words."""
+    """The error, or a better one that says what to do, where more is known than its message says."""
     if is_out_of_memory(error):
         return out_of_memory(trainer, error)
     hint = _hint(error)

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and modules in the form in which a run uses them."""
+"""Optimizers, schedulers and modules wrapped for the user: stepping them goes through precision and strategy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PreparedOptimizer(Optimizer):
         return repr(self.optimizer)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. Inside an accumulation window of a loop of one's own it leaves them."""
+        """Clears the gradients. Inside an accumulation window of the user's own loop it leaves them."""
         self._engine.zero_grad(self, set_to_none)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -11,7 +11,7 @@ Phase: TypeAlias = Literal["epoch_start", "stepped", "validated", "settled", "pa
 
 @dataclass(slots=True)
 class Progress:
-    """Where a run stands. A resume goes on from exactly here.
+    """Where a run stands. A resume continues from exactly here.
 
     Attributes:
         epoch: the current epoch, from 0.
@@ -22,10 +22,11 @@ class Progress:
         samples: samples seen by all ranks together in all epochs, as far as batches tell their size.
         phase: what was done last. "stepped": a window was closed, its validation may be due; "validated": that
             validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
-            "epoch_end": before the epoch's first hook, after its last; "paused": after the last hook of an epoch that a limit
-            broke off, which a resume goes on with.
+            "epoch_end": until the epoch's first hook is over, and after its last; "paused": after the last hook of an epoch that a limit
+            interrupted, and which a resume continues.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.
+        skipped: a scaler skipped the step of that window, so that no scheduler counts it.
         validation_due: a validation belongs to the window that was closed last.
         validations: validation passes done (the sanity check does not count).
         validation_batches: batches of these passes: the step under which loggers are given a validation step's values.
@@ -43,6 +44,7 @@ class Progress:
     phase: Phase = "epoch_start"
     cut: bool = False
     ended: bool = False
+    skipped: bool = False
     validation_due: bool = False
     validations: int = 0
     validation_batches: int = 0

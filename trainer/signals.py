@@ -1,4 +1,4 @@
-"""Signals of a run: a handler only sets a flag, which the loops look at between batches."""
+"""Signals of a run: the handler only sets a flag, which the loops check between batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 class Signals:
     """Catches SIGINT and SIGTERM while a run lasts. The second SIGINT raises KeyboardInterrupt at once.
 
-    Off the main thread Python lets nobody set a handler: there nothing is caught, and a run ends as its thread does.
+    Python allows handlers in the main thread only: in another one nothing is caught, and a run ends as its thread does.
     Where there are several ranks, a signal to one of them is pending until all have agreed on it (trainer/agreement.py).
     """
 

@@ -1,4 +1,4 @@
-"""Where the loaders of a run come from: arguments, DataModule or module; checked, limited and in the form the loops want."""
+"""The loaders of a run, from arguments, DataModule or module: checked, limited, sharded, and wrapped in a LoaderCursor."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ class Sources:
         self.sizes: dict[str, int | list[int | None] | None] = {}
         """Batches of each kind of loader, as limited, once they were fetched."""
         self.train_loader: Any = None
+        self.fetched: dict[str, Any] = {}
+        """What the loaders of each kind are from, as it was given."""
 
     def has(self, kind: str) -> bool:
         """True if there are loaders of that kind, and a step for them."""
@@ -64,6 +66,7 @@ class Sources:
         loaders = self.given[kind] if owner is self.given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:
             raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: return a loader.")
+        self.fetched[kind] = loaders
         return loaders
 
     def training(self) -> tuple[LoaderCursor, int | None]:
@@ -119,11 +122,14 @@ class Sources:
             return []
         name = f"limit_{kind}_batches"
         limit = getattr(self.trainer.arguments, name)
+        overfits = optional and self.trainer.arguments.overfit_batches
         result: list[tuple[LoaderCursor, int | None]] = []
         for loader, most in _flat(self._fetch(kind)):
             _check_iterable(kind, loader)
             if limit != 0:
                 check_not_empty(loader, kind)
+            if overfits:
+                loader = without_shuffle(loader)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
             cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader), False))

@@ -326,7 +326,7 @@ class Trainer(TrainerView):
         return path
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process, past a progress bar that stands on the screen."""
+        """Prints on the main process, above a progress bar if there is one on the screen."""
         bar = self.progress_bar_callback
         if self.is_global_zero:
             (bar.print if bar is not None else print)(*args, **kwargs)
@@ -351,7 +351,7 @@ class Trainer(TrainerView):
         keeps: str = "all",
         **loaders: Any,
     ) -> Any:
-        """The life of a run: set-up, loop, tear-down; an error goes by everyone who wants to know of it."""
+        """The life of a run: set-up, loop, tear-down. Everyone with a hook for it is told of an error."""
         if self.strategy.awaits_ranks:
             return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
@@ -390,18 +390,18 @@ class Trainer(TrainerView):
         goal: checkpoints.Goal,
         loaders: dict[str, Any],
     ) -> None:
-        """Takes the module of this run, and makes what belongs to one run anew."""
+        """Takes the module of this run, and resets what belongs to one run."""
         module, self._compiled = unwrapped(model)
         if self._compiled is not None:
             self.strategy.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
-                "ckpt_path='current' goes on with the module of this Trainer's last fit: fit it first."
+                "ckpt_path='current' continues with the module of this Trainer's last fit: fit it first."
             )
         if stage == "fit" and not goal.continues:
             self.progress, self._kept = Progress(), None
             for callback in self._base_callbacks:
-                # One that served an earlier fit starts as it did then; a logger goes on with its run folder.
+                # One that served an earlier fit starts as it did then; a logger keeps its run folder.
                 if callback.state_key in self._initial_states and not isinstance(callback, Logger):
                     callback.load_state_dict(copy.deepcopy(self._initial_states[callback.state_key]))
         self.state = RunState(stage)
@@ -410,7 +410,7 @@ class Trainer(TrainerView):
         self.should_stop = False
 
     def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Saved:
-        """Everything up to the weights; gives back the rest of the checkpoint that the run goes on from."""
+        """Everything up to the weights; returns the rest of the checkpoint that the run resumes."""
         module, datamodule = self.module, self.datamodule
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
@@ -441,7 +441,7 @@ class Trainer(TrainerView):
         return saved
 
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
-        """Optimizers and schedulers, and their state where the run goes on; gives back what the loop restores."""
+        """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
         if self._kept is None:
             optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
             self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
@@ -472,7 +472,7 @@ class Trainer(TrainerView):
         return restored
 
     def announce(self) -> None:
-        """The five lines, once the training data is there; and the ranks that do not write are told where the first one does."""
+        """Prints the five lines, once the training data is there, and tells the other ranks which folder the first one writes to."""
         barebones = self.arguments.barebones
         if self.world_size > 1 and not barebones:
             if self.log_dir is None and self.is_global_zero:
@@ -486,7 +486,7 @@ class Trainer(TrainerView):
             debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
 
     def _finish_fit(self, loop: FitLoop) -> None:
-        """Keeps what `ckpt_path="current"` goes on from."""
+        """Keeps what `ckpt_path="current"` resumes."""
         self._kept = checkpoints.rank_state(self, loop, self.progress)
         self.hooks.fire_all("on_fit_end")
 
@@ -530,7 +530,7 @@ class Trainer(TrainerView):
         return model, loaders, datamodule
 
     def step_function(self, name: str) -> Callable[..., Any]:
-        """A step of the module in the form in which the loop calls it: bare, compiled, profiled or checked."""
+        """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
         function: Callable[..., Any] = getattr(self.module, name)
         if self._compiled is not None:
             function = self._compiled.dynamo_ctx(function)
@@ -540,7 +540,7 @@ class Trainer(TrainerView):
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
-        """Gives values to the loggers, read back from the device all at once."""
+        """Sends values to the loggers, read back from the device all at once."""
         if values and self.loggers and self.is_global_zero:
             numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
             for logger in self.loggers:
@@ -551,7 +551,7 @@ class Trainer(TrainerView):
         return read_back(values)
 
     def _limit(self, max_epochs: int | None, max_steps: int | None) -> None:
-        """The end of a fit: its own arguments, else the Trainer's; 1000 epochs where nothing ends it."""
+        """Sets where a fit ends: by its own arguments, else the Trainer's, else after 1000 epochs."""
         arguments = self.arguments
         self.max_steps = arguments.max_steps if max_steps is None else max_steps
         self.max_epochs = arguments.max_epochs if max_epochs is None else max_epochs

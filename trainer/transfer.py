@@ -1,4 +1,4 @@
-"""How a batch comes to the device: the transfer hooks of DataModule and module, composed once per run."""
+"""How a batch is moved to the device: the transfer hooks of DataModule and module, composed once per run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Transfer = Callable[[Any, int], Any]
 
 
 def transfer_of(trainer: Trainer) -> Transfer | None:
-    """The way of a batch; None where nothing is to be done to it. A DataModule's hook goes before the module's."""
+    """The function that moves a batch; None where nothing is to be done. A DataModule's hooks replace the module's."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
     before, move, after = (
         _owner(trainer, name)

@@ -1,4 +1,4 @@
-"""What may be asked of a Trainer while it runs: every property in one place, none of which changes anything."""
+"""The properties of a Trainer, all in one place: what callbacks and modules may read while it runs. None changes anything."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from leyden.trainer.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
+    from leyden.trainer.optimization import SchedulerConfig
     from leyden.trainer.progress import Progress
     from leyden.trainer.signals import Signals
     from leyden.trainer.sources import Sources
@@ -36,6 +37,7 @@ class TrainerView:
     callbacks: list[Callback]
     loggers: list[Logger]
     logs: Logs
+    lr_scheduler_configs: list[SchedulerConfig]
     module: TrainModule
     progress: Progress
     signals: Signals
@@ -100,7 +102,7 @@ class TrainerView:
         """The same, for callbacks written for Lightning."""
         return self.module
 
-    # where it stands --------------------------------------------------------------------------------------------------
+    # what it is doing -------------------------------------------------------------------------------------------------
     @property
     def global_step(self) -> int:
         """Accumulation windows done."""
@@ -184,6 +186,11 @@ class TrainerView:
         return self.accelerator.optimizers
 
     @property
+    def lr_schedulers(self) -> list[Any]:
+        """The schedulers; `lr_scheduler_configs` says when each steps."""
+        return [config.scheduler for config in self.lr_scheduler_configs]
+
+    @property
     def logger(self) -> Logger | None:
         """The first logger."""
         return self.loggers[0] if self.loggers else None
@@ -237,6 +244,19 @@ class TrainerView:
     @property
     def train_dataloader(self) -> Any:
         return self.sources.train_loader
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """What the last run had validation loaders from, as it was given; so for test and predict. None without any."""
+        return self.sources.fetched.get("val")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        return self.sources.fetched.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        return self.sources.fetched.get("predict")
 
     @property
     def num_training_batches(self) -> float:
@@ -294,6 +314,30 @@ class TrainerView:
     def enable_validation(self) -> bool:
         """True if fit validates."""
         return self.sources.has("val") and self.arguments.limit_val_batches != 0
+
+    @property
+    def limit_train_batches(self) -> float | int:
+        return self.arguments.limit_train_batches
+
+    @property
+    def limit_val_batches(self) -> float | int:
+        return self.arguments.limit_val_batches
+
+    @property
+    def limit_test_batches(self) -> float | int:
+        return self.arguments.limit_test_batches
+
+    @property
+    def limit_predict_batches(self) -> float | int:
+        return self.arguments.limit_predict_batches
+
+    @property
+    def overfit_batches(self) -> float | int:
+        return self.arguments.overfit_batches
+
+    @property
+    def reload_dataloaders_every_n_epochs(self) -> int:
+        return self.arguments.reload_dataloaders_every_n_epochs
 
     @property
     def num_sanity_val_steps(self) -> int:

@@ -48,7 +48,7 @@ class Ended:
     note: str = ""
 
     def words(self) -> str:
-        """What no rank could say of itself; "" where one told its error."""
+        """How the rank ended, where it could not say so itself; "" where it told its error."""
         code = int(self.failure.exitcode)
         if self.told:
             return ""

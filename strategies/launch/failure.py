@@ -1,4 +1,4 @@
-"""When one rank fails, every rank stops within seconds, and the user is told once: by the rank that failed first."""
+"""When one rank fails, every rank stops within seconds, and the user sees one error: that of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -133,11 +133,11 @@ class FirstFailure:
         try:
             return bool(self._store.compare_set(KEY, "", text) == text.encode())
         except RuntimeError:
-            # The store went with rank 0: an error of this rank's own is told all the same.
+            # The store is gone with rank 0; an error of this rank's own is shown all the same.
             return not lost
 
     def _another_failed(self, seconds: float) -> bool:
-        """Waits for the word of a rank that failed: a lost connection is noticed before the rank that is gone has told why."""
+        """Waits for a failed rank to say why: its lost connection is noticed earlier than its message."""
         end, pause = time.monotonic() + seconds, threading.Event()
         while True:
             try:

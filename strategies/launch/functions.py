@@ -41,7 +41,7 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
         *args: its arguments.
 
     Returns:
-        What it gave back on rank 0; tensors as copies on the CPU.
+        What it returned on rank 0; tensors as copies on the CPU.
 
     Raises:
         ConfigurationError: if CUDA is in use already, and would have to be forked.
@@ -155,7 +155,7 @@ class _Watch:
 
 
 def _end(processes: list[Any], patience: float) -> None:
-    """No process is left behind."""
+    """Ends the processes that are left."""
     deadline = time.monotonic() + patience
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
@@ -192,14 +192,14 @@ def _rank(sender: Any, rank: int, count: int, port: int, starter: str, handed: A
     except BaseException as error:
         text = f"{type(error).__name__} on rank {rank}: {error}"
         sender.send(("raised", (_pack(error), text, traceback.format_exc())))
-        # It is told by the caller, who knows the cause.
+        # The caller, who knows the cause, reports it.
         sys.exit(1)
     sender.send(answer)
     sender.close()
 
 
 def packed(value: Any) -> bytes:
-    """What a rank is handed, or gives back."""
+    """What a rank is given, or returns."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
@@ -211,7 +211,7 @@ def unpacked(data: bytes) -> Any:
 
 
 def _pack(error: BaseException) -> bytes | None:
-    """The error itself, if it survives the way."""
+    """The error itself, if it can be pickled."""
     try:
         data = packed(error)
         unpacked(data)

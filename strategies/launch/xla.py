@@ -24,7 +24,7 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
         *args: its arguments; the module of classes among them must be one that can be imported.
 
     Returns:
-        What it gave back on rank 0; tensors as copies on the CPU.
+        What it returned on rank 0; tensors as copies on the CPU.
 
     Raises:
         ConfigurationError: if the arguments cannot be pickled, or this process uses XLA already.

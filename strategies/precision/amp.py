@@ -15,7 +15,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.precision.base import Precision
 
 SKIPS_IN_A_ROW = 40
-"""From the default scale of 2^16 this many halvings end at 2^-24: no gradient is left to find by going on."""
+"""From the default scale of 2^16 this many halvings end at 2^-24: no gradient is left to find by halving on."""
 
 
 class MixedPrecision(Precision):
@@ -97,7 +97,7 @@ class MixedPrecision(Precision):
             self.scaler = GradScaler(self._device_type, **self._scaler_arguments)  # type: ignore[arg-type]
 
     def register(self, optimizer: Optimizer) -> None:
-        # A fit that goes on registers its optimizers again.
+        # A fit that continues registers its optimizers again.
         if self.scaler is not None and optimizer not in self._registered:
             self._registered.add(optimizer)
             # The hook runs only if the scaler really steps: no second read-back is needed to learn that.
@@ -137,7 +137,7 @@ class MixedPrecision(Precision):
         self._stepped = False
         self.unscale(optimizer)
         self.scaler.step(optimizer)
-        # In manual optimisation the step is made inside of autocast, whose half-precision copies of the weights are old now.
+        # In manual optimisation the step is made inside autocast, whose half-precision copies of the weights are stale now.
         torch.clear_autocast_cache()
         self._unscaled.discard(id(optimizer))
         self._done.add(id(optimizer))

@@ -1,4 +1,4 @@
-"""Precision: what parameters, inputs and the forward pass are held in. The base class is plain float32."""
+"""Precision: the dtypes of parameters, inputs and the forward pass. The base class is plain float32."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Precision:
     forward_context: Callable[[], AbstractContextManager[Any]] | None = None
     """Opens the context of a forward pass; None where there is none, which costs nothing."""
     may_skip: bool = False
-    """True where a step can be skipped (a gradient scaler found inf or nan)."""
+    """True if steps may be skipped: there is a gradient scaler, which looks for inf and nan."""
     form: str = ""
     """How layers of a module were changed by `convert_module`, beyond their dtype: two runs of it must agree on that."""
     scales_loss: bool = False
@@ -39,10 +39,10 @@ class Precision:
         """Raises ConfigurationError where the device cannot run this precision."""
 
     def reset(self) -> None:
-        """Forgets what an earlier fit has left: a new one begins anew."""
+        """Forgets what an earlier fit has left."""
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Modules built in it have the precision's parameter dtype from the start."""
+        """Modules built in this context have the precision's parameter dtype from the start."""
         return nullcontext()
 
     def convert_module(self, module: nn.Module) -> nn.Module:

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -96,6 +97,11 @@ class Float8Precision(MixedPrecision):
     def check(self, device: torch.device) -> None:
         super().check(device)
         check_device(device, "precision='fp8'")
+        if device.type == "cpu" and self._by_rows() and not _cpu_scales_rows():
+            raise ConfigurationError(
+                f"precision='fp8': on a CPU torch {torch.__version__} has one scale for a whole operand, and recipe={self.recipe!r} "
+                "one for each row: use recipe='tensorwise', a GPU, or a newer torch (2.13 has it)."
+            )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         return self._convert(module, gathers=False)
@@ -125,6 +131,13 @@ class Float8Precision(MixedPrecision):
 
         made = Float8LinearConfig.from_recipe_name(self.recipe)
         return dataclasses.replace(made, enable_fsdp_float8_all_gather=gathers, pad_inner_dim=self.pad_inner_dim)
+
+    def _by_rows(self) -> bool:
+        """True where an operand has a scale for each row, and torch computes with them."""
+        if self.config is None:
+            return self.recipe != "tensorwise"
+        casts = (self.config.cast_config_input, self.config.cast_config_weight, self.config.cast_config_grad_output)
+        return not self.config.emulate and any(cast.scaling_granularity.name == "AXISWISE" for cast in casts)
 
     def describe(self, modules: Sequence[nn.Module]) -> str:
         linears = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
@@ -171,10 +184,29 @@ def _gathers(module: nn.Module) -> bool:
     return is_converted(module) and bool(getattr(vars(module)["config"], "enable_fsdp_float8_all_gather", False))
 
 
+def _cpu_scales_rows() -> bool:
+    operand, scales = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    try:
+        torch._scaled_mm(operand, operand.t(), scale_a=scales, scale_b=scales.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 def _torchao() -> ModuleType:
-    """The file that imports torchao."""
-    with _quiet():
-        from leyden.strategies.precision import float8_linear
+    """The file that imports torchao.
+
+    Raises:
+        ConfigurationError: where torchao is there, and does not go with this torch: it asks pip for none.
+    """
+    try:
+        with _quiet():
+            from leyden.strategies.precision import float8_linear
+    except ImportError as error:
+        raise ConfigurationError(
+            f"precision='fp8': torchao {version('torchao')} does not go with torch {torch.__version__}: {error}. Install one that "
+            "does: torchao 0.15 to 0.17 go with torch 2.9, and 0.18 with torch 2.10 and newer (pip install 'torchao==0.15.*')."
+        ) from error
     return float8_linear
 
 

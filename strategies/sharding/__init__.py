@@ -1,1 +1,1 @@
-"""What sharding strategies are made of: which modules form a group, how a model comes to its shards, and old names."""
+"""What sharding strategies are made of: which modules form a group, how a model is sharded, and the names of older options."""

@@ -82,7 +82,7 @@ class Deferred:
 
     @torch.no_grad()
     def values(self, recipes: Iterable[Recipe]) -> dict[Recipe, Tensor]:
-        """The tensors, on the CPU, as a plain build would have made them."""
+        """Makes the tensors, on the CPU, as a plain build would have made them."""
         wanted = list(recipes)
         needed = {recipe.storage for recipe in wanted}
         chosen = []
@@ -158,7 +158,7 @@ class _Constants(TorchFunctionMode):
 
 
 def _draw(function: Any, args: Any, kwargs: Any) -> Tensor:
-    """Makes a draw for nothing but the generator's sake; gives back its state before."""
+    """Makes a draw only to move the generator on; returns its state before."""
     generator = kwargs.get("generator") or torch.default_generator
     state: Tensor = generator.get_state()
     zeros = _on_cpu(

@@ -1,4 +1,4 @@
-"""What was sharded, in which dtypes, and how: told in a line, and held to in a later run of the same module."""
+"""What was sharded, in which dtypes, and how: printed in a line, and compared with in a later run of the same module."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def _by_size(root: nn.Module, least: int) -> list[str]:
     chosen: list[str] = []
 
     def visit(module: nn.Module, name: str) -> int:
-        """Groups what is in it, and gives back the number of parameters that were grouped."""
+        """Groups what is in it, and returns the number of parameters that were grouped."""
         total = sum(p.numel() for p in module.parameters())
         if total < least:
             return 0
@@ -225,7 +225,7 @@ def _used_outside(
     """Where else a parameter of the group is used; None if nowhere. A module that stands twice in the model is one."""
     group = {id(module) for module in modules[name].modules()}
     for other in chosen:
-        # What a group within this one holds is that group's own affair.
+        # What a group inside this one holds is checked with that group.
         if other != name and other.startswith(f"{name}."):
             group -= {id(module) for module in modules[other].modules()}
     for places in shared:

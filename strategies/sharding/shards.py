@@ -1,11 +1,10 @@
-"""How a model comes to its shards: group by group, so that one group at a time is whole on the device."""
+"""How a model is sharded: group by group, so that only one group at a time is whole on the device."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,16 +176,6 @@ def prefetch_forward(parts: list[FSDPModule]) -> None:
     """Lets each group ask for the next one's parameters before its own forward."""
     for part, following in itertools.pairwise(parts):
         part.set_modules_to_forward_prefetch([following])
-
-
-def restart(roots: Iterable[nn.Module]) -> None:
-    """Forgets what an earlier run that failed inside a forward or backward has left half done."""
-    for root in roots:
-        reset = getattr(root, "reset_iter_state", None)
-        # torch fails on a module that no forward has gone through yet; older versions do not have it.
-        with suppress(RuntimeError, AttributeError):
-            if reset is not None:
-                reset()
 
 
 def check_sharded(root: nn.Module, ignored: set[nn.Parameter]) -> None:

@@ -1,4 +1,4 @@
-"""Where tensors on the meta device get their values from, when their group comes to its turn."""
+"""Where tensors on the meta device get their values from, when it is their group's turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Values:
         """Gives tensors memory on the CPU, and their values.
 
         Raises:
-            ConfigurationError: if nothing tells the values of one.
+            ConfigurationError: if the values of one are not known.
         """
         known: list[Place] = []
         others: list[Place] = []

@@ -1,4 +1,4 @@
-"""Parameters on their way between the host and an XLA device: they stay the objects that they are, and travel together."""
+"""Moves parameters between the host and an XLA device: they stay the same objects, and all move in one transfer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bring(module: nn.Module, device: torch.device) -> None:
         moved = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
         if parameter.grad is not None:
             moved.grad = parameter.grad.to(device)
-        # Attributes of one's own stay with the object, too: the exchange takes them along.
+        # The user's own attributes stay with the object, too: the exchange takes them along.
         vars(moved).update(vars(parameter))
         try:
             torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]

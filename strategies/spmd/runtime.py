@@ -136,13 +136,13 @@ def follow_torch() -> None:
 
 
 def _begin_random(was_used: bool) -> None:
-    """At a run's begin; what somebody else has set is left as it is."""
+    """At the start of a run; what somebody else has set is left as it is."""
     if not was_used or rng_state() == _left:
         follow_torch()
 
 
 def leave_random() -> None:
-    """At a run's end: what it drew was nobody's choice."""
+    """At the end of a run: notes where they stand, so that the next run can tell whether somebody has set them since."""
     global _left
     _left = rng_state()
 
@@ -155,7 +155,7 @@ def rng_state() -> int:
 
 
 def set_rng_state(state: int) -> None:
-    """Goes on where `rng_state` stood."""
+    """Sets them to where `rng_state` found them."""
     from torch_xla.core import xla_model
 
     xla_model.set_rng_state(state)

@@ -350,6 +350,34 @@ def test_when_it_saves(tmp_path: Path, arguments: dict[str, Any], options: dict[
     assert steps(tmp_path / "checkpoints") == expected
 
 
+class ByHand(Scripted):
+    """Steps after every n-th batch."""
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.every = every
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        assert self.trainer is not None
+        self.log("train", float(self.trainer.progress.batches), on_step=True)
+        if (batch_idx + 1) % self.every == 0:
+            self.manual_backward(self.layer(batch).mean())
+            self.optimizers().step()
+
+
+def test_batches_without_a_step_are_not_saved_as_one(tmp_path: Path) -> None:
+    # The value falls from batch to batch: what is looked at again would be better than what was saved.
+    saves = ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, monitor="train", mode="max")
+    fit(tmp_path, saves, module=ByHand(2), val=None, max_epochs=1)
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=1", "epoch=0-step=2"]
+
+
+def test_epochs_without_a_step_are_saved(tmp_path: Path) -> None:
+    fit(tmp_path, ModelCheckpoint(save_top_k=-1), module=ByHand(99), val=None, max_epochs=3)
+    assert names(tmp_path / "checkpoints") == [f"epoch={epoch}-step=0" for epoch in range(3)]
+
+
 def test_without_validation_it_saves_at_epoch_ends(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(save_top_k=-1), val=None, max_epochs=2, check_val_every_n_epoch=2)
     assert steps(tmp_path / "checkpoints") == [4, 8]

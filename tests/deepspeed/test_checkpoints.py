@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.numbered import blocks, global_batches, numbered_samples
 from ranks.share import Peak, counting
 from ranks.world import run_world
 from safetensors.torch import load_file
@@ -85,16 +86,6 @@ KILLED = ("stage 1", "stage 2", "stage 3", "bf16 stage 1", "bf16 stage 2", "bf16
 KILLED_QUICK = ("stage 3", "bf16 stage 2")
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 31), nn.Linear(31, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.second(torch.tanh(self.first(x)))
-        return out
-
-
 class Net(TrainModule):
     """Odd sizes, so that stretches begin and end within rows; a frozen layer, a buffer, and two groups of the optimizer."""
 
@@ -111,7 +102,7 @@ class Net(TrainModule):
 
     def build(self) -> None:
         torch.manual_seed(3)
-        self.blocks = nn.Sequential(nn.Linear(6, 16), Block(), Block(), nn.Linear(16, 3))
+        self.blocks = blocks(31)
         self.frozen = nn.Linear(3, 3).requires_grad_(False)
         self.register_buffer("scale", torch.full((3,), 0.5))
 
@@ -143,12 +134,6 @@ class Net(TrainModule):
         }
 
 
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    x, y = torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator)
-    return TensorDataset(x, y, torch.arange(SIZE))
-
-
 def fit(
     name: str,
     folder: str,
@@ -177,7 +162,7 @@ def fit(
         max_steps=steps,
         callbacks=[checkpoint],
     )
-    trainer.fit(module, DataLoader(data(), GLOBAL // layout.ranks, shuffle=True), ckpt_path=path)
+    trainer.fit(module, DataLoader(numbered_samples(SIZE), GLOBAL // layout.ranks, shuffle=True), ckpt_path=path)
     weights = trainer.strategy.full_state_dict(module)
     return {
         "seen": module.seen,
@@ -203,19 +188,9 @@ def launch(ranks: int, runs: dict[str, tuple[Any, ...]]) -> dict[str, list[dict[
     return {key: [rank[key] for rank in found] for key in runs}
 
 
-def batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
-    """Of each global batch, in the order of steps: its samples and its mean loss."""
-    found = []
-    for parts in zip(*(rank["seen"] for rank in ranks), strict=True):
-        samples = [index for part in parts for index in part[0]]
-        losses = [loss for part in parts for loss in part[1]]
-        found.append((sorted(samples), sum(losses) / len(losses)))
-    return found
-
-
 def check_same_losses(rest: list[tuple[list[int], float]], straight: list[dict[str, Any]], rel: float = 1e-5) -> None:
     """The batches that came last are those of a straight run: each sample once, and the losses."""
-    whole = batches(straight)[-len(rest) :]
+    whole = global_batches(straight)[-len(rest) :]
     assert [samples for samples, _ in rest] == [samples for samples, _ in whole]
     assert [loss for _, loss in rest] == pytest.approx([loss for _, loss in whole], rel=rel)
 
@@ -245,8 +220,8 @@ def again_and_again(paths: list[str], folder: str) -> dict[str, list[Any]]:
             max_steps=8,
             callbacks=[ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=4)],
         )
-        module, loader = Net(LAYOUTS[name]), DataLoader(data(), 4, shuffle=True)
-        ordered = DataLoader(data(), 8)
+        module, loader = Net(LAYOUTS[name]), DataLoader(numbered_samples(SIZE), 4, shuffle=True)
+        ordered = DataLoader(numbered_samples(SIZE), 8)
         losses = [trainer.validate(module, ordered, ckpt_path=path, verbose=False)[0]["loss"] for path in paths]
         seen, weights = [], []
         for path in (None, f"{folder}/{name}/checkpoints/step=4"):
@@ -262,7 +237,7 @@ def again_and_again(paths: list[str], folder: str) -> dict[str, list[Any]]:
 def whole_loss(path: str) -> float:
     module = Net.load_from_checkpoint(path, layout=Layout(1, built=False))
     with torch.no_grad():
-        return float(module.losses(data().tensors).mean())
+        return float(module.losses(numbered_samples(SIZE).tensors).mean())
 
 
 Runs = dict[str, list[dict[str, Any]]]
@@ -329,7 +304,7 @@ def kill(names: Iterable[str], folder: Path) -> None:
 def test_runs_go_on(tmp_path: Path) -> None:
     straight = run_straight(QUICK, tmp_path)
     for name in QUICK:
-        check_same_losses(batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
+        check_same_losses(global_batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
     check_merged(straight, tmp_path)
     check_files(straight)
     kill(KILLED_QUICK, tmp_path)
@@ -346,12 +321,12 @@ def test_runs_go_on(tmp_path: Path) -> None:
     # DeepSpeed 3 → FSDP → DDP → one process → DeepSpeed 3; and stage 2 on two ranks → one → stage 3 on four.
     chain = [passed_on["fsdp"], passed_on["ddp"], passed_on["single"], resumed["back"]]
     assert [len(ranks[0]["seen"]) for ranks in chain] == [2, 2, 2, 6]
-    check_same_losses([batch for ranks in chain for batch in batches(ranks)], straight["stage 3"])
-    bf16 = batches(resumed["bf16 away"]) + batches(resumed["bf16 back"])
+    check_same_losses([batch for ranks in chain for batch in global_batches(ranks)], straight["stage 3"])
+    bf16 = global_batches(resumed["bf16 away"]) + global_batches(resumed["bf16 back"])
     assert len(bf16) == END - SAVED_AT
     check_same_losses(bf16, straight["bf16 stage 2"], 0.05)
     assert [len(passed_on[name]) for name in ("one", "four")] == [1, 4]
-    rest = batches(passed_on["one"]) + batches(passed_on["four"])
+    rest = global_batches(passed_on["one"]) + global_batches(passed_on["four"])
     assert len(rest) == END - SAVED_AT
     check_same_losses(rest, straight["stage 2"])
 
@@ -439,7 +414,7 @@ def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
     for name in TARGETS:
         runs = {s: (name, f"{tmp_path}/{name} < {s}", END, END, saved(straight, s)) for s in SOURCES}
         for source, ranks in launch(LAYOUTS[name].ranks, runs).items():
-            rest = batches(ranks)
+            rest = global_batches(ranks)
             assert len(rest) == END - SAVED_AT
             check_same_losses(rest, straight[source])
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks.world import run_world
+from ranks.world import DEBUG, run_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import TrainModule
-
-DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -70,21 +67,30 @@ def by_accelerator(
     return plain(accelerator.get_state_dict(model).values()), skips
 
 
-def by_hand(precision: str, accumulation: int) -> list[Any]:
-    dist.init_process_group("gloo")
+def train_by_hand(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    sends: Callable[[bool], None],
+    precision: str,
+    accumulation: int,
+    init_scale: float = 2.0**16,
+) -> None:
+    """The loop that a user writes, on this rank.
+
+    Args:
+        sends: tells the model whether the next backward sends gradients.
+    """
     rank, dtype = dist.get_rank(), DTYPES[precision]
-    model, optimizer = build()
-    wrapped = DistributedDataParallel(model)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
     data = numbers()
     for _ in range(2):
         for index in range(4):
             x, y = data[4 * index + 2 * rank : 4 * index + 2 * rank + 2]
             length = min(accumulation, 4 - index // accumulation * accumulation)
             closes = (index + 1) % accumulation == 0 or index == 3
-            wrapped.require_backward_grad_sync = closes
+            sends(closes)
             with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = F.mse_loss(wrapped(x), y)
+                loss = F.mse_loss(model(x), y)
             scaler.scale(loss / length if length > 1 else loss).backward()
             if closes:
                 scaler.unscale_(optimizer)
@@ -92,14 +98,22 @@ def by_hand(precision: str, accumulation: int) -> list[Any]:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-    del wrapped
+
+
+def by_ddp(precision: str, accumulation: int) -> list[Any]:
+    dist.init_process_group("gloo")
+    model, optimizer = build()
+    wrapped = DistributedDataParallel(model)
+    sends = partial(setattr, wrapped, "require_backward_grad_sync")
+    train_by_hand(wrapped, optimizer, sends, precision, accumulation)
+    del wrapped, sends
     dist.destroy_process_group()
     return plain(model.parameters())
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), [("no", 1), ("no", 3), ("bf16", 2), ("fp16", 3)])
 def test_weights_are_those_of_hand_written_ddp(precision: str, accumulation: int) -> None:
-    ours, theirs = run_world(2, by_accelerator, precision, accumulation), run_world(2, by_hand, precision, accumulation)
+    ours, theirs = run_world(2, by_accelerator, precision, accumulation), run_world(2, by_ddp, precision, accumulation)
     assert [weights for weights, _ in ours] == theirs
 
 
@@ -258,32 +272,17 @@ def by_fully_shard(precision: str, accumulation: int, init_scale: float) -> list
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     dist.init_process_group("gloo")
-    rank, mesh, dtype = dist.get_rank(), init_device_mesh("cpu", (2,)), DTYPES[precision]
+    mesh, dtype = init_device_mesh("cpu", (2,)), DTYPES[precision]
     model, _ = build()
     reduced = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for part in (model[0], model[2], model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
-    data = numbers()
-    for _ in range(2):
-        for index in range(4):
-            x, y = data[4 * index + 2 * rank : 4 * index + 2 * rank + 2]
-            length = min(accumulation, 4 - index // accumulation * accumulation)
-            closes = (index + 1) % accumulation == 0 or index == 3
-            model.set_requires_gradient_sync(closes)  # type: ignore[operator]
-            with torch.autocast("cpu", dtype, enabled=dtype is not None):
-                loss = F.mse_loss(model(x), y)
-            scaler.scale(loss / length if length > 1 else loss).backward()
-            if closes:
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
+    sends: Any = model.set_requires_gradient_sync
+    train_by_hand(model, optimizer, sends, precision, accumulation, init_scale)
     found = plain(p.full_tensor() for p in model.parameters())
-    del model, optimizer
+    del model, optimizer, sends
     dist.destroy_process_group()
     return found
 
@@ -441,27 +440,6 @@ def test_streams_lists_and_data_that_rank_0_hands_out() -> None:
     assert first["apart"][1] == second["apart"][1]
 
 
-def mismatched(kind: str) -> str:
-    from leyden import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    accelerator.gather(torch.ones(2))
-    model, _ = accelerator.prepare(*build())
-    if kind in ("missing", "backward") and rank == 1:
-        return "left"
-    try:
-        if kind == "backward":
-            accelerator.backward(model(torch.ones(1, 4)).sum())
-        if kind == "other" and rank == 1:
-            accelerator.reduce(torch.ones(2))
-        dtype = torch.float64 if kind == "dtype" and rank == 1 else torch.float32
-        accelerator.gather({"x": torch.ones(2 + (kind == "shape" and rank), dtype=dtype)})
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def short_of_memory(strategy: str, ends: bool) -> tuple[list[int], list[Any], float]:
     """The last rank runs out of memory at its third step, while the others wait for it in a backward, until batches are of 2."""
     from leyden import Accelerator, find_executable_batch_size
@@ -509,99 +487,6 @@ def test_ranks_that_wait_are_woken_when_one_is_short_of_memory(
     for sizes, weights, total in found:
         assert sizes == [8, 4, 2] and total == ranks
         assert weights == found[0][1] and weights
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (
-            "shape",
-            ["rank 0: gather({x: float32[2]}) at ", "rank 1: gather({x: float32[3]}) at ", "test_accelerator.py:"],
-        ),
-        ("dtype", ["rank 1: gather({x: float64[2]})"]),
-        ("other", ["rank 0: gather(", "rank 1: reduce(float32[2])"]),
-    ],
-)
-def test_debug_mode_names_a_mismatch(kind: str, words: list[str]) -> None:
-    for message in run_world(2, mismatched, kind, environ=DEBUG, timeout=30):
-        assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(("kind", "name"), [("missing", "gather"), ("backward", "backward")])
-def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
-    environ = {"ACCELERATE_DEBUG_MODE": "true", "LEYDEN_DEBUG_TIMEOUT": "3"}
-    first, second = run_world(2, mismatched, kind, environ=environ, timeout=30)
-    assert f"rank 0 came to {name} at " in first and "rank 1 did not within 3 s" in first
-    assert second == "left"
-
-
-class Gathering(TrainModule):
-    """Gathers in its step what has another shape on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.all_gather(torch.ones(2 + batch_idx * self.global_rank))
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def debugged_fit(folder: str) -> None:
-    from leyden import Trainer
-
-    sys.stderr = open(f"{folder}/{os.environ['RANK']}.txt", "w", buffering=1)  # noqa: SIM115
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, accumulate_grad_batches=2, **quiet)
-    trainer.fit(Gathering(), DataLoader(numbers(), 4))
-
-
-def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
-    found = run_world(2, debugged_fit, str(tmp_path), environ=DEBUG, timeout=30, may_fail=True)
-    for rank in range(2):
-        told = (tmp_path / f"{rank}.txt").read_text()
-        facts = f"rank {rank} of 2 (local {rank}), device cpu, strategy ddp, precision 32-true, accumulation 2"
-        assert f"leyden: {facts}" in told
-        assert f"leyden: rank {rank}: loader of 2 batches by RankBatches, batch_size 4" in told
-    # The first error wins: the other rank may have been ended by it.
-    messages = [entry for entry in found if isinstance(entry, str)]
-    assert messages
-    for message in messages:
-        assert "rank 0: all_gather(float32[2]) at " in message and "rank 1: all_gather(float32[3]) at " in message
-
-
-class Growing(Gathering):
-    """Gathers other shapes in each batch, and in each run."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 1:
-            # Comes later than rank 0, which finds what there is.
-            torch.randn(200, 200) @ torch.randn(200, 200)
-        self.all_gather(torch.ones(self.width + batch_idx))
-        return self.layer(batch[0]).mean()
-
-
-def debugged_twice() -> list[int]:
-    from leyden import Trainer
-
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    steps = []
-    for width in (1, 20, 300):
-        trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, **quiet)
-        trainer.fit(Growing(width), DataLoader(numbers(), 1))
-        steps.append(trainer.global_step)
-    return steps
-
-
-def test_debug_mode_forgets_a_run_that_is_over() -> None:
-    assert run_world(2, debugged_twice, environ=DEBUG, timeout=60) == [[8, 8, 8]] * 2
 
 
 def generative(by_leyden: bool) -> list[Any]:

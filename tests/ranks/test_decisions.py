@@ -238,7 +238,7 @@ def fitted_late(rank: int) -> dict[str, Any]:
 
     def late(trainer: Trainer) -> None:
         assert trainer._fit is not None
-        trainer._fit.elapsed = lambda: 1e9  # type: ignore[method-assign]
+        trainer._fit.clock.elapsed = lambda: 1e9  # type: ignore[method-assign]
 
     return fitted(("on_train_batch_end", rank, 3, late), max_time={"hours": 9})
 
@@ -268,7 +268,7 @@ def validated_by_time(rank: int) -> list[int]:
 
     def jump(trainer: Trainer) -> None:
         assert trainer._fit is not None
-        trainer._fit._clock -= 3600
+        trainer._fit.clock._noted -= 3600
 
     trainer = Trainer(
         **QUIET | {"max_epochs": 1, "val_check_interval": "00:01:00:00"},

@@ -130,7 +130,7 @@ def by_hand(case: Case) -> dict[str, Any]:
             for i, (x, y) in enumerate(window):
                 net.set_requires_gradient_sync(i == len(window) - 1)
                 with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16-mixed" and case.autocast):
-                    loss = F.mse_loss(net(x), y)
+                    loss = F.mse_loss(net(x).float(), y)
                 (loss / len(window)).backward()
             if case.clip is not None and case.clip[1] == "norm":
                 nn.utils.clip_grad_norm_(net.parameters(), case.clip[0])

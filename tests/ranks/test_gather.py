@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from manual import result_of
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -47,14 +48,7 @@ class Gathering(TrainModule):
         return self.net(x).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        loss = self.step("training", batch)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return result_of(self, self.step("training", batch))
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.step("validation", batch)

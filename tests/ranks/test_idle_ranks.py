@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from manual import result_of
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -43,13 +44,7 @@ class Net(TrainModule):
         self.passes += 1
         loss = self.loss(batch)
         self.log("loss", loss, on_step=False, on_epoch=True)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return result_of(self, loss)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += batch[0].tolist()

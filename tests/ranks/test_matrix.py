@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.numbered import Block, blocks, global_batches, numbered_samples
 from ranks.world import run_world
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
@@ -24,22 +25,12 @@ QUICK = (("ddp", "ddp"), ("fsdp 2", "fsdp 2"), ("single", "ddp"), ("ddp", "fsdp 
 SIZE, SAVED_AT, NEXT = 86, 4, 10
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.second(torch.tanh(self.first(x)))
-        return out
-
-
 class Net(TrainModule):
     """Notes of each batch which samples it had, and each one's loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(nn.Linear(6, 16), Block(), Block(), nn.Linear(16, 3))
+        self.blocks = blocks(32)
         self.seen: list[tuple[list[int], list[float]]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -63,10 +54,6 @@ def strategy_of(layout: str) -> Any:
 
 def fit(layout: str, folder: str, path: str | None, accumulate: int) -> dict[str, Any]:
     torch.manual_seed(3)
-    generator = torch.Generator().manual_seed(2)
-    data = TensorDataset(
-        torch.randn(SIZE, 6, generator=generator), torch.randint(0, 3, (SIZE,), generator=generator), torch.arange(SIZE)
-    )
     # Within a window of two batches it is time to save all the while; it is done at the window's end.
     when: dict[str, Any] = {"every_n_train_steps": SAVED_AT}
     if accumulate > 1:
@@ -83,7 +70,7 @@ def fit(layout: str, folder: str, path: str | None, accumulate: int) -> dict[str
         callbacks=[ModelCheckpoint(filename="{step}", save_top_k=-1, **when)],
     )
     module = Net()
-    trainer.fit(module, DataLoader(data, LAYOUTS[layout][1], shuffle=True), ckpt_path=path)
+    trainer.fit(module, DataLoader(numbered_samples(SIZE), LAYOUTS[layout][1], shuffle=True), ckpt_path=path)
     return {"seen": module.seen, "epoch loss": float(trainer.callback_metrics["loss"])}
 
 
@@ -105,16 +92,6 @@ def count(start: int, end: int, accumulate: int) -> int:
     return sum(lengths[step % len(lengths)] for step in range(start, end))
 
 
-def batches(ranks: list[dict[str, Any]]) -> list[tuple[list[int], float]]:
-    """Of each global batch, in the order of steps: its samples and its mean loss."""
-    found = []
-    for parts in zip(*(rank["seen"] for rank in ranks), strict=True):
-        samples = [index for part in parts for index in part[0]]
-        losses = [loss for part in parts for loss in part[1]]
-        found.append((sorted(samples), sum(losses) / len(losses)))
-    return found
-
-
 def check(tmp_path: Path, pairs: dict[str, list[str]], accumulate: int) -> None:
     """Saves under each layout, and goes on under those wanted.
 
@@ -124,13 +101,13 @@ def check(tmp_path: Path, pairs: dict[str, list[str]], accumulate: int) -> None:
     straight = {}
     for source in sorted({source for sources in pairs.values() for source in sources}):
         straight[source] = run_world(LAYOUTS[source][0], save, source, str(tmp_path / source), accumulate)
-        assert len(batches(straight[source])) == count(0, SAVED_AT + NEXT, accumulate)
+        assert len(global_batches(straight[source])) == count(0, SAVED_AT + NEXT, accumulate)
     for layout, sources in pairs.items():
         paths = {source: str(tmp_path / source / "checkpoints" / f"step={SAVED_AT}") for source in sources}
         resumed = run_world(LAYOUTS[layout][0], resume, layout, str(tmp_path / f"on {layout}"), paths, accumulate)
         for source in sources:
             ranks = [rank[source] for rank in resumed]
-            whole, rest = batches(straight[source]), batches(ranks)
+            whole, rest = global_batches(straight[source]), global_batches(ranks)
             whole = whole[-len(rest) :]
             assert len(rest) == count(SAVED_AT, SAVED_AT + NEXT, accumulate)
             assert [samples for samples, _ in rest] == [samples for samples, _ in whole], (source, layout)

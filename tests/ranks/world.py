@@ -18,6 +18,8 @@ PRELOAD = [
     *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
     *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),
 ]
+DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
+"""Variables of ranks in debug mode, in which they compare what they bring to a collective."""
 _context = multiprocessing.get_context("forkserver")
 # The server imports torch once; each rank is then forked from it within milliseconds.
 _context.set_forkserver_preload(PRELOAD)

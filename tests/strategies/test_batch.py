@@ -1,3 +1,5 @@
+"""Batches of every structure: moved, converted, and their size."""
+
 from __future__ import annotations
 
 import gc
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from leyden.strategies.batch import batch_size_of, batch_sizes_of, convert_floats, map_tensors, move_to_device
+from leyden.strategies.batch import batch_size_of, convert_floats, map_tensors, move_to_device
 from leyden.strategies.errors import ConfigurationError
 
 META = torch.device("meta")
@@ -196,8 +198,3 @@ def test_sizes(batch: Any, size: int) -> None:
 def test_no_size_is_told_with_its_fix(batch: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size="):
         batch_size_of(batch)
-
-
-def test_ambiguous_sizes() -> None:
-    assert batch_sizes_of({"a": x(4), "b": [x(2), x(4)]}) == [4, 2]
-    assert batch_sizes_of((x(4), x(4))) == [4]

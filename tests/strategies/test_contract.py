@@ -264,25 +264,26 @@ def test_a_window_that_closes_early(make: Make, trainer: Any) -> None:
         assert torch.allclose(expected, found, atol=1e-6)
 
 
-def test_hooks_around_the_step(make: Make, trainer: Any) -> None:
+BACKWARD = ("on_before_backward", "on_after_backward")
+LAST = (*BACKWARD, "on_before_optimizer_step", "on_train_batch_end")
+OF_TWO_WINDOWS = ["on_before_zero_grad", *BACKWARD, "on_train_batch_end", *LAST, "on_before_zero_grad", *LAST]
+"""The hooks of a window of two batches, and of one of a single batch."""
+
+
+def recording() -> tuple[list[str], Regression]:
+    """A module that notes the hooks around its steps, and its notes."""
     calls: list[str] = []
-    names = (
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-    )
 
-    def recorder(name: str) -> Callable[..., None]:
-        return lambda self, *args: calls.append(name)
+    def recorder(hook: str) -> Callable[..., None]:
+        return lambda self, *args: calls.append(hook)
 
-    module = type("Recording", (Regression,), {name: recorder(name) for name in names})(adamw)
+    return calls, type("Recording", (Regression,), {hook: recorder(hook) for hook in OF_TWO_WINDOWS})(adamw)
+
+
+def test_hooks_around_the_step(make: Make, trainer: Any) -> None:
+    calls, module = recording()
     trainer(make(), accumulate_grad_batches=2, max_epochs=1).fit(module, data(3))
-    backward = ["on_before_backward", "on_after_backward"]
-    first = ["on_before_zero_grad", *backward, "on_train_batch_end"]
-    last = [*backward, "on_before_optimizer_step", "on_train_batch_end"]
-    assert calls == [*first, *last, "on_before_zero_grad", *last]
+    assert calls == OF_TWO_WINDOWS
 
 
 def test_manual_optimisation(make: Make, trainer: Any) -> None:
@@ -440,19 +441,7 @@ def ranks_against_one(name: str) -> list[str]:
 
 
 def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
-    calls: list[str] = []
-    names = (
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_train_batch_end",
-    )
-
-    def recorder(hook: str) -> Callable[..., None]:
-        return lambda self, *args: calls.append(hook)
-
-    module = type("Recording", (Regression,), {hook: recorder(hook) for hook in names})(adamw)
+    calls, module = recording()
     run = Trainer(strategy=name, max_epochs=1, accumulate_grad_batches=2, **QUIET)
     run.fit(module, data(6))
     strategy = run.strategy
@@ -487,10 +476,7 @@ def both(name: str) -> tuple[list[str], list[str], list[str]]:
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_strategies_of_several_ranks(name: str) -> None:
-    backward = ["on_before_backward", "on_after_backward"]
-    last = [*backward, "on_before_optimizer_step", "on_train_batch_end"]
-    hooks = ["on_before_zero_grad", *backward, "on_train_batch_end", *last, "on_before_zero_grad", *last]
-    assert run_world(2, both, name) == [([], hooks, [])] * 2
+    assert run_world(2, both, name) == [([], OF_TWO_WINDOWS, [])] * 2
 
 
 def test_gradients_that_are_all_sparse_are_scaled() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,11 +15,15 @@ from torch import Tensor, nn
 from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
+import leyden.strategies.precision
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
 from leyden.strategies.errors import MissingExtraError
-from leyden.strategies.precision import Float8Precision, find_precision
+from leyden.strategies.precision import Float8Precision, find_precision, fp8
 from leyden.strategies.precision.fp8_config import precision_of_config, without_effect
 
+BY_ROWS = pytest.mark.skipif(
+    not fp8._cpu_scales_rows(), reason=f"on a CPU torch {torch.__version__} has one scale for a whole operand"
+)
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -126,7 +131,10 @@ def test_an_entry_that_fits_nothing_is_refused() -> None:
 
 
 # what they compute ------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", pytest.param("rowwise", marks=BY_ROWS), pytest.param("rowwise_with_gw_hp", marks=BY_ROWS)],
+)
 def test_a_layer_computes_what_torchaos_own_does(recipe: Any) -> None:
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(32, 48)), torch.randn(2, 16, 32)
@@ -203,7 +211,7 @@ class StopAt(Callback):
             trainer.should_stop = True
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=BY_ROWS)])
 def test_accumulation_clipping_and_an_exact_resume(recipe: Any, tmp_path: Path) -> None:
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     whole = fitted(Float8Precision(recipe), tmp_path, **settings)
@@ -295,6 +303,7 @@ def test_a_gpt_learns_as_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@BY_ROWS
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_a_gpt_learns_by_the_other_recipes(recipe: Any, tmp_path: Path) -> None:
     check_learned(trained(Float8Precision(recipe), tmp_path), trained("bf16-mixed", tmp_path))
@@ -314,6 +323,34 @@ def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         Float8Precision().check(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     Float8Precision().check(torch.device("cuda"))
+
+
+def test_scales_by_rows_are_refused_on_a_cpu_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.9 and 2.10 are."""
+    if fp8._cpu_scales_rows():
+        monkeypatch.setattr(fp8, "_cpu_scales_rows", lambda: False)
+    cpu = torch.device("cpu")
+    rows = Float8LinearConfig.from_recipe_name("rowwise")
+    for made in (Float8Precision("rowwise_with_gw_hp"), Float8Precision(config=rows)):
+        with pytest.raises(ConfigurationError, match=r"one for each row: use recipe='tensorwise', a GPU, or a newer"):
+            made.check(cpu)
+    with pytest.raises(ConfigurationError, match="one for each row"):
+        Trainer(**QUIET, precision=Float8Precision("rowwise")).fit(build(), batches())
+    Float8Precision().check(cpu)
+    Float8Precision(config=Float8LinearConfig()).check(cpu)
+    Float8Precision(config=replace(rows, emulate=True)).check(cpu)
+
+
+def test_a_torchao_that_does_not_go_with_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pip does not know which torch a torchao is made for: here its import fails as 0.18 does beside torch 2.9."""
+    monkeypatch.delitem(sys.modules, "leyden.strategies.precision.float8_linear", raising=False)
+    monkeypatch.delattr(leyden.strategies.precision, "float8_linear", raising=False)
+    monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
+    with pytest.raises(
+        ConfigurationError, match=r"torchao [\d.]+ does not go with torch [\d.]+.*: import of torchao"
+    ) as told:
+        Trainer(**QUIET, precision="fp8").fit(build(), batches())
+    assert "pip install 'torchao==" in str(told.value)
 
 
 def test_settings_that_cannot_be() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from manual import result_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
@@ -38,13 +39,7 @@ class Module(TrainModule):
         self.seen.add(tuple(frames_since_fit()))
         loss = self.layer(batch[0]).sum()
         self.log("loss", loss, prog_bar=True)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return result_of(self, loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None: ...
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger
@@ -348,6 +350,44 @@ def test_a_metric_of_several_numbers_is_refused(Tiny: Any, quiet: Any) -> None:
 
     with pytest.raises(ConfigurationError, match=r"'score' was reduced .* shape \(3,\), which is not one number"):
         Trainer(**quiet).test(Logging(), [torch.arange(3)])
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_metric_of_several_loaders(Tiny: Any, quiet: Any, batches: Any, apart: bool) -> None:
+    from torchmetrics import MeanMetric
+
+    class Logging(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.means = nn.ModuleList(MeanMetric() for _ in range(2))
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            mean = self.means[dataloader_idx if apart else 0]
+            mean.update(batch)
+            self.log("mean", mean, add_dataloader_idx=apart)
+
+    trainer = Trainer(**quiet)
+    loaders = [DataLoader(batches(2, start=start), batch_size=None) for start in (0, 8)]  # type: ignore[arg-type]
+    values = trainer.test(Logging(), loaders, verbose=False)
+    assert values == (
+        [{"mean/dataloader_idx_0": 0.5}, {"mean/dataloader_idx_1": 8.5}] if apart else [{"mean": 4.5}, {"mean": 4.5}]
+    )
+
+
+def test_one_metric_for_the_values_of_several_loaders_is_refused(Tiny: Any, quiet: Any, batches: Any) -> None:
+    from torchmetrics import MeanMetric
+
+    class Logging(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.mean.update(batch)
+            self.log("mean", self.mean)
+
+    with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
+        Trainer(**quiet).test(Logging(), [DataLoader(batches(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
 
 
 def test_log_dict(Tiny: Any, fit: Any, batches: Any) -> None:

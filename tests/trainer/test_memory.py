@@ -98,6 +98,27 @@ def test_fit(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert module.alive() == 0
 
 
+class Watched(TensorDataset):
+    """Notes at each sample what the module's earlier steps have left."""
+
+    def __init__(self, module: Module) -> None:
+        super().__init__(torch.randn(10, 4))
+        self.module, self.alive_at_load = module, list[int]()
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        self.alive_at_load.append(self.module.alive())
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_a_batch_is_gone_when_the_next_one_is_loaded(logger: bool, tmp_path: Path) -> None:
+    module = Module()
+    data = Watched(module)
+    trainer = Trainer(accelerator="cpu", max_epochs=2, logger=logger, default_root_dir=tmp_path)
+    trainer.fit(module, DataLoader(data, 2), loader())
+    assert len(data.alive_at_load) == 20 and set(data.alive_at_load) == {0}
+
+
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
 def test_evaluation(stage: str, tmp_path: Path) -> None:
     module = Module()

@@ -175,6 +175,30 @@ def test_plateau_schedulers_step_after_validation(
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1 or len(values) == 1
 
 
+def test_no_plateau_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Overflowing(Tiny):
+        stepped: ClassVar[list[int]] = []
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "interval": "step", "monitor": "value"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self(batch).mean()
+            self.log("value", loss)
+            return loss * float("inf") if batch_idx in (0, 2) else loss
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.stepped.append(self.global_step)
+            super().lr_scheduler_step(scheduler, metric)
+
+    module = Overflowing()
+    trainer = fit(module, batches(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
+    assert module.stepped == [2, 4, 5]
+    assert trainer.progress.stepped == 3
+
+
 def test_a_plateau_scheduler_that_is_not_strict(Tiny: Any, fit: Any, batches: Any) -> None:
     class Lenient(Tiny):
         def configure_optimizers(self) -> Any:

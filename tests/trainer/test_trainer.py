@@ -44,12 +44,20 @@ def test_limit_test_and_predict_batches(Tiny: Any, quiet: Any, batches: Any) -> 
 
 
 @pytest.mark.parametrize(("amount", "count"), [(3, 3), (0.25, 2)])
-def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int) -> None:
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int, shuffle: bool) -> None:
     data = torch.arange(8.0).repeat_interleave(2).view(8, 2)
     module = Tiny()
     loader = DataLoader(data, batch_size=1, shuffle=True)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="overfit_batches turned shuffling off"):
-        fit(module, loader, DataLoader(data), overfit_batches=amount, max_epochs=2, num_sanity_val_steps=0)  # type: ignore[arg-type]
+        fit(
+            module,
+            loader,
+            DataLoader(data, shuffle=shuffle),
+            overfit_batches=amount,
+            max_epochs=2,
+            num_sanity_val_steps=0,
+        )  # type: ignore[arg-type]
     assert module.trained == [*range(count)] * 2 == module.validated
 
 
@@ -277,25 +285,32 @@ def test_properties(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None
         def predict_step(self, batch: Any, batch_idx: int) -> None:
             assert self.trainer.predicting and not self.trainer.evaluating
 
-    module = Looking()
-    trainer.fit(module, batches(3), batches(1))
+    module, loaders = Looking(), [batches(3), batches(1), batches(1), batches(1)]
+    trainer.fit(module, *loaders[:2])
+    assert trainer.train_dataloader is loaders[0] and trainer.val_dataloaders is loaders[1]
+    assert trainer.test_dataloaders is trainer.predict_dataloaders is None
     assert [row[3] for row in seen] == [False, False, True] * 2
     assert [row[4:] for row in seen] == [(0, 0), (0, 0), (0, 1), (1, 2), (1, 2), (1, 3)]
     assert all(row[:3] == (True, False, False) for row in seen)
-    trainer.test(module, batches(1), verbose=False)
-    trainer.predict(module, batches(1))
+    trainer.test(module, loaders[2], verbose=False)
+    assert trainer.test_dataloaders is loaders[2] and trainer.val_dataloaders is None
+    trainer.predict(module, loaders[3])
+    assert trainer.predict_dataloaders is loaders[3]
     assert trainer.logger is logger and trainer.loggers == [logger]
     assert trainer.log_dir is not None and Path(trainer.log_dir).is_relative_to(tmp_path)
     assert trainer.checkpoint_callback is checkpoint and trainer.checkpoint_callbacks == [checkpoint]
     assert trainer.early_stopping_callback is stopping and trainer.early_stopping_callbacks == [stopping]
     assert isinstance(trainer.progress_bar_callback, TQDMProgressBar)
     assert trainer.model is trainer.lightning_module is module
-    assert len(trainer.optimizers) == 1 and trainer.lr_scheduler_configs == []
+    assert len(trainer.optimizers) == 1 and trainer.lr_scheduler_configs == trainer.lr_schedulers == []
     assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
     assert trainer.is_global_zero and (trainer.num_devices, trainer.num_nodes, trainer.device_ids) == (1, 1, [0])
     assert (trainer.min_epochs, trainer.min_steps, trainer.gradient_clip_val) == (1, 2, 3.0)
     assert (trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm) == (2, "norm")
     assert (trainer.log_every_n_steps, trainer.val_check_interval, trainer.check_val_every_n_epoch) == (7, 1.0, 1)
+    assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.overfit_batches) == (1.0, 1.0, 0.0)
+    assert (trainer.limit_test_batches, trainer.limit_predict_batches) == (1.0, 1.0)
+    assert trainer.reload_dataloaders_every_n_epochs == 0
     assert trainer.default_root_dir == str(tmp_path) and not trainer.received_sigterm and not trainer.interrupted
     assert trainer.state.stage is None and not trainer.training
 

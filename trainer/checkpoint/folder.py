@@ -13,14 +13,11 @@ from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from leyden.trainer.checkpoint.ranks import Ranks
 
 
-def newest(
-    folder: str | os.PathLike[str], *, full: bool = True, strict: bool = False, ranks: Ranks | None = None
-) -> Path | None:
-    """The newest checkpoint that verifies. Damaged ones are warned about and passed over.
+def newest(folder: str | os.PathLike[str], *, strict: bool = False, ranks: Ranks | None = None) -> Path | None:
+    """The newest checkpoint of which every byte agrees with its checksum. Damaged ones are warned about and passed over.
 
     Args:
         folder: where the checkpoints are.
-        full: compare every byte with its checksum; False compares the manifest and the sizes of the files.
         strict: raise if there are only damaged ones, in place of returning None.
         ranks: those who look for it together: rank 0 says what is there, and each verifies a part.
 
@@ -41,7 +38,7 @@ def newest(
         try:
             if reason is not None:
                 raise CheckpointError(*reason)
-            open_verified(path, ranks, full)
+            open_verified(path, ranks)
         except CheckpointError as error:
             damaged.append(error)
             if ranks.rank == 0:
@@ -119,3 +116,12 @@ def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
 def _looks_like_one(path: Path) -> bool:
     # A checkpoint that lost its manifest is damaged, which is worth a warning.
     return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))
+
+
+def identity(path: str | Path) -> str | None:
+    """What tells a checkpoint from another one of the same name; None if there is none that can be read."""
+    try:
+        manifest = read_manifest(Path(path))
+    except CheckpointError:
+        return None
+    return f"{manifest.save_counter} {manifest.saved_at}"

@@ -14,14 +14,13 @@ from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.safefile import CheckedFile, read_tensors
 
 
-def load_foreign(path: str | os.PathLike[str], *, trust: bool = False, device: str | torch.device = "cpu") -> Any:
+def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
     """Loads a file that Leyden did not write: `.safetensors` always, a pickle (`.ckpt`, `.pt`, `.bin`) if trusted.
 
     Args:
         path: the file.
         trust: open a pickle: by torch's safe loader, and if that cannot read it, in full. That runs whatever code the
             file holds, so trust only files of people you trust.
-        device: where tensors go.
 
     Raises:
         CheckpointError: if it is a pickle and not trusted, or cannot be read.
@@ -32,7 +31,7 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False, device: s
     if path.suffix == ".safetensors":
         with CheckedFile(path.parent.resolve(), path.name, None) as file:
             try:
-                return {key: tensor.to(device) for key, tensor in read_tensors(file).items()}
+                return read_tensors(file)
             except (ValueError, RuntimeError, OverflowError) as error:
                 if isinstance(error, CheckpointError):
                     raise
@@ -41,7 +40,7 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False, device: s
         raise CheckpointError(
             path, "is a pickle, which can run any code when loaded. If you trust who wrote it, pass trust=True."
         )
-    return _unpickled(path, device)
+    return _unpickled(path)
 
 
 def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
@@ -69,10 +68,10 @@ def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> A
         ) from error
 
 
-def _unpickled(path: Path, device: str | torch.device) -> Any:
+def _unpickled(path: Path) -> Any:
     # A damaged or hostile pickle may raise anything at all.
     try:
-        return torch.load(path, map_location=device, weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
@@ -81,6 +80,6 @@ def _unpickled(path: Path, device: str | torch.device) -> Any:
             stacklevel=3,
         )
     try:
-        return torch.load(path, map_location=device, weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:
         raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error

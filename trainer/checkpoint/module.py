@@ -74,7 +74,7 @@ def _read_hparams(path: Path) -> dict[str, Any]:
 
 
 def _accepted(cls: type, values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The values that `__init__` takes, and a clear word about those that it still needs."""
+    """The saved values that `__init__` takes; an error names those that it still needs."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     accepted = {name: value for name, value in values.items() if takes_any or name in parameters or name in given}

@@ -79,7 +79,7 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
     """Loads what `to_named` gave. The optimizer takes the tensors over; it does not copy them.
 
     torch's `load_state_dict` casts state to the dtype of its parameter; here it keeps the dtype it was saved in, as
-    otherwise NAdam and others go on with other numbers when parameters are bf16. Where the parameter itself had another dtype,
+    otherwise NAdam and others continue with other numbers when parameters are bf16. Where the parameter itself had another dtype,
     as under another precision, state of its shape and dtype is cast as it is.
 
     Args:

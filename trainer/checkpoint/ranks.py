@@ -1,4 +1,4 @@
-"""Ranks that write or read one checkpoint together: what they tell each other, and how the error of one reaches all."""
+"""Ranks that write or read one checkpoint together: what they exchange, and how an error on one reaches all."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ T = TypeVar("T")
 class Ranks:
     """This process among those that work on one checkpoint: alone, or in step with the others of its run.
 
-    All that ranks tell each other is one kind of exchange, which carries an error as well as a value. So a rank that failed
-    answers whatever exchange the others come to next, nobody waits for somebody who has left, and all raise.
+    Ranks have one kind of exchange, which carries an error as well as a value. So a rank that failed still answers the next
+    exchange of the others, nobody waits for a rank that has left, and all raise.
 
     Args:
         strategy: of the run; None for a process by itself.
@@ -66,17 +66,17 @@ class Ranks:
         return [value] if self._strategy is None else self._exchange(value, None)
 
     def each(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does its work; what came of it on each. The error of one is raised on all."""
+        """Every rank does its work; returns the results of all. The error of one is raised on all."""
         return self.gather(self._told(work))
 
     def first(self, work: Callable[[], T]) -> T:
-        """Rank 0 does the work, and every rank is given what came of it."""
+        """Rank 0 does the work, and every rank gets the result."""
         found: list[Any] = self.gather(self._told(work) if self.rank == 0 else None)
         result: T = found[0]
         return result
 
     def keep(self, work: Callable[[], T]) -> T:
-        """The rank that looks after a folder does the work, and all that see the folder are given what came of it."""
+        """The rank that looks after a folder does the work, and all that see the folder get the result."""
         found: list[Any] = self.gather(self._told(work) if self.is_keeper else None)
         result: T = found[self.keeper]
         return result

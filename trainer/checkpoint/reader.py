@@ -62,7 +62,7 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not os.path.lexists(self.path):
-            # Killed within an overwrite, the old checkpoint stands aside and is put back now.
+            # After a kill in the middle of an overwrite the old checkpoint is still set aside, and is put back now.
             staging.sweep(self.path.parent)
         if not self.path.is_dir():
             what = "is a file, and a checkpoint is a folder" if self.path.exists() else "is not there"
@@ -280,7 +280,7 @@ class CheckpointReader:
 
     @contextmanager
     def _blame(self, name: str) -> Iterator[None]:
-        """What a forged file can provoke becomes one error that names it."""
+        """Turns whatever a forged file can provoke into one error that names the file."""
         try:
             yield
         except CheckpointError:
@@ -323,13 +323,12 @@ def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> di
     }
 
 
-def open_verified(path: str | os.PathLike[str], ranks: Ranks, full: bool = True) -> CheckpointReader:
+def open_verified(path: str | os.PathLike[str], ranks: Ranks) -> CheckpointReader:
     """A checkpoint that several ranks are going to read, of which each has verified a part; all of them raise, or none.
 
     Args:
         path: the folder.
         ranks: those who read.
-        full: compare every byte; False compares the sizes of files.
 
     Raises:
         CheckpointError: if one of them finds it missing or damaged.
@@ -339,7 +338,7 @@ def open_verified(path: str | os.PathLike[str], ranks: Ranks, full: bool = True)
     def look() -> tuple[str, str] | None:
         try:
             readers.append(CheckpointReader(path))
-            readers[0].verify(*ranks.share) if full else readers[0].verify_sizes()
+            readers[0].verify(*ranks.share)
         except CheckpointError as error:
             return str(error.path), error.reason
         return None

@@ -1,8 +1,8 @@
-"""What each rank has of its own, given to as many ranks as there are now.
+"""The state that each rank has of its own, redistributed to the number of ranks there are now.
 
 The place in the data is counted in samples of the whole order, so every rank takes it from rank 0. What was summed up is merged
-by the way in which it is reduced over ranks: the first rank goes on with the whole, the others with nothing, or with a value
-that changes nothing. Random numbers go on exactly where there are as many ranks as there were. Else rank 0 goes on with its
+by the way in which it is reduced over ranks: the first rank continues with the whole, the others with nothing, or with a value
+that changes nothing. Random numbers continue exactly where there are as many ranks as there were. Else rank 0 continues with its
 own, from which the order of samples is drawn, and the others are seeded.
 """
 
@@ -89,7 +89,7 @@ def load_buffers(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
 
 
 def rank_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a rank that goes on with no random numbers of its own."""
+    """The seed of a rank that has no random numbers of its own to continue with."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4], "little")
 
 

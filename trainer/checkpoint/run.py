@@ -36,10 +36,10 @@ PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What a run is to go on from.
+    """What a run is to resume.
 
     Attributes:
-        path: a path, "last", "best", "auto", "current", or None to begin anew.
+        path: a path, "last", "best", "auto", "current", or None to start anew.
         parts: which parts of it are restored.
         trust: it may be a pickle file of another trainer.
     """
@@ -50,7 +50,7 @@ class Goal:
 
     @property
     def continues(self) -> bool:
-        """True if the Trainer's own last fit goes on, from memory."""
+        """True if the Trainer's own last fit continues, from memory."""
         return self.path == "current"
 
 
@@ -107,7 +107,7 @@ Reader = CheckpointReader | ForeignWeights
 
 # finding ----------------------------------------------------------------------------------------------------------------
 def settled(trainer: Trainer, goal: Goal) -> Goal:
-    """The goal with the path that "best" means now: a new fit begins with empty books."""
+    """The goal with the path that "best" means now: a new fit starts with an empty ranking."""
     if goal.path != "best":
         return goal
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
@@ -119,10 +119,10 @@ def settled(trainer: Trainer, goal: Goal) -> Goal:
 
 
 def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
-    """Opens and verifies what a run goes on from, before anything of the run has changed.
+    """Opens and verifies the checkpoint that a run resumes, before anything of the run has changed.
 
     Returns:
-        The reader, None to begin anew; and the words for it.
+        The reader, or None to start anew; and the words that tell the user which.
     """
     settle_nodes(trainer)
     if goal.path is None:
@@ -195,7 +195,7 @@ def compose(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_composable(trainer: Trainer) -> dict[str, Any]:
-    """Finds before the first step what the first save would refuse; gives back what it composed."""
+    """Finds before the first step what the first save would refuse; returns what it composed."""
     state = compose(trainer)
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         trainer.strategy.saved_form(optimizer)
@@ -221,7 +221,7 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
         for logger in trainer.loggers:
             logger.save()
         if loop is not None and trainer.state.stage == "fit":
-            loop.note_time()
+            loop.clock.note()
         if trainer.accelerator.window.is_open and loop is not None:
             progress = loop.window_start()
         if weights_only:
@@ -255,13 +255,14 @@ def _schedulers(trainer: Trainer) -> dict[str, Any]:
 
 def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> dict[str, Any]:
     """What each rank has of its own: place in the data, sums of logged values, metrics, random numbers."""
+    before = None if loop is None else loop.validation.before_pass()
     return {
         "loader": None if loop is None else loop.loader_state(progress),
         "logs": trainer.logs.state_dict(trainer.module),
-        "metrics": metric_states(trainer.module.named_modules()),
+        "metrics": metric_states(trainer.module.named_modules()) if before is None else before["metrics"],
         "seed": torch.initial_seed() % 2**63,
         # Last, since everything before it may draw.
-        "rng": rng_state(),
+        "rng": rng_state() if before is None else before["rng"],
     }
 
 
@@ -282,7 +283,7 @@ class Saved:
     progress: Progress | None = None
     rank: dict[str, Any] | None = None
     reader: Reader | None = None
-    """For what cannot be read before the optimizers are set up."""
+    """Reads the checkpoint again, for what cannot be read before the optimizers are set up."""
 
 
 def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
@@ -317,21 +318,21 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
     """Weights, and in fit the state of DataModule and callbacks: all that comes before the optimizers.
 
     Returns:
-        What `restore_run` goes on with.
+        The rest of the checkpoint, which `restore_run` takes.
     """
     if reader is None:
         return Saved()
     saved = _read(trainer, reader, goal)
     if "weights" in goal.parts:
         if saved.user is not None:
-            trainer.hooks.module_only("on_load_checkpoint", saved.user["checkpoint"])
+            trainer.hooks.load_into_module(saved.user["checkpoint"])
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
         if saved.rank is not None:
             load_buffers(trainer.module, saved.rank.get("buffers", {}))
     if trainer.state.stage == "fit" and saved.user is not None and "callbacks" in goal.parts:
         if trainer.datamodule is not None and saved.user["datamodule"]:
             trainer.datamodule.load_state_dict(saved.user["datamodule"])
-        trainer.hooks.callbacks_only("on_load_checkpoint", saved.user["checkpoint"])
+        trainer.hooks.load_into_callbacks(saved.user["checkpoint"])
         for callback in trainer.callbacks:
             if callback.state_key in saved.callbacks:
                 callback.load_state_dict(saved.callbacks[callback.state_key])
@@ -350,7 +351,7 @@ def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | 
     """Optimizers, schedulers, scaler, progress and metrics.
 
     Returns:
-        What the fit loop takes: loader state, sums of logged values and random numbers; None to begin anew.
+        What the fit loop takes: loader state, sums of logged values and random numbers; None to start anew.
     """
     if saved.reader is not None and "weights" in goal.parts:
         trainer.strategy.load_masters(saved.reader, trainer.module)

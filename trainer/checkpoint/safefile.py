@@ -252,29 +252,19 @@ class CheckedFile:
             view = view[count:]
 
 
-def read_tensors(file: CheckedFile, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Reads tensors of a safetensors file, all or those named, into memory of their own.
+def read_tensors(file: CheckedFile) -> dict[str, Tensor]:
+    """Reads all tensors of a safetensors file, each into memory of its own.
 
     Raises:
-        CheckpointError: if the file is damaged, no safetensors file, or lacks a key.
+        CheckpointError: if the file is damaged or no safetensors file.
     """
-    header = read_header(file)
-    wanted = list(header) if keys is None else list(dict.fromkeys(keys))
     found: dict[str, Tensor] = {}
     targets = []
-    for key in wanted:
-        if key not in header:
-            raise CheckpointError(file.path, f"has no tensor {key!r}, which the checkpoint says is there.")
-        dtype, shape, offset = header[key]
+    for key, (dtype, shape, offset) in read_header(file).items():
         found[key] = torch.empty(shape, dtype=dtype)
         targets.append((offset, memory_of(found[key])))
     file.fill(targets)
     return found
-
-
-def read_metadata(file: CheckedFile) -> dict[str, str]:
-    """The strings in the header of a safetensors file."""
-    return {str(key): str(value) for key, value in dict(_parsed(file)[1].get("__metadata__", {})).items()}
 
 
 def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:

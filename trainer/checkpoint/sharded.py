@@ -1,16 +1,19 @@
 """Tensors of which each rank holds a shard: who writes which, and which part a rank needs back.
 
 Who writes what is planned by torch.distributed.checkpoint, whose planner knows every placement of a DTensor, writes replicas
-once, and checks that the shards fill each tensor. It is shown tensors alone, since all else it would pickle. What is stored, and
-how, is ours: a Fragment is stored as the rectangles that it consists of, so that readers need not know of it. Reading goes by the tables of the checkpoint (`shards.py`) without its planner: what a rank needs follows from the
-tensor that it fills, there is nothing to agree on, and a process by itself, as one that evaluates, need not import it (0.6 s).
+once, and checks that the shards fill each tensor. It is only shown tensors, since it would pickle anything else. What is stored, and
+how, is ours: a Fragment is stored as the rectangles that it consists of, so that readers need not know of it.
+
+Reading goes by the tables of the checkpoint (`shards.py`), without the planner: what a rank needs follows from the tensor that
+it fills, so there is nothing to agree on, and a single process, such as one that evaluates, need not import it (0.6 s).
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +24,9 @@ from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.shards import Sizes, Table, Want, file_name
 from leyden.trainer.checkpoint.tensors import dtype_named, is_sharded, local_part
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 
 def parts_of(tensor: Any) -> list[tuple[Sizes, Tensor]]:
@@ -105,7 +111,7 @@ def plan(
         CheckpointError: if the shards do not fill a tensor, or ranks do not hold the same tensors.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+    from torch.distributed.checkpoint.planner import WriteItemType
 
     own = {key: tensor for key, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -115,11 +121,12 @@ def plan(
         if item.type is WriteItemType.BYTE_IO:
             raise TypeError(f"{item.index.fqn!r} is no tensor, and would have been pickled")
     plans: list[SavePlan] = ranks.gather(local)
+    held = plans
     try:
         plans, _ = planner.create_global_plan(plans)
     except ValueError as error:
         raise CheckpointError(
-            ranks.path, f"cannot be written: what the ranks hold is no whole tensor. {error}."
+            ranks.path, f"cannot be written: what the ranks hold is no whole tensor ({_uneven(held)}). {error}."
         ) from error
     writers = [rank for rank, plan in enumerate(plans) if any(_counts(item) for item in plan.items)]
     names = {rank: file_name(stem, number, len(writers)) for number, rank in enumerate(writers)}
@@ -142,6 +149,21 @@ def plan(
             if rank == ranks.rank:
                 mine.setdefault(names[rank], {})[key] = own_parts[name][tuple(data.chunk.offsets)]
     return {key: tables[key] for key in tensors}, mine
+
+
+def _uneven(plans: Sequence[SavePlan]) -> str:
+    """Names the tensors whose parts do not add up, as torch 2.9's own error does not."""
+    sizes: dict[str, int] = {}
+    parts: dict[str, dict[Any, int]] = {}
+    for item in (item for plan in plans for item in plan.items if item.tensor_data is not None):
+        data: Any = item.tensor_data
+        sizes[item.index.fqn] = math.prod(data.size)
+        # Replicas of a part count once.
+        parts.setdefault(item.index.fqn, {})[tuple(data.chunk.offsets)] = math.prod(data.chunk.sizes)
+    held = {key: sum(own.values()) for key, own in parts.items()}
+    return ", ".join(
+        f"{held[key]} elements for the {size} of {key}" for key, size in sizes.items() if held[key] != size
+    )
 
 
 def _counts(item: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Folders on their way in or out: temporary siblings, recognised and cleared when their process is gone."""
+"""Folders that are being written or deleted: temporary siblings, recognised and cleared when their process is gone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sweep(folder: Path) -> None:
 
 
 def is_staging(name: str) -> bool:
-    """True for the name of a folder on its way in or out."""
+    """True for the name of a folder that is being written or deleted."""
     return _PATTERN.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: into a temporary sibling, and then by one rename into its place."""
+"""Writing a checkpoint: into a temporary sibling folder, which one rename then puts into its place."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint, which is there in whole after `commit` and not at all before.
+    """Writes one checkpoint, which is complete after `commit`, and does not exist before.
 
     Args:
         path: the folder to be. If it is there already, `-v1`, `-v2`, … is appended.
@@ -237,7 +237,7 @@ class CheckpointWriter:
     def _tensors(
         self, stem: str, tensors: dict[str, Tensor], movable: Collection[str], metadata: Mapping[str, str] | None = None
     ) -> dict[str, Table]:
-        """Writes tensors that all ranks have, or have shards of, each once; gives back where each lies."""
+        """Writes tensors that all ranks have, or have shards of, each once; returns where each lies."""
         if any(is_sharded(tensor) for tensor in tensors.values()):
             from leyden.trainer.checkpoint.sharded import plan
 
@@ -251,7 +251,7 @@ class CheckpointWriter:
             mine = {names[self._ranks.rank]: own} if self._ranks.rank in names else {}
         self._plan[stem] = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
         for name, own in mine.items():
-            # Bound now: the loop goes on before a later reader of this lambda would look.
+            # Bound now: the loop has moved on by the time that the lambda is called.
             self._write(name, lambda path, own=own: write_tensors(path, own, metadata))  # type: ignore[misc]
         return tables
 
@@ -308,7 +308,7 @@ class CheckpointWriter:
         world_size: int,
         strategy: str,
     ) -> Manifest:
-        """What all have written, looked at from here."""
+        """The manifest of what all ranks have written, after a check that all of it is seen from here."""
         for rank, (files, planned) in enumerate(found[1:], 1):
             for stem in planned.keys() | self._plan.keys():
                 if planned.get(stem) != self._plan.get(stem):

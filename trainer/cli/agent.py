@@ -28,7 +28,7 @@ def start(plan: Plan, command: list[str]) -> int:
         command: a program and its arguments.
 
     Returns:
-        The exit status; where this process is a rank itself, it becomes the command and never comes back.
+        The exit status; where this process is a rank itself, it becomes the command and never returns.
     """
     if plan.rank is not None:
         sys.stdout.flush()
@@ -54,9 +54,9 @@ def start(plan: Plan, command: list[str]) -> int:
             f"{MEETING_SECONDS} s. What its ranks printed tells why; what this machine's ranks left is in {logs}."
         ) from error
     if told:
-        print(block(told[0], _folder(logs, told[0]), shows=plan.engine.log_dir is None), file=sys.stderr, flush=True)
+        print(block(told[0], _folder(logs, told[0])), file=sys.stderr, flush=True)
     elif kept is None and not list(logs.glob("*/attempt_1")):
-        # After a restart it still tells why.
+        # After a restart they still tell why.
         shutil.rmtree(logs, ignore_errors=True)
     return status
 
@@ -105,13 +105,12 @@ def _folder(logs: Path, ended: Ended) -> Path:
     return (attempts[-1] if attempts else logs) / str(ended.failure.local_rank)
 
 
-def block(ended: Ended, folder: Path, *, shows: bool = True) -> str:
+def block(ended: Ended, folder: Path) -> str:
     """The first failure: its traceback where there is one, and below it rank, host, exception, line and log file.
 
     Args:
         ended: which rank ended first, and how.
         folder: what the engine keeps of it.
-        shows: nothing else has shown the traceback.
     """
     failure = ended.failure
     found = failure.error_file_data.get("message") if os.path.isfile(failure.error_file) else None

@@ -56,7 +56,7 @@ class Taken:
         return ", ".join([*found, *(["random numbers"] if self.rng is not None else [])])
 
     def write(self, writer: CheckpointWriter) -> None:
-        """Writes all of it, so that both a Trainer and an Accelerator can go on from it; their data begins anew."""
+        """Writes all of it, so that both a Trainer and an Accelerator can resume it; their data starts from the beginning."""
         writer.optimizers(self.optimizers)
         writer.state("schedulers", {"schedulers": self.schedulers, "precision": {}, "strategy": {}})
         writer.state("callbacks", {})

@@ -52,11 +52,14 @@ def command() -> None:
 
 
 def _versions() -> list[tuple[str, str]]:
+    import torch
+
     rows = [("leyden", str(getattr(sys.modules["leyden"], "__version__", "?")))]
     rows += [("python", f"{platform.python_version()} ({sys.executable})"), ("system", platform.platform())]
     for name in PACKAGES:
         try:
-            rows.append((name, importlib.metadata.version(name)))
+            # Of torch's own version the part after + tells what it was built for, and its wheels on PyPI do not name it.
+            rows.append((name, str(torch.__version__) if name == "torch" else importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
     return rows

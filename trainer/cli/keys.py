@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,13 +267,6 @@ OLDER_TYPES = {
 """Switches that chose how a model is spread before distributed_type did; empty: plain ranks, by what the machine has."""
 NAMES_OF_1 = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 """FSDP's strategies were numbers."""
-
-
-def all_keys() -> Iterator[Key]:
-    """Every key of the file, those of its sections too."""
-    yield from TOP
-    for keys in FAMILIES.values():
-        yield from keys
 
 
 def read_section(keys: tuple[Key, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`leyden launch`: the flags, which stand over the file, which stands over the defaults; then the ranks."""
+"""`leyden launch`: settings from flags, else from the file, else the defaults; then it starts the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has, as far as it decides how to run on it."""
+"""What this machine has, as far as it matters for how to run on it."""
 
 from __future__ import annotations
 

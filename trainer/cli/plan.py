@@ -1,4 +1,4 @@
-"""From flags and a file to the plan of a launch: which ranks, where, and what they are told."""
+"""The plan of a launch, from flags and a file: which ranks run, where, and what they are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The configuration file: where it lies, reading and writing it. What its keys mean stands in `keys.py`."""
+"""The configuration file: where it is, reading and writing it. `keys.py` says what its keys mean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The keys of a configuration file that are of TPUs."""
+"""The keys of a configuration file for TPUs."""
 
 from __future__ import annotations
 

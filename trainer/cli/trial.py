@@ -79,9 +79,7 @@ def plain_loop(data: TensorDataset, batch_size: int) -> dict[str, Tensor]:
     return {f"layers.{name}": value.detach() for name, value in net.state_dict().items()}
 
 
-def trained(
-    net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, save: Any = None, **arguments: Any
-) -> Trainer:
+def trained(net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, **arguments: Any) -> Trainer:
     """One quiet fit."""
     fixed: dict[str, Any] = {"precision": "32-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
     quiet: dict[str, Any] = {
@@ -146,7 +144,7 @@ def _save_at(trainer: Any, path: Path) -> None:
 
 
 class Reporter:
-    """Says on the main rank what was found; on all, an end where something is wrong."""
+    """Prints on the main rank what was found; ends all ranks if something is wrong."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.speaks = trainer.is_global_zero

@@ -1,4 +1,4 @@
-"""The deepspeed_config of a file, as a launch tells it: the strategy, and what the run itself owns of it."""
+"""The `deepspeed_config` of a configuration file: the strategy it means, and the settings in it that belong to the run."""
 
 from __future__ import annotations
 

@@ -118,6 +118,7 @@ class _Parts(Iterator[Any]):
         self.at = 0
 
     def begin_part(self, index: int) -> None:
+        self.sources[index].first = None
         self.iterators[index] = self.sources[index].start(self.epoch)
         self.drawn[index] = 0
 
@@ -125,6 +126,8 @@ class _Parts(Iterator[Any]):
         limit, iterator = self.loader.limits[index], self.iterators[index]
         if iterator is None or (limit is not None and self.drawn[index] >= limit):
             return END
+        if self.drawn[index] == 0:
+            self.sources[index].note_first()
         batch = next(iterator, END)
         if batch is not END:
             self.drawn[index] += 1

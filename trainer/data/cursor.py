@@ -1,4 +1,4 @@
-"""LoaderCursor: reads one training loader as the plain loop would, and goes on where a checkpoint stands."""
+"""LoaderCursor: reads one training loader as the plain loop would, and resumes at the place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class LoaderCursor:
         self._watched: _Watched | None = None
 
     def start(self, epoch: int | None = None) -> Iterator[Any]:
-        """Begins an epoch; a loader with a length gives its own iterator, so that nothing stands in between.
+        """Starts an epoch. A loader with a length gives its own iterator, with nothing of ours in between.
 
         Args:
             epoch: told to whatever of loader, samplers and data set has `set_epoch`; None to tell nobody.
@@ -86,7 +86,7 @@ class LoaderCursor:
         self.epoch = epoch
         self._watched = None
         source, batches = state["source"], state["batches"]
-        # One process goes on with the batches of a stream that ranks had shared: it has done others than they.
+        # One process continues a stream that ranks had shared: it has done other batches than they.
         self._offset = 0 if self.shares else source.get("inner", source)["batches"] - batches
         iterator = self._resumed(epoch, source if self.shares else source.get("inner", source))
         length = self._source.length_after(source)

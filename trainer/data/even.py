@@ -1,4 +1,4 @@
-"""Batches for loops of one's own: as many on every rank, the last ones filled; or each rank its own, and no more."""
+"""Batches for the user's own loop: as many on every rank, the last ones filled; or each rank its own, and no more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from leyden.trainer.data.sharding import RankBatches, Share, block
 
 
 class EvenBatches(RankBatches):
-    """The index sampler of one rank's loader, as `RankBatches`, whose last global batch is filled from the epoch's begin.
+    """The index sampler of one rank's loader, as `RankBatches`, whose last global batch is filled from the start of the epoch.
 
     Attributes:
         counts: of each global batch whose indices were drawn and whose batch was not yet taken: for each rank its samples,

@@ -30,11 +30,11 @@ class Generators:
         return found
 
     def states(self) -> dict[str, Any]:
-        """Where they stand."""
+        """Their states, by path."""
         return {path: random_state(source) for path, source in self._found().items()}
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Sets those that are here."""
+        """Sets those that this process has."""
         for path, source in self._found().items():
             if path in states:
                 set_random_state(source, states[path])

@@ -33,7 +33,7 @@ def rng_state(devices: bool = True) -> dict[str, Any]:
 
 
 def live_state(devices: bool = True) -> dict[str, Any]:
-    """What `rng_state` returns, as each library gives it: for one that is seldom kept, made into `plain_state` then."""
+    """The state as each library gives it: cheap, for states that are taken often and seldom kept. `plain_state` converts it."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:
         import numpy as np
@@ -73,7 +73,7 @@ def set_live_state(state: dict[str, Any]) -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets the generators to what `rng_state` returned; those of devices that are not here are passed over."""
+    """Sets the generators to what `rng_state` returned; those of devices that this machine does not have are skipped."""
     set_random_state(random, state["python"])
     torch.set_rng_state(on_cpu(state["torch"]))
     if "numpy" in state:
@@ -91,11 +91,11 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
-    """What draws random numbers in this block leaves no trace in the generators.
+    """Random numbers drawn in this block leave no trace in the generators.
 
     Args:
         loaders: loaders read in the block. Generators of their own are restored too, and workers that were started in
-            it are sent home: they would spare the next pass the draw of a seed, and so shift all that follows.
+            it are shut down: they would spare the next pass the draw of a seed, and so shift all that follows.
 
     Example:
         >>> with isolated_rng():
@@ -109,7 +109,7 @@ def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
-    """Notes where the generators stand; the function that it gives back brings them there again, as `isolated_rng` does."""
+    """Notes the state of the generators; the function that it returns restores it, as `isolated_rng` does."""
     loaders = list(loaders)
     workers = [getattr(loader, "_iterator", None) for loader in loaders]
     owned = [Generators(loader) for loader in loaders]

@@ -1,4 +1,4 @@
-"""Samplers that go on at a given place of their epoch, without loading or needlessly drawing what lies before it."""
+"""Samplers that start at a given place of their epoch, without loading or needlessly drawing what comes before it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ REPLACEMENT_CHUNK = 32
 
 
 class DrawsFromGlobalRNG(LeydenError):
-    """A sampler draws from the global generators in the middle of its epoch."""
+    """Raised for a sampler that draws from the global generators in the middle of its epoch."""
 
 
 class TailSampler:
-    """Stands in for a loader's index sampler while its iterator is built, and gives the sampler's tail.
+    """Replaces a loader's index sampler while its iterator is built, and yields what is left of the sampler's epoch.
 
     Args:
         sampler: the loader's own.
-        skip: what it would have given before; batches, or samples where the loader does not make batches.
-        rewind: for an iterator of persistent workers that the uninterrupted run would have used again: building it
-            anew asks for two iterators where using it again asks for one, and draws a seed in between. The first is
-            then empty, and `rewind` brings back the random numbers before the second is made.
+        skip: how much is left out: batches, or samples where the loader does not make batches.
+        rewind: only where the uninterrupted run would have used its persistent workers again. Building their iterator anew
+            asks for two iterators of the sampler, with a seed drawn in between, where using them again asks for one. So the
+            first is empty, and `rewind` brings back the random numbers before the second is made.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, rewind: Callable[[], None] | None = None) -> None:

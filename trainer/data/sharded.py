@@ -1,4 +1,4 @@
-"""The source of a sharded DataLoader: begins, locates and resumes one rank's share of the global order."""
+"""The source of a sharded DataLoader: starts, locates and resumes one rank's share of the global order."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ShardedSource(TorchSource):
         self.before = self._remember()
         self.batches.order.begin()
         self._origin = (0, 0)
-        # A resumed run makes the workers anew that the run before it went on to use, for which nothing was drawn.
+        # The run before kept its workers from the epoch before, and drew no seed for them; a resumed run has to start them again.
         iterator = self._iterate(draws=not (self.before["again"] and self.loader._iterator is None))
         self.had_workers = self.loader.persistent_workers
         return iterator

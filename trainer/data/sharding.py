@@ -78,7 +78,7 @@ def block(count: int, rank: int, ranks: int) -> slice:
 class Order:
     """The order of an epoch: what the loader's own sampler gives, drawn on every rank with rank 0's random numbers.
 
-    Before the first draw rank 0 tells where its generators stand. A rank whose own stand there too goes on from where
+    Before the first draw rank 0 tells where its generators stand. A rank whose own stand there too continues from where
     the draw has left them, as one process would; one that stands elsewhere is left where it was. A sampler of the user's
     may draw during the whole epoch: it does so from a stream of its own from then on, so that nothing which a rank draws
     for itself (dropout over a smaller last batch) can bring the orders apart.
@@ -104,7 +104,7 @@ class Order:
         """Begins anew at the next draw.
 
         Args:
-            state: what `self.state` was in a run that this one goes on from; None to agree on one.
+            state: what `self.state` was in the run that this one resumes; None to agree on one.
             skip: what that run had drawn.
         """
         self.state, self._skip, self._resumes = state, skip, state is not None
@@ -180,7 +180,7 @@ class Order:
             keeper.load_state_dict(state["sampler"])
 
     def _return(self, own: State, agreed: State) -> None:
-        """After a draw: a rank's own random numbers, moved on where they stood at those that were drawn from."""
+        """After a draw: puts back the rank's own random numbers; those that were equal to rank 0's move on as in one process."""
         self._stream = live_state(devices=False)
         after = plain_state(self._stream)
         moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]

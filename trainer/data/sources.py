@@ -1,4 +1,4 @@
-"""Sources: how each kind of loader is begun, where it stands, and how it goes on at that place."""
+"""Sources: how each kind of loader is started, where it stands, and how it resumes at that place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Source(ABC):
     A sharded one (`shares`) gives with each batch this rank's `Share` of the global batch.
 
     States are nests of tensors and plain Python. What draws random numbers is kept twice: as it was before the iterator
-    was made, and as it is now.
+    was made, and as it is now. Where other loaders draw between the two, it is also kept as it was before the first batch,
+    since samplers choose their order only then.
 
     Args:
         loader: any iterable of batches.
@@ -52,6 +53,7 @@ class Source(ABC):
         self.allow_replay = allow_replay
         self.generators = Generators(loader)
         self.before: State | None = None
+        self.first: State | None = None
 
     @property
     def finds_places(self) -> bool:
@@ -67,7 +69,14 @@ class Source(ABC):
 
     def position(self, batches: int) -> State:
         """The place after `batches` batches of the epoch."""
-        return {"batches": batches, "before": self.before, "generators": self.generators.states()}
+        state = {"batches": batches, "before": self.before, "generators": self.generators.states()}
+        if self.first is not None and batches:
+            state["first"] = self.first
+        return state
+
+    def note_first(self) -> None:
+        """The first batch is about to be drawn, and others have drawn since `start`."""
+        self.first = {"rng": rng_state(devices=False), "generators": self.generators.states()}
 
     def ahead(self, batches: int) -> State | None:
         """The place after so many batches of an epoch that is not begun; None where it can only be come to by reading."""
@@ -90,7 +99,7 @@ class Source(ABC):
         self.generators.restore(state["generators"])
 
     def length_after(self, state: State) -> int | None:
-        """Batches of an epoch that goes on at a place, with those before it; None where the loader does not know."""
+        """Batches of an epoch that resumes at a place, with those before it; None where the loader does not know."""
         return length_of(self.loader)
 
     def filler(self) -> Any:
@@ -121,8 +130,16 @@ class Source(ABC):
         set_rng_state(before["rng"])
         self.generators.restore(before["generators"])
 
+    def _go_to_first(self) -> None:
+        """Brings back the random numbers from before the first batch, where others have drawn before it."""
+        if self.first is not None:
+            set_rng_state(self.first["rng"])
+            self.generators.restore(self.first["generators"])
+
     def _replay(self, batches: int) -> Iterator[Any]:
         iterator: Iterator[Any] = iterator_of(self.loader)
+        if batches:
+            self._go_to_first()
         for _ in range(batches):
             next(iterator, None)
         return iterator
@@ -180,7 +197,7 @@ class StatefulSource(Source):
 
 
 class ForeignSource(Source):
-    """An iterable without index or state: it can only be read from its begin."""
+    """An iterable without index or state: it can only be read from its beginning."""
 
     @property
     def finds_places(self) -> bool:
@@ -193,7 +210,7 @@ class ForeignSource(Source):
                 "state_dict and load_state_dict, or set allow_replay=True to load and drop the batches before."
             )
         self.set_epoch(epoch)
-        self.before = state["before"]
+        self.before, self.first = state["before"], state.get("first")
         self._rewind(state["before"])
         iterator = self._replay(state["batches"])
         self.generators.restore(state["generators"])
@@ -211,7 +228,7 @@ class TorchSource(Source):
         self._iterator: Any = None
         self._origin = (0, 0)
         self.had_workers = False
-        """Persistent workers were begun in an earlier epoch, maybe of a run that this one goes on from."""
+        """Persistent workers were started in an earlier epoch, perhaps of the run that this one resumes."""
 
     @property
     def finds_places(self) -> bool:
@@ -237,7 +254,7 @@ class TorchSource(Source):
             begun, drawn = self._origin
             state["drawn"] = drawn + (batches - begun) * self.span
         if self._iterator is not None:
-            # After a last batch that is not full the data set may stand at the begin of its next pass already.
+            # After a last batch that is not full the data set may stand at the start of its next pass already.
             state["ended"] = getattr(self._iterator._dataset_fetcher, "ended", False)
             state["dataset"] = self.loader.dataset.state_dict()  # type: ignore[attr-defined]
         if isinstance(self.loader.dataset, SampleRNG):
@@ -261,7 +278,7 @@ class TorchSource(Source):
         self._restore_seed(state)
         self._origin = (state["batches"], state.get("drawn", state["batches"] * self.span))
         self.set_epoch(epoch)
-        self.before = before
+        self.before, self.first = before, state.get("first")
         self._rewind(before)
         iterator: Iterator[Any]
         if self.is_iterable:
@@ -285,6 +302,9 @@ class TorchSource(Source):
         sampler = self._stateful_sampler()
         if sampler is not None:
             state["sampler"] = sampler.state_dict()
+        if self._keeps_place_here():
+            # It may count its passes, or stand where a limit broke off the last one.
+            state["dataset"], state["ended"] = self.loader.dataset.state_dict(), ended  # type: ignore[attr-defined]
         return state
 
     def restore_rest(self, state: State) -> None:
@@ -293,6 +313,12 @@ class TorchSource(Source):
         sampler = self._stateful_sampler()
         if sampler is not None and state.get("sampler") is not None:
             sampler.load_state_dict(state["sampler"])
+        if "dataset" in state and self._keeps_place_here():
+            dataset: Any = self.loader.dataset
+            dataset.load_state_dict(state["dataset"])
+            if not state["ended"]:
+                # As for a loader with a state: the uninterrupted run left an iterator in the middle.
+                iter(dataset)
         super().restore_rest(state)
 
     def _restore_seed(self, state: State) -> None:
@@ -357,6 +383,9 @@ class TorchSource(Source):
             vars(self.loader)[slot] = original
         iterator._index_sampler = original
         if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):
+            if batches and not self.loader.num_workers:
+                # For workers the first indices are drawn as the iterator is made.
+                self._go_to_first()
             iterator._sampler_iter = iterator._sampler_iter.advance()
         return iterator  # type: ignore[no-any-return]
 

@@ -112,7 +112,7 @@ class RankStream(Composite):
 class StreamSource(Source):
     """Reads global batches of a stream whole, so that its place is the same on every rank, and keeps this rank's part.
 
-    All ranks must read the same, so a shared stream draws its random numbers from rank 0's as they are at the epoch's begin,
+    All ranks must read the same, so a shared stream draws its random numbers from rank 0's as they are at the start of the epoch,
     and from a copy of its own from then on: what a rank draws for itself cannot bring the streams apart.
     """
 
@@ -150,7 +150,7 @@ class StreamSource(Source):
         loader, ranks = self.loader, self.loader.ranks
         ended = False
         while True:
-            # Workers that have been sent home cannot be asked again.
+            # Workers that have been shut down cannot be asked again.
             group = [] if ended else self._read(iterator)
             ended = len(group) < loader.span
             place = 0 if loader.foreign else ranks.rank

@@ -1,4 +1,4 @@
-"""Workers of a DataLoader that is let go of in a reference cycle: they go home at once, rather than after five seconds each."""
+"""Workers of a DataLoader that is freed in a reference cycle: they are shut down at once, rather than after five seconds each."""
 
 from __future__ import annotations
 

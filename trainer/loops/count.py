@@ -1,4 +1,4 @@
-"""What a fit has done so far, counted batch by batch: of this rank its batches, of all ranks their samples."""
+"""Counts what a fit has done so far, batch by batch: the batches of this rank, and the samples of all ranks."""
 
 from __future__ import annotations
 

@@ -6,12 +6,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from leyden.trainer.loops.fit import FitLoop
+    from leyden.trainer.trainer import Trainer
 
 
 class Draws(Iterator[tuple[Any, int, int]]):
-    """What such a step is handed: gives (batch, batch_idx, dataloader_idx), on the device, and counts what was drawn.
+    """The `dataloader_iter` of such a step: an iterator of (batch, batch_idx, dataloader_idx) that counts what was drawn.
 
     Args:
         loop: whose batches and counters these are.
@@ -39,3 +42,21 @@ class Draws(Iterator[tuple[Any, int, int]]):
 def draws_itself(training_step: Callable[..., Any]) -> bool:
     """True for a step whose batch is called `dataloader_iter`."""
     return next(iter(inspect.signature(training_step).parameters), "") == "dataloader_iter"
+
+
+def check_drawing(trainer: Trainer) -> None:
+    """Refuses what cannot be done with batches that are only known once they have been drawn.
+
+    Raises:
+        ConfigurationError: with several ranks of data, or accumulation.
+    """
+    if trainer.strategy.data_size > 1:
+        raise ConfigurationError(
+            "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take the batch as "
+            "an argument, or run on one device."
+        )
+    if trainer.accumulation is not None:
+        raise ConfigurationError(
+            "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "
+            "step instead."
+        )

@@ -61,7 +61,7 @@ class EvaluationLoop:
             For each loader the values that were logged for it; None if a signal broke the pass off.
         """
         engine = self.trainer.accelerator
-        # Of the training batch after which fit validates.
+        # The share of the training batch after which fit validates is put back afterwards.
         share, engine.share = engine.share, None
         self._done = self.trainer.progress.validation_batches if self.trainer.state.stage == "fit" else 0
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
@@ -155,7 +155,7 @@ class EvaluationLoop:
         """Keeps a batch's outputs, where the stage returns them."""
 
     def _end(self) -> dict[str, Value]:
-        """The hooks of the end; closing callbacks see reduced metrics, and in fit a progress that has the pass done."""
+        """Ends the pass: closing callbacks see reduced metrics and, in fit, a progress in which the pass is done."""
         trainer, stage = self.trainer, self.stage
         self.hooks.fire(f"on_{stage}_epoch_end")
         values, logged = self.logs.reduce_epoch(stage)

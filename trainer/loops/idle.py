@@ -1,4 +1,4 @@
-"""Ranks without a sample: what they run in place of a batch leaves no trace."""
+"""Ranks without a sample in a global batch: the batch that they run for the others leaves no trace."""
 
 from __future__ import annotations
 

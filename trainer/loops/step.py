@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Step(ABC):
-    """What both kinds of optimisation share: the user's training step in the form in which it is called."""
+    """What automatic and manual optimisation share: the user's training step, and the schedulers."""
 
     def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
         self.trainer = trainer
@@ -38,11 +38,11 @@ class Step(ABC):
 
     @abstractmethod
     def run(self, batch: Any, batch_idx: int) -> Any:
-        """Does one batch; gives back what `training_step` returned."""
+        """Does one batch; returns what `training_step` returned."""
 
     @abstractmethod
     def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Takes part in a batch of which this rank has no sample.
+        """Takes part in a global batch of which this rank has no sample.
 
         Args:
             filler: gives a batch that may be run for it.
@@ -61,7 +61,7 @@ class Step(ABC):
                 self.module.lr_scheduler_step(config.scheduler, None)
 
     def step_plateau_schedulers(self, interval: str, count: int) -> None:
-        """Steps those that go by a monitored value."""
+        """Steps the schedulers that depend on a monitored value."""
         for config in self.trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.due(interval, count):
                 metric = config.monitored(self.trainer.callback_metrics)
@@ -75,8 +75,11 @@ class Step(ABC):
 class AutomaticStep(Step):
     """Leyden calls zero_grad, backward and step; all optimizers step once per window.
 
+    Which parts of a step have something to do (hooks, clipping, a gradient scaler) is found out once, at set-up, so that the others
+    cost nothing.
+
     Raises:
-        ConfigurationError: if an optimizer that evaluates the loss again meets what cannot.
+        ConfigurationError: if an optimizer that evaluates the loss several times (LBFGS) meets something that cannot.
     """
 
     def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
@@ -90,7 +93,7 @@ class AutomaticStep(Step):
         # The profiler wants the label that torch's own method puts around it.
         self.clears = trainer.profiler is None and all(map(only_clears, trainer.accelerator.optimizers))
         self.own_step = overrides(module, "optimizer_step", TrainModule)
-        # What a plain precision would do around a step is nothing, and is not asked for.
+        # A plain precision does nothing around a step, so it is not called.
         self.unscales = (
             self.strategy.precision.may_skip
             or overrides(self.strategy, "before_step", Strategy)
@@ -103,6 +106,7 @@ class AutomaticStep(Step):
             or overrides(self.strategy, "step", Strategy)
             or overrides(self.strategy.precision, "step", Precision)
         )
+        """Nothing but `optimizer.step()` belongs to a step."""
         self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         self.hooks_step = self.hooks.listens("on_before_optimizer_step")
         self.hooks.backward = module.backward if overrides(module, "backward", TrainModule) else None
@@ -112,6 +116,7 @@ class AutomaticStep(Step):
         if self.closure_optimizer is not None:
             self._check_closure(self.closure_optimizer)
         self.outputs: Any = None
+        """What `training_step` returned in the batch that closes the window: the closure of `optimizer_step` returns its loss."""
 
     def _check_closure(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
@@ -307,15 +312,24 @@ class ManualStep(Step):
 
 
 def only_clears(optimizer: Optimizer) -> bool:
-    """True where `optimizer.zero_grad()` is torch's own and nobody's replacement of it."""
+    """True if `optimizer.zero_grad` is torch's own method, not overridden or patched."""
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def clear_gradients(optimizer: Optimizer) -> None:
-    """What torch's own `zero_grad()` does, less the label for profilers around it, which costs more than the rest of the loop."""
+    """Does what torch's own `zero_grad()` does, without its label for profilers, which costs more than the rest of the loop."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = None
+
+
+def detached(outputs: Any) -> Any:
+    """What `training_step` returned, without the graph that listeners would otherwise keep alive."""
+    if isinstance(outputs, Tensor):
+        return outputs.detach()
+    if isinstance(outputs, dict):
+        return {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
+    return outputs
 
 
 def _accumulates(trainer: Trainer) -> bool:

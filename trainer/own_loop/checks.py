@@ -1,4 +1,4 @@
-"""Mistakes that a loop of one's own is prone to, found where they are made: an error, or one warning, that names the fix."""
+"""Mistakes that are easily made in one's own training loop, found where they are made: an error, or one warning, that names the fix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Mistakes:
-    """What an Accelerator looks at, at each place once.
+    """The checks of an Accelerator, each made once at its place.
 
     Args:
         accelerator: whose models and optimizers.
@@ -43,7 +43,7 @@ class Mistakes:
             if not any(model is known for known in (*accelerator.prepared_models, *accelerator.bare_models)):
                 raise ConfigurationError(
                     f"accumulate was given a {type(model).__name__} that is not prepared: model = accelerator.prepare(model), and "
-                    "use what it gives back."
+                    "use what it returns."
                 )
             if accelerator.num_processes > 1 and not any(model is known for known in accelerator.prepared_models):
                 raise ConfigurationError(
@@ -53,7 +53,7 @@ class Mistakes:
             self._checked.add(id(model))
 
     def in_backward(self) -> None:
-        """In `backward`: the first two look whether anything was prepared."""
+        """In the first two calls of `backward`: a model and an optimizer must be prepared."""
         self._backwards += 1
         if self._backwards > 2:
             return
@@ -93,7 +93,7 @@ class Mistakes:
             )
 
     def _warn_or_raise(self, text: str) -> None:
-        """What only differs in form on one process in plain float32 is wrong elsewhere."""
+        """A warning on one process in plain float32, where it makes no difference; an error elsewhere, where it is wrong."""
         accelerator = self._accelerator
         if accelerator.num_processes > 1 or accelerator.precision.name != "32-true" or accelerator.device.type != "cpu":
             raise ConfigurationError(text)

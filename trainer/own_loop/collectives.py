@@ -1,4 +1,4 @@
-"""What ranks exchange in a loop of one's own: tensors of any nested structure, and objects."""
+"""What ranks exchange in the user's own loop: tensors of any nested structure, and objects."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ListPart(list[Any]):
         batches: of all ranks.
         rank: this rank.
         ranks: their number.
-        even: fill the last round from the list's begin.
+        even: fill the last round from the start of the list.
     """
 
     def __init__(self, batches: Sequence[Any], rank: int, ranks: int, even: bool) -> None:
@@ -86,7 +86,7 @@ class StreamPart(IterableDataset[Any]):
         rank: this rank.
         ranks: their number.
         size: samples of a rank's batch.
-        even: fill the last global batch with samples from the stream's begin.
+        even: fill the last global batch with samples from the start of the stream.
         drop_last: leave out a last global batch that is not full.
     """
 

@@ -34,15 +34,14 @@ def parse_size(size: int | str) -> int:
     return int(float(found[1]) * UNITS[found[2].upper()])
 
 
-def whole_state(state: Mapping[str, Any], to_host: bool = True) -> dict[str, Any]:
-    """A state dict with whole tensors, gathered from shards where it has some: every rank calls it."""
+def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict with whole tensors on the CPU, gathered from shards where it has some: every rank calls it."""
 
     def whole(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         value = value.detach()
-        full = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return full.cpu() if to_host else full
+        return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()
 
     return {name: whole(value) for name, value in state.items()}
 

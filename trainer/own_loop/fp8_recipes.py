@@ -21,6 +21,10 @@ class AORecipeKwargs(KwargsHandler):
         module_filter_func: of (module, name): whether a Linear is converted; all but the first and the last if left out.
         pad_inner_dim: as of `Float8Precision`.
         enable_fsdp_float8_all_gather: as of `Float8Precision`.
+
+    Example:
+        >>> AORecipeKwargs(pad_inner_dim=False).build().name
+        'fp8'
     """
 
     config: Any = None
@@ -82,6 +86,10 @@ class FP8RecipeKwargs(TERecipeKwargs):
     Attributes:
         backend: "AO" (torchao) or "TE" (Transformer Engine); left out, the one that the other arguments belong to.
         opt_level: of MS-AMP, which is refused.
+
+    Example:
+        >>> FP8RecipeKwargs(backend="AO").build().name
+        'fp8'
     """
 
     backend: str | None = None
@@ -94,7 +102,11 @@ class FP8RecipeKwargs(TERecipeKwargs):
 
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """Refused: MS-AMP is no longer maintained."""
+    """Refused: MS-AMP is no longer maintained.
+
+    Raises:
+        ConfigurationError: always; names the other recipes.
+    """
 
     opt_level: str | None = None
 

@@ -1,4 +1,4 @@
-"""PreparedLoader: a loader of one's own loop, on this rank's share and device, whose place can be saved and found again."""
+"""PreparedLoader: a loader of the user's own loop, on this rank's share and device, whose place can be saved and found again."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ State = dict[str, Any]
 class PreparedLoader:
     """A loader as `Accelerator.prepare` gives it. What is not here is the loader's own: `dataset`, `collate_fn`, ….
 
-    After `load_state` its next pass goes on where the checkpoint stands.
+    After `load_state` its next pass continues at the checkpoint's place.
 
     Args:
         loader: what this rank reads.
@@ -44,7 +44,7 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self.is_active = False
         self.pending: State | None = None
-        """The place of a checkpoint, which the next pass begins at."""
+        """The place of a checkpoint, from which the next pass starts."""
         self.samples: list[tuple[int, int]] | None = None
         """For each rank: samples in the batch that was given last, and how many of them are no repeats; None if all."""
         self._accelerator = accelerator
@@ -69,7 +69,7 @@ class PreparedLoader:
 
     @property
     def is_regular(self) -> bool:
-        """Every rank surely has a full batch now, of the same size."""
+        """True if every rank is sure to have a full batch now, of the same size."""
         batches: Any = getattr(self.loader, "batch_sampler", None)
         if not isinstance(batches, RankBatches) or batches.batch_size is None:
             return False
@@ -82,7 +82,7 @@ class PreparedLoader:
     def exchange(self, loader: Iterable[Any]) -> None:
         """Reads another loader from the next pass on."""
         self.loader = loader
-        # A script that asks to go on at a place means it, whatever it costs its loader.
+        # A script that asks to resume at a place means it, whatever it costs its loader.
         self.cursor = LoaderCursor(loader, allow_replay=True)
         self._shares = self.cursor.shares
         self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
@@ -93,7 +93,7 @@ class PreparedLoader:
     def read(self, skip: int | None = None) -> Iterator[Any]:
         """A pass from its batch number `skip` on, or where a checkpoint stands."""
         self._accelerator.synchronise_rng()
-        # Begun now, since a plain loader draws its random numbers when its iterator is made.
+        # Started now, since a plain loader draws its random numbers when its iterator is made.
         iterator = self._begin(skip)
         return self._give(iterator)
 
@@ -159,7 +159,7 @@ class PreparedLoader:
                     stacklevel=2,
                 )
                 return
-        # The plain loop's last next(), in which a generator finishes and workers are sent home.
+        # The plain loop's last next(), in which a generator finishes and workers are shut down.
         next(iterator, None)
 
     def _own(self, batch: Any) -> Any:

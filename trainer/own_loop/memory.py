@@ -1,4 +1,4 @@
-"""Memory: letting go of objects, and trying smaller batches until one fits, on all ranks together."""
+"""Memory: freeing objects, and trying smaller batches until one fits, on all ranks together."""
 
 from __future__ import annotations
 
@@ -18,11 +18,24 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
 
 NO_WORKSPACE = "CUDNN_STATUS_NOT_SUPPORTED"
-"""Said by cuDNN where no algorithm fits into the memory that is left, and for other reasons too."""
+"""cuDNN's error where no algorithm fits into the memory that is left; it has other causes too."""
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Collects what nobody holds any more and empties the device's cache: `a, b = release_memory(a, b)`."""
+    """Frees what is no longer referenced, and empties the device's cache.
+
+    Args:
+        *objects: what is to be freed; the caller must overwrite its own references with what is returned.
+
+    Returns:
+        As many None as there are objects.
+
+    Example:
+        >>> model, optimizer = object(), object()
+        >>> model, optimizer = release_memory(model, optimizer)
+        >>> model is None
+        True
+    """
     count = len(objects)
     del objects
     gc.collect()
@@ -43,7 +56,7 @@ def find_executable_batch_size(
     """Decorator: calls a function with a batch size, and again with half of it each time memory runs out.
 
     If one rank runs out, all try the next size together: ranks that wait for it in a collective are woken, and each says how its
-    attempt ended before anybody goes on. The function prepares its model anew each time: what was wrapped for the process group of
+    attempt ended before anybody continues. The function prepares its model anew each time: what was wrapped for the process group of
     an attempt that was given up is of no use in the next.
 
     Args:
@@ -86,34 +99,46 @@ def find_executable_batch_size(
             if accelerator is not None:
                 accelerator.gradient_accumulation_steps = steps * max(1, starting_batch_size // size)
             release_memory()
-            attempt = _begin_attempt()
-            result, failed, follows = None, None, False
-            try:
-                result = chosen(size, *args, **kwargs)
-            except Exception as error:
-                if is_out_of_memory(error) or NO_WORKSPACE in str(error):
-                    # Its traceback holds the frames, and these the tensors that were too many.
-                    failed = f"{type(error).__name__}: {error}"
-                elif (
-                    attempt is not None
-                    and isinstance(error, RuntimeError)
-                    and attempt.was_given_up(10.0 if is_lost(error) else 0.1)
-                ):
-                    follows = True
-                else:
-                    raise
-            if attempt is not None and failed is not None:
-                attempt.give_up()
-            if (failed is None and not follows) if attempt is None else attempt.end():
+            result, fits, failed = _attempt(chosen, size, args, kwargs)
+            if fits:
                 return result
-            del result
-            if attempt is not None:
-                _meet_again()
             size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
         failed = failed or "on another rank"
         raise RuntimeError(f"{chosen.__name__} does not fit into memory with any batch size down to 1 ({failed}).")
 
     return run
+
+
+def _attempt(
+    function: Callable[..., Any], size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, bool, str | None]:
+    """Calls the function once, on all ranks together.
+
+    Returns:
+        Its result; whether the size fits, on every rank; and the error if memory ran out on this rank.
+    """
+    attempt = _begin_attempt()
+    result, failed = None, None
+    try:
+        result = function(size, *args, **kwargs)
+    except Exception as error:
+        if is_out_of_memory(error) or NO_WORKSPACE in str(error):
+            # Its traceback holds the frames, and they hold the tensors that did not fit.
+            failed = f"{type(error).__name__}: {error}"
+        elif not isinstance(error, RuntimeError) or attempt is None:
+            raise
+        elif not attempt.was_given_up(10.0 if is_lost(error) else 0.1):
+            # Else the error only follows from that of a rank which ran out of memory.
+            raise
+    if attempt is None:
+        return result, failed is None, failed
+    if failed is not None:
+        attempt.give_up()
+    if attempt.end():
+        return result, True, None
+    del result
+    _meet_again()
+    return None, False, failed
 
 
 def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -1,4 +1,4 @@
-"""notebook_launcher: a loop of one's own on several ranks, from a notebook or an interactive session."""
+"""notebook_launcher: your own training loop on several ranks, from a notebook or an interactive session."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def notebook_launcher(
         **refused: arguments of Accelerate's that name several machines, for which a script is needed.
 
     Returns:
-        What the function gave back on rank 0.
+        What the function returned on rank 0.
 
     Raises:
         ConfigurationError: inside of a run on ranks, or where CUDA is in use already and would have to be forked.

@@ -23,12 +23,16 @@ class DataLoaderConfiguration:
         split_batches: a loader's batch_size is that of all ranks together, each of which takes its part.
         dispatch_batches: rank 0 alone reads the data and hands the batches out; None and False let every rank read its
             own share, of iterable data too.
-        even_batches: fill the last batches with samples from the epoch's begin, so that every rank has as many batches of
+        even_batches: fill the last batches with samples from the start of the epoch, so that every rank has as many batches of
             the same size; `gather_for_metrics` drops the repeats.
         use_seedable_sampler: shuffle by `data_seed` and epoch alone, whatever else draws random numbers.
         data_seed: seed of that order; torch's initial seed if left out.
         non_blocking: let copies to the device run beside the host; they do so anyway where it helps (cuda, xpu).
         use_stateful_dataloader: kept for scripts: every loader's place is saved and found again here.
+
+    Example:
+        >>> DataLoaderConfiguration(even_batches=False).dispatch_batches is None
+        True
     """
 
     split_batches: bool = False
@@ -45,11 +49,19 @@ class GradientAccumulationPlugin:
     """How batches make one optimizer step.
 
     Attributes:
-        num_steps: batches of a step; the last step of an epoch has those that are left, and is divided by their number.
+        num_steps: batches of a step, 1 or more; the last step of an epoch has those that are left, and is divided by their
+            number.
         adjust_scheduler: let torch's check of the order of steps count the batches of a window too.
-        sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False goes on counting
+        sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False keeps counting
             in the next epoch.
         sync_each_batch: send gradients to the other ranks with every batch (FSDP then never holds whole ones).
+
+    Raises:
+        ConfigurationError: if `num_steps` is not a whole number from 1.
+
+    Example:
+        >>> GradientAccumulationPlugin(num_steps=4).sync_with_dataloader
+        True
     """
 
     num_steps: int = 1
@@ -73,6 +85,13 @@ class ProjectConfiguration:
         total_limit: keep so many of these; older ones are removed after the new one is committed.
         iteration: number of the next one.
         save_on_each_node: every machine keeps its own files.
+
+    Raises:
+        ConfigurationError: if `total_limit` is below 1.
+
+    Example:
+        >>> ProjectConfiguration("runs", automatic_checkpoint_naming=True, total_limit=2).logging_dir
+        'runs'
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -105,6 +124,14 @@ class AutocastKwargs(KwargsHandler):
     Attributes:
         enabled: False runs a block of `accelerator.autocast(AutocastKwargs(enabled=False))` in full precision.
         cache_enabled: keep the half-precision copies of weights within a forward pass.
+
+    Example:
+        >>> import torch
+        >>> from leyden import Accelerator
+        >>> accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        >>> with accelerator.autocast(AutocastKwargs(enabled=False)):
+        ...     torch.is_autocast_enabled("cpu")
+        False
     """
 
     enabled: bool = True
@@ -119,6 +146,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_hook: how gradients are sent: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
         comm_wrapper: "no", "fp16" or "bf16": compress what a power_sgd hook sends.
         comm_state_option: arguments of PowerSGDState.
+
+    The others are DDP's own, of the same names.
+
+    Example:
+        >>> DistributedDataParallelKwargs(find_unused_parameters=True).arguments()
+        {'find_unused_parameters': True}
     """
 
     dim: int = 0
@@ -172,7 +205,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of the gradient scaler of fp16."""
+    """Arguments of the gradient scaler of fp16.
+
+    Attributes:
+        init_scale: the first scale.
+        growth_factor: what the scale grows by after `growth_interval` steps without inf or nan.
+        backoff_factor: what it shrinks by after a step with one, which is skipped.
+        growth_interval: steps between two growths.
+        enabled: False trains without a scaler: losses are not scaled, and no step is skipped.
+    """
 
     init_scale: float = 2.0**16
     growth_factor: float = 2.0
@@ -189,6 +230,9 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: "gloo", "nccl", …; what suits the device if left out.
         init_method: refused: the starter of the ranks says where they meet.
         timeout: how long a collective waits for the others; 30 minutes if left out.
+
+    Raises:
+        ConfigurationError: if `init_method` is given.
     """
 
     backend: str | None = None
@@ -212,6 +256,12 @@ class ProfileKwargs(KwargsHandler):
         schedule_option: arguments of `torch.profiler.schedule`.
         on_trace_ready: called with the profile.
         output_trace_dir: each rank writes its trace there, as `profile_<rank>.json`.
+
+    The others are the profiler's own, of the same names.
+
+    Example:
+        >>> type(ProfileKwargs(activities=["cpu"]).build()).__name__
+        'profile'
     """
 
     activities: Sequence[str] | None = None
@@ -251,7 +301,30 @@ class ProfileKwargs(KwargsHandler):
 class FullyShardedDataParallelPlugin:
     """FSDP, by the names that Accelerate and FSDP1 gave its options; `FSDPStrategy` has them under its own.
 
-    What is left at None keeps the strategy's default. A value that FSDP2 cannot have is refused, with the reason.
+    What is left at None keeps the strategy's default. `build` refuses a value that FSDP2 cannot have, with the reason.
+
+    Attributes:
+        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", …, Accelerate's number, or torch's ShardingStrategy.
+        reshard_after_forward: free gathered parameters after forward.
+        backward_prefetch: "BACKWARD_PRE" is what FSDP2 does; others warn.
+        mixed_precision_policy: torch's policy, in place of the one that follows from the precision.
+        auto_wrap_policy: which modules are gathered as a group, as of `FSDPStrategy`; or Accelerate's names.
+        transformer_cls_names_to_wrap: class names of the modules that are groups.
+        min_num_params: the least number of parameters of a group, where groups are made by size.
+        cpu_offload: parameters, gradients and optimizer state wait on the CPU.
+        ignored_modules: modules that stay whole on every rank.
+        state_dict_type: "SHARDED_STATE_DICT" is what checkpoints have; others warn or are refused.
+        sync_module_states: every rank starts with rank 0's parameters and buffers.
+        forward_prefetch: each group asks for the next one's parameters before its own forward.
+        limit_all_gathers: True is what FSDP2 does.
+        use_orig_params: True is what FSDP2 does.
+        activation_checkpointing: compute activations again in backward.
+        cpu_ram_efficient_loading: True is what always happens.
+        fsdp_version: 1 is accepted; it is FSDP2 in any case.
+
+    Example:
+        >>> FullyShardedDataParallelPlugin(min_num_params=1000).min_num_params
+        1000
     """
 
     sharding_strategy: Any = None

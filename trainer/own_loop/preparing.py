@@ -227,7 +227,7 @@ def scheduler(accelerator: Accelerator, given: Any) -> PreparedScheduler:
 
 
 def _real_scheduler(accelerator: Accelerator, given: DummyScheduler) -> Any:
-    """What a stand-in stands for."""
+    """The scheduler that replaces a DummyScheduler."""
     strategy = accelerator.strategy
     if not strategy.optimizers:
         raise ConfigurationError(

@@ -13,7 +13,8 @@ import torch
 from leyden.strategies.launch.environment import rank_environment
 
 
-class RankLogger(logging.LoggerAdapter[logging.Logger]):
+# Before Python 3.11 LoggerAdapter takes no type in brackets at run time.
+class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger whose calls take two arguments more.
 
     `main_process_only` (True): only the main rank logs. `in_order` (False): all ranks log, one after the other; every rank must
@@ -23,8 +24,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Logs on the ranks that are meant."""
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        # Before Python 3.11 the frames of `logging` itself are counted.
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + (sys.version_info < (3, 11))
+        # Before Python 3.11 the frames of `logging` itself are counted, as that of info(), which came here.
+        counted = (
+            sys.version_info < (3, 11) and sys._getframe(1).f_code.co_filename == logging.info.__code__.co_filename
+        )
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 2 + counted
         if not self.isEnabledFor(level):
             return
         place = rank_environment()
@@ -49,7 +53,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         told: set[str] = vars(self.logger).setdefault("_leyden_told", set())
         if str(msg) not in told:
             told.add(str(msg))
-            self.warning(msg, *args, **kwargs)
+            self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> RankLogger:

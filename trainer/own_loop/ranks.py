@@ -246,7 +246,7 @@ class PartialState(RankControl):
         )
 
     def destroy_process_group(self) -> None:
-        """Leaves the other ranks, where this object has joined them."""
+        """Ends this object's use of the ranks. The process group itself stays until the process ends."""
         self.strategy.teardown()
 
 
@@ -270,11 +270,11 @@ class AcceleratorState(PartialState):
         return self.deepspeed_plugin
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Does nothing: the one there is is used."""
+        """Does nothing: there is only one, and it is used."""
 
 
-def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any = None, **place: Any) -> Strategy:
-    """A strategy among the ranks that are started, ready to be used.
+def joined(accelerator: str) -> Strategy:
+    """A strategy among the ranks that are started, or of one device, ready to be used.
 
     Raises:
         ConfigurationError: if several ranks are asked for, and nobody has started them.
@@ -282,9 +282,8 @@ def joined(accelerator: str, strategy: str | Strategy = "auto", precision: Any =
     from leyden.strategies import find_strategy
     from leyden.strategies.launch.environment import rank_environment
 
-    if strategy == "auto" and rank_environment() is None:
-        place = {"devices": 1, **place}
-    found = find_strategy(strategy, accelerator, precision=precision, **place)
+    alone = rank_environment() is None
+    found = find_strategy("auto", accelerator, 1 if alone else "auto")
     check_started(found)
     found.setup_environment()
     return found
@@ -294,7 +293,7 @@ def check_started(strategy: Strategy) -> None:
     """Raises ConfigurationError where ranks are planned that nobody has started."""
     if strategy.awaits_ranks:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} plans {strategy.world_size} ranks, and a loop of one's own is run by ranks that are there "
+            f"strategy={strategy.name!r} plans {strategy.world_size} ranks, and your own training loop runs on ranks that are there "
             f"already: start the script with `leyden launch --num_processes {strategy.world_size} …` or torchrun, or call its "
             "function through notebook_launcher."
         )

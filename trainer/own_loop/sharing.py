@@ -1,4 +1,4 @@
-"""How a loader of one's own loop is shared out over the ranks."""
+"""How a loader of the user's own loop is shared out over the ranks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
     if isinstance(loader, (list, tuple)):
         return ListPart(loader, rank, ranks, config.even_batches)
     if not _is_indexed(loader):
-        # A loop of one's own cannot be handed a batch of nothing.
+        # The user's own loop cannot be handed a batch of nothing.
         return shard(loader, Ranks.of(strategy, even=True), asks=False)
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):

@@ -1,4 +1,4 @@
-"""The step of a loop of one's own: accumulation windows, backward, clipping, and optimizers that step at a window's end."""
+"""The step of the user's own loop: accumulation windows, backward, clipping, and optimizers that step at a window's end."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Stepping(Tracked, Engine):
         self._updates_scale = self.precision.may_skip
         self.stepped = self.stepped or stepped
         if id(prepared) in self._counted or not self._counted:
-            # The first optimizer that steps again begins the next step; several step for one window.
+            # Several optimizers step for one window, so the first one that steps a second time starts the next step.
             self._counted = {id(prepared)}
             self.steps += 1
         else:

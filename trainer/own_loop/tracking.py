@@ -1,4 +1,4 @@
-"""Trackers of a loop of one's own: the Trainer's loggers under another entry, and classes of the user's."""
+"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's interface, and the user's own classes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROJECT = {"wandb": "project", "comet_ml": "project", "mlflow": "experiment_name
 
 
 class GeneralTracker(ABC):
-    """Base class of a tracker of one's own: hand an instance, or the class, to `Accelerator(log_with=...)`.
+    """Base class of your own trackers: hand an instance, or the class, to `Accelerator(log_with=...)`.
 
     A subclass has a `name` and a method `log`; without them it is refused before anything is trained.
 
@@ -137,7 +137,7 @@ class LoggerTracker(GeneralTracker):
 
 
 class SilentTracker(Silent, GeneralTracker):
-    """What a rank that writes nothing gets of `get_tracker`: every call is accepted and does nothing."""
+    """What `get_tracker` returns on a rank that writes nothing: every call is accepted and does nothing."""
 
     name = "silent"
 

@@ -146,8 +146,10 @@ def test_seeds_logging_and_ranks_of_one_process(caplog: pytest.LogCaptureFixture
         get_logger("mine", "INFO").info("told", in_order=True)
         get_logger("mine").warning_once("once")
         get_logger("mine").warning_once("once")
-    assert [record.message for record in caplog.records] == ["told", "once"]
-    assert caplog.records[0].filename == Path(__file__).name
+        get_logger("mine").log(logging.INFO, "by level")
+    assert [record.message for record in caplog.records] == ["told", "once", "by level"]
+    here = (Path(__file__).name, "test_seeds_logging_and_ranks_of_one_process")
+    assert {(record.filename, record.funcName) for record in caplog.records} == {here}
     state = PartialState(cpu=True)
     assert (state.num_processes, state.is_main_process, state.distributed_type) == (1, True, "NO")
     accelerator = Accelerator(cpu=True)

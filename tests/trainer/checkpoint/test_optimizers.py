@@ -291,6 +291,8 @@ def test_schedulers_go_on(kind: str, rate: Any, disk: Any, tmp_path: Path) -> No
         return rates
 
     optimizer, scheduler = begin()
+    if kind == "SequentialLR" and scheduler._schedulers[0].base_lrs[0] is optimizer.param_groups[0]["lr"]:
+        pytest.skip(f"SequentialLR of torch {torch.__version__} writes the rate of each step into its base rate")
     steps(optimizer, scheduler, 4)
     saved = disk(scheduler.state_dict())
     named = save(tmp_path / "c", module, optimizer).optimizers()[0]

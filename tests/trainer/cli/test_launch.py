@@ -74,10 +74,15 @@ def test_two_ranks_of_a_file_and_flags(leyden: Any, script: Path, tmp_path: Path
     assert [told(tmp_path, 0), told(tmp_path, 1)] == [expected, expected]
 
 
+def own(printed: str) -> str:
+    """Without what gloo of torch 2.9 prints about its connections."""
+    return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("[Gloo] "))
+
+
 def test_a_failure_is_one_block(leyden: Any, script: Path, tmp_path: Path) -> None:
     done = leyden("launch", "--cpu", "--num_processes", 2, "-q", "train.py", "--raise")
     assert done.returncode == 1
-    assert done.stdout == ""
+    assert own(done.stdout) == ""
     assert done.stderr.count("Traceback") == 1
     block = done.stderr[done.stderr.index("leyden launch: rank 1 failed first") :].splitlines()
     rows = {line.split()[0]: line.split(maxsplit=1)[1] for line in block[1:4]}
@@ -229,7 +234,7 @@ def test_tasks_of_slurm_become_the_ranks(script: Path, tmp_path: Path, environ: 
     assert [status for status, _ in ended] == [0, 0], ended
     assert "srun, one task for each rank" in ended[0][1]
     # One of them shows the plan.
-    assert ended[1][1] == ""
+    assert own(ended[1][1]) == ""
     assert told(tmp_path, 1)["LEYDEN_STARTER"] == "slurm"
     assert told(tmp_path, 1)["sum"] == 2.0
 

@@ -1,3 +1,5 @@
+"""CombinedLoader: its modes, its limits, and the exact resume of each."""
+
 from __future__ import annotations
 
 import copy
@@ -8,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader, Mode, holds_loaders
@@ -125,14 +127,27 @@ class Endless:
         self.at = state["at"]
 
 
-def loaders(mode: Mode, unsized: bool) -> CombinedLoader:
+def loaders(mode: Mode, kind: str) -> CombinedLoader:
+    own = torch.Generator().manual_seed(2)
     parts: dict[str, Any] = {
-        "a": DataLoader(Noisy(20), 3, shuffle=True),
-        "b": DataLoader(Noisy(9), 4, shuffle=True, generator=torch.Generator().manual_seed(2)),
+        "a": DataLoader(Noisy(20), 3, shuffle=True, generator=own if kind == "one generator" else None),
+        "b": DataLoader(Noisy(9), 4, shuffle=True, generator=None if kind == "global" else own),
     }
-    if unsized:
+    if kind == "global":
+        parts["d"] = DataLoader(Noisy(11), 2, sampler=Lazy(), num_workers=0)
+    if kind == "unsized":
         parts["c"] = Endless()
     return CombinedLoader(parts, mode)
+
+
+class Lazy(Sampler[int]):
+    """A user's sampler, which draws from the global numbers when it is first asked."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(11).tolist()
 
 
 def note(epoch: int, batch: Any) -> Any:
@@ -145,11 +160,11 @@ def batches(cursor: LoaderCursor, iterator: Iterator[Any]) -> Iterator[Any]:
     return iterator if cursor.length is not None else (batch for batch, _ in lookahead(iterator))
 
 
-@pytest.mark.parametrize("unsized", [False, True], ids=["sized", "unsized"])
+@pytest.mark.parametrize("kind", ["sized", "unsized", "global", "one generator"])
 @pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
-def test_every_place_resumes_exactly(mode: Mode, unsized: bool) -> None:
+def test_every_place_resumes_exactly(mode: Mode, kind: str) -> None:
     torch.manual_seed(1)
-    cursor, records, states = LoaderCursor(loaders(mode, unsized)), [], []
+    cursor, records, states = LoaderCursor(loaders(mode, kind)), [], []
     for epoch in range(2):
         iterator = cursor.start(epoch)
         for count, batch in enumerate(batches(cursor, iterator), 1):
@@ -157,13 +172,13 @@ def test_every_place_resumes_exactly(mode: Mode, unsized: bool) -> None:
             states.append(copy.deepcopy((epoch, cursor.state_dict(count), rng_state())))
         if epoch == 0:
             between = copy.deepcopy((cursor.rest_state(), rng_state(), len(records)))
-    if not unsized:
+    if kind != "unsized":
         torch.manual_seed(1)
-        plain = loaders(mode, unsized)
+        plain = loaders(mode, kind)
         assert [note(epoch, batch) for epoch in range(2) for batch in plain] == records
     for done, (epoch, state, rng) in enumerate(states, 1):
         torch.manual_seed(50)
-        cursor, resumed = LoaderCursor(loaders(mode, unsized)), []
+        cursor, resumed = LoaderCursor(loaders(mode, kind)), []
         iterator = cursor.resume(epoch, state)
         set_rng_state(rng)
         resumed += [note(epoch, batch) for batch in batches(cursor, iterator)]
@@ -171,7 +186,7 @@ def test_every_place_resumes_exactly(mode: Mode, unsized: bool) -> None:
             resumed += [note(1, batch) for batch in batches(cursor, cursor.start(1))]
         assert resumed == records[done:], done
     torch.manual_seed(50)
-    cursor = LoaderCursor(loaders(mode, unsized))
+    cursor = LoaderCursor(loaders(mode, kind))
     cursor.load_rest_state(between[0])
     set_rng_state(between[1])
     assert [note(1, batch) for batch in batches(cursor, cursor.start(1))] == records[between[2] :]

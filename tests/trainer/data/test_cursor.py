@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -182,6 +183,25 @@ class StatefulWithoutLength(StatefulLoader):
     __len__ = None  # type: ignore[assignment]
 
 
+class Passes(IterableDataset[Tensor]):
+    """An iterable data set that knows its pass, and goes on where it was left."""
+
+    def __init__(self) -> None:
+        self.passes, self.at = 0, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.at < 7:
+            self.at += 1
+            yield torch.tensor(100.0 * self.passes + self.at)
+        self.passes, self.at = self.passes + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"passes": self.passes, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes, self.at = state["passes"], state["at"]
+
+
 class Stream(IterableDataset[Tensor]):
     """An iterable data set that knows its place."""
 
@@ -199,6 +219,23 @@ class Stream(IterableDataset[Tensor]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
+
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_the_state_of_an_iterable_data_set_lives_on_between_epochs(limit: int | None) -> None:
+    def epoch(cursor: LoaderCursor, number: int) -> list[list[float]]:
+        drawn = itertools.islice(cursor.start(number), limit)
+        return [batch.tolist() for batch, _ in lookahead(drawn)]
+
+    cursor = LoaderCursor(DataLoader(Passes(), 3))
+    first = epoch(cursor, 0)
+    rest = copy.deepcopy(cursor.rest_state(ended=limit is None))
+    second = epoch(cursor, 1)
+    assert first[0] == [1.0, 2.0, 3.0]
+    assert second[0] == ([101.0, 102.0, 103.0] if limit is None else [7.0])
+    cursor = LoaderCursor(DataLoader(Passes(), 3))
+    cursor.load_rest_state(rest)
+    assert epoch(cursor, 1) == second
 
 
 def weighted(**options: Any) -> WeightedRandomSampler:

@@ -1,3 +1,5 @@
+"""How many batches of a loader are used, and loaders that are refused or read in order."""
+
 from __future__ import annotations
 
 import warnings

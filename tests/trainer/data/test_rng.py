@@ -1,3 +1,5 @@
+"""Random numbers: their state, seeds, and blocks that leave no trace."""
+
 from __future__ import annotations
 
 import random

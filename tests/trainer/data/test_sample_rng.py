@@ -1,3 +1,5 @@
+"""SampleRNG: samples whose random transforms depend on seed, epoch and index alone."""
+
 from __future__ import annotations
 
 import copy

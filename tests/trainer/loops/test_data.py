@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from leyden import CombinedLoader, DataModule, Trainer
+from leyden import Callback, CombinedLoader, DataModule, Trainer
 
 
 class Stream(IterableDataset[Any]):
@@ -376,3 +378,25 @@ def test_nothing_is_drawn_beyond_a_limit(Tiny: Any, fit: Any, batches: Any) -> N
     module = Tiny()
     fit(module, Untold(), limit_train_batches=3, max_epochs=2)
     assert drawn == module.trained == [0.0, 1.0, 2.0] * 2
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5, 8, 9])
+def test_samples_count_once_where_a_resume_repeats_a_window(
+    Tiny: Any, fit: Any, quiet: Any, tmp_path: Path, at: int
+) -> None:
+    """Saved after any batch of windows of 4, 4 and 2: the counters of the end are those of a run that was not broken off."""
+    batches = [torch.full((size, 2), 1.0) for size in (3, 1, 2, 2, 3, 1, 1, 2, 3, 2)]
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == at:
+                trainer.save_checkpoint(tmp_path / "saved", exact=False)
+
+    options = {"max_epochs": 2, "accumulate_grad_batches": 4}
+    first = fit(Tiny(), batches, max_epochs=1, accumulate_grad_batches=4, callbacks=Saves())
+    assert first.progress.samples == 20
+    resumed = Trainer(**quiet, **options)
+    resumed.fit(Tiny(), batches, ckpt_path=tmp_path / "saved")
+    whole = fit(Tiny(), batches, **options)
+    assert whole.progress.samples == 40
+    assert resumed.progress == dataclasses.replace(whole.progress, seconds=resumed.progress.seconds)

@@ -1,0 +1,89 @@
+"""What on_train_epoch_start does comes before the epoch's first draw, as in a loop written by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import Trainer
+from leyden.callbacks.base import Callback
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+
+
+class Shifted(Dataset[Tensor]):
+    shift = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((2,), float(index + self.shift))
+
+
+class Draws(Callback):
+    """Draws random numbers at an epoch's start, and changes the data set."""
+
+    def __init__(self, data: Shifted) -> None:
+        self.data = data
+        self.drawn: list[float] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.drawn.append(torch.rand(()).item())
+        self.data.shift = 100 * trainer.current_epoch
+
+
+def loader_of(data: Shifted, workers: int = 0) -> DataLoader[Tensor]:
+    return DataLoader(data, 2, shuffle=True, num_workers=workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_order_and_the_data_are_those_of_the_plain_loop(Tiny: Any, fit: Any, workers: int) -> None:
+    data, plain = Shifted(), []
+    torch.manual_seed(1)
+    for epoch in range(2):
+        torch.rand(())
+        data.shift = 100 * epoch
+        plain += [float(batch[0, 0]) for batch in loader_of(data, workers)]
+    after = torch.rand(())
+    module, data = Tiny(), Shifted()
+    torch.manual_seed(1)
+    fit(module, loader_of(data, workers), callbacks=[Draws(data)], max_epochs=2)
+    assert module.trained == plain
+    assert torch.equal(torch.rand(()), after)
+
+
+class SavesFirst(Callback):
+    order = -1
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(Path(trainer.default_root_dir, "at the start"))
+
+
+@pytest.mark.parametrize("end", [{}, {"limit_train_batches": 3}])
+def test_a_resume_goes_on_in_the_order_that_followed_from_the_hook(Tiny: Any, quiet: Any, end: Any) -> None:
+    def run(path: str | None) -> tuple[list[float], list[float]]:
+        torch.manual_seed(1 if path is None else 50)
+        module, data = Tiny(), Shifted()
+        draws = Draws(data)
+        saves = ModelCheckpoint(
+            every_n_train_steps=1, save_top_k=-1, filename="{step}", dirpath=quiet["default_root_dir"]
+        )
+        arguments = {**quiet, **end, "max_epochs": 3, "enable_checkpointing": True}
+        Trainer(**arguments, callbacks=[SavesFirst(), draws, saves]).fit(module, loader_of(data), ckpt_path=path)
+        return module.trained, draws.drawn
+
+    trained, drawn = run(None)
+    steps = len(trained) // 3
+    for step in (1, steps, steps + 2):
+        path = str(Path(quiet["default_root_dir"], f"step={step}"))
+        again, redrawn = run(path)
+        assert [value % 100 for value in again] == [value % 100 for value in trained[step:]], step
+        assert redrawn == drawn[len(drawn) - len(redrawn) :]
+    # Saved by the hook itself: what comes after it in the hook is still to be done.
+    assert run(str(Path(quiet["default_root_dir"], "at the start"))) == (trained[steps:], drawn[1:])

@@ -1,0 +1,175 @@
+"""The validation inside a fit: the sanity check before training, when a validation is due, and running it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.rng import isolated_rng, rng_state, undoing
+from leyden.trainer.logs import load_metric_states, metric_states
+from leyden.trainer.loops.evaluate import EvaluationLoop
+
+if TYPE_CHECKING:
+    from leyden.trainer.agreement import Agreement
+    from leyden.trainer.loops.clock import Clock
+    from leyden.trainer.trainer import Trainer
+
+
+class Validation:
+    """When and how a fit validates.
+
+    Args:
+        trainer: holds the parts.
+        clock: the training time.
+        agreement: what the ranks have agreed on; None where there is one rank.
+
+    Attributes:
+        loop: the pass over the validation loaders; None until `load`, and where the fit has nothing to validate on.
+    """
+
+    def __init__(self, trainer: Trainer, clock: Clock, agreement: Agreement | None) -> None:
+        self._trainer = trainer
+        self._progress = trainer.progress
+        self._clock = clock
+        self._agreement = agreement
+        self._every: int | None = None
+        """Batches between two validations; None for the end of an epoch, or an interval in time."""
+        self.loop: EvaluationLoop | None = None
+        self._before: dict[str, Any] | None = None
+
+    def load(self, again: bool = False) -> None:
+        """Gets the validation loaders, unless they are there."""
+        if self.loop is None or again:
+            loaders = self._trainer.sources.evaluation("val")
+            has_batches = any(limit != 0 for _, limit in loaders)
+            self.loop = EvaluationLoop(self._trainer, "validation", loaders) if has_batches else None
+
+    def sanity_check(self) -> None:
+        """Runs a few validation batches before the first step, which leave no trace in counters or random numbers."""
+        count, trainer = self._trainer.num_sanity_val_steps, self._trainer
+        if count == 0 or not trainer.enable_validation:
+            return
+        trainer.state.sanity_checking = True
+        trainer.hooks.fire_all("on_sanity_check_start")
+        self.load()
+        if self.loop is not None:
+            with self._remembering(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
+                self.loop.run(limit=None if count == -1 else count)
+        trainer.hooks.fire_all("on_sanity_check_end")
+        trainer.state.sanity_checking = False
+        trainer.logs.clear()
+
+    def set_interval(self, num_batches: int | None) -> None:
+        """Works out how many batches lie between two validations, by `val_check_interval`.
+
+        Args:
+            num_batches: batches in an epoch; None where the loader does not know.
+
+        Raises:
+            ConfigurationError: if the interval is longer than an epoch, shorter than a batch, or a fraction of an
+                epoch whose length is not known.
+        """
+        interval, total = self._trainer.val_check_interval, num_batches
+        self._every = None
+        if isinstance(interval, int):
+            if self._trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is more than the {total} batches of an epoch: give a smaller number, or "
+                    "check_val_every_n_epoch=None to count over epochs."
+                )
+            self._every = interval
+        elif isinstance(interval, float) and interval != 1.0:
+            if total is None:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length: give a "
+                    "number of batches."
+                )
+            if total * interval < 1:
+                raise ConfigurationError(
+                    f"val_check_interval={interval} of {total} batches is less than one batch: give at least {1 / total:.3g}."
+                )
+            self._every = math.floor(total * interval)
+
+    def is_due(self, ends_epoch: bool, window_start: int) -> bool:
+        """True if the window that closed reached or passed a point of validation.
+
+        Args:
+            ends_epoch: it is the last one of its epoch.
+            window_start: index in the epoch of its first batch.
+        """
+        progress, every_epochs = self._progress, self._trainer.check_val_every_n_epoch
+        if self.loop is None or (every_epochs is not None and (progress.epoch + 1) % every_epochs):
+            return False
+        if self._trainer.val_check_seconds is not None:
+            agreement = self._agreement
+            return self._clock.validation_is_due() if agreement is None else agreement.validation_is_due
+        if self._every is None:
+            return ends_epoch
+        done = progress.batch if every_epochs is not None else progress.batches
+        before = done - (progress.batch - window_start)
+        return done // self._every > before // self._every
+
+    def run(self) -> bool:
+        """Validates; False if a signal interrupted it, so that it is still to be done."""
+        assert self.loop is not None
+        self._clock.note()
+        self._trainer.strategy.synchronize_buffers()
+        self._progress.seconds_at_validation = self._progress.seconds
+        done = False
+        with self._remembering():
+            undo = self._undoing()
+            try:
+                done = self.loop.run() is not None
+            finally:
+                if not done:
+                    # After an error the device may be unusable, and the error is what counts.
+                    with suppress(Exception):
+                        undo()
+        if self._agreement is not None:
+            self._agreement.exchange()
+        return done
+
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Keeps what loaders, metrics and random numbers are before a pass for what is saved inside the block."""
+        assert self.loop is not None
+        metrics = metric_states(self._trainer.module.named_modules())
+        self._before = {"loaders": self.loop.loader_states(), "metrics": metrics, "rng": rng_state()}
+        try:
+            yield
+        finally:
+            self._before = None
+
+    def before_pass(self) -> dict[str, Any] | None:
+        """Returns "loaders", "metrics" and "rng" from before the pass that runs, which a resume runs again; None outside of one."""
+        runs_again = self._trainer.sanity_checking or self._progress.phase == "stepped"
+        return self._before if runs_again else None
+
+    def _undoing(self) -> Callable[[], None]:
+        """Returns what brings loaders, metrics and random numbers back to now: an interrupted pass is run again."""
+        assert self.loop is not None and self._before is not None
+        loop, before, modules = self.loop, self._before, list(self._trainer.module.named_modules())
+        undo_rng = undoing([cursor.loader for cursor, _ in loop.loaders])
+
+        def undo() -> None:
+            loop.load_loader_states(before["loaders"])
+            load_metric_states(modules, before["metrics"])
+            undo_rng()
+
+        return undo
+
+    def loader_states(self) -> list[dict[str, Any]]:
+        """Where the validation loaders stand between two passes."""
+        before = self.before_pass()
+        if before is not None:
+            found: list[dict[str, Any]] = before["loaders"]
+            return found
+        return [] if self.loop is None else self.loop.loader_states()
+
+    def load_loader_states(self, states: list[dict[str, Any]]) -> None:
+        """Takes back what `loader_states` returned."""
+        if self.loop is not None:
+            self.loop.load_loader_states(states)
