@@ -37,6 +37,8 @@ def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch
         return [first] * (wanted if isinstance(wanted, int) else len(wanted))
     indices = list(range(wanted)) if isinstance(wanted, int) else wanted
     missing = [index for index in indices if index >= there]
+    if missing and first.type == "mps":
+        raise ConfigurationError(f"devices={devices!r}: MPS has one device. Use accelerator='cpu' for several ranks.")
     if missing:
         raise ConfigurationError(
             f"devices={devices!r}: there is no {first.type}:{missing[0]}, this machine has {there} GPU{'s' if there > 1 else ''}."

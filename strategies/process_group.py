@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import CUDA_IN_USE, RankEnvironment, rank_environment
@@ -239,20 +240,23 @@ class ProcessGroupStrategy(Strategy):
         dist.barrier(group=self.host_group)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        box = [obj]
+        box = [self._sendable(obj)]
         dist.broadcast_object_list(box, src=src, group=self.host_group)
-        return box[0]
+        return obj if self.global_rank == src else box[0]
 
     def all_gather_object(self, obj: T) -> list[T]:
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, obj, group=self.host_group)
+        dist.all_gather_object(found, self._sendable(obj), group=self.host_group)
         return found
 
     def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
         here = self.global_rank == dst
         found: list[Any] | None = [None] * self.world_size if here else None
-        dist.gather_object(obj, found, dst=dst, group=self.host_group)
+        dist.gather_object(self._sendable(obj), found, dst=dst, group=self.host_group)
         return found
+
+    def _sendable(self, obj: Any) -> Any:
+        return obj if self.root_device.type != "cuda" else map_tensors(obj, travelling)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads and tensor.requires_grad:
@@ -296,6 +300,26 @@ class ProcessGroupStrategy(Strategy):
             return [bool(flag) for flag in sent.tolist()]
 
         return answer
+
+
+class Travelling:
+    """A tensor of a GPU in an object that is pickled for other ranks: it arrives on the GPU of each, where it would go to the
+    sender's and take memory there."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> Any:
+        return _arrived, (self.tensor.detach().cpu(),)
+
+
+def travelling(tensor: Tensor) -> Any:
+    """The tensor itself, in a form that can be sent."""
+    return Travelling(tensor) if tensor.device.type == "cuda" else tensor
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _gather(tensor: Tensor, group: Any) -> Tensor:

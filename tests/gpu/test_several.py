@@ -63,6 +63,8 @@ def every_way() -> dict[str, Any]:
     found["host"] = strategy.all_gather(torch.tensor([rank])).tolist()
     found["gpu"] = strategy.all_gather(torch.tensor([rank], device=strategy.root_device)).tolist()
     found["objects"] = strategy.all_gather_object({"rank": rank})
+    sent = strategy.all_gather_object({"x": torch.full((), rank, device=strategy.root_device)})
+    found["sent"] = [(str(part["x"].device), part["x"].item()) for part in sent]
     found["memory elsewhere"] = [torch.cuda.memory_allocated(index) for index in range(2) if index != rank]
     return found
 
@@ -72,6 +74,7 @@ def test_nccl_trains_as_one_gpu_does() -> None:
     for rank, found in enumerate(run_world(2, every_way)):
         assert found["device"] == f"cuda:{rank}" and found["memory elsewhere"] == [0]
         assert found["host"] == found["gpu"] == [[0], [1]] and found["objects"] == [{"rank": 0}, {"rank": 1}]
+        assert found["sent"] == [(f"cuda:{rank}", 0), (f"cuda:{rank}", 1)]
         for strategy in ("ddp", "fsdp", "fsdp_cpu_offload") if rank == 0 else ("ddp",):
             assert found[strategy] == pytest.approx(expected, abs=1e-5), strategy
 

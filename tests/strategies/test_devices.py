@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from leyden import ConfigurationError, Trainer
 from leyden.strategies import SingleDeviceStrategy, find_strategy
 from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.devices import find_devices
 from leyden.strategies.precision import MixedPrecision
+from leyden.strategies.precision.true import DoublePrecision
+from leyden.strategies.process_group import Travelling, travelling
 from leyden.trainer.datamodule import DataModule
 
 CPU = torch.device("cpu")
@@ -169,3 +174,37 @@ def test_a_rank_that_was_forked_too_late_says_so(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     with pytest.raises(ConfigurationError, match="CUDA is in use already.*is_available.*ddp_spawn"):
         DDPStrategy(devices=[torch.device("cuda", 0)]).setup_environment()
+
+
+def test_a_mac_has_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    for accelerator in ("auto", "gpu", "mps"):
+        assert find_devices(accelerator, "auto") == [torch.device("mps", 0)]
+        with pytest.raises(ConfigurationError, match="devices=2: MPS has one device. Use accelerator='cpu'"):
+            find_devices(accelerator, 2)
+    with pytest.raises(ConfigurationError, match="several ranks need accelerator='cpu' or 'cuda'"):
+        DDPStrategy().place_on("auto", 1, 1)
+    assert find_devices("cpu", 2) == [CPU, CPU]
+    with pytest.raises(ConfigurationError, match="mps has no float64"):
+        DoublePrecision().check(torch.device("mps", 0))
+
+
+def test_a_gpus_tensor_in_an_object_arrives_on_the_gpu_of_the_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[Any] = []
+
+    class Arrivals(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is Tensor.to:
+                places.append(args[1])
+                return args[0]
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    sent = pickle.dumps({"x": [Travelling(torch.arange(2.0))], "n": 1})
+    with Arrivals():
+        found = pickle.loads(sent)
+    assert places == [torch.device("cuda", 3)]
+    assert found["x"][0].tolist() == [0.0, 1.0] and found["n"] == 1
+    host = torch.ones(1)
+    assert travelling(host) is host
