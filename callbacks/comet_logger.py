@@ -7,7 +7,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from leyden.callbacks.logger import FolderLogger, plain_numbers
+from leyden.callbacks.logger import FolderLogger
+from leyden.callbacks.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
 
 METRICS_FILE = "metrics.csv"

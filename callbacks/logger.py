@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import math
-import numbers as abstract_numbers
 import os
 import uuid
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.plain import as_dict, json_value
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -282,109 +279,12 @@ def claim_version(root: str | os.PathLike[str]) -> int:
             version += 1
 
 
-def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The metrics as plain numbers, nested ones under "outer/inner".
-
-    Raises:
-        ConfigurationError: if a value is not one number.
-    """
-    plain: dict[str, float] = {}
-    for key, value in metrics.items():
-        name = f"{prefix}-{key}" if prefix else str(key)
-        if type(value) is float or type(value) is int:
-            plain[name] = value
-        elif isinstance(value, Mapping):
-            plain.update({f"{name}/{inner}": number for inner, number in plain_numbers(value).items()})
-        else:
-            plain[name] = _one_number(name, value)
-    return plain
-
-
-def _one_number(name: str, value: Any) -> float:
-    # Tensors, and NumPy's arrays and scalars, whose size is a number.
-    if (isinstance(value, Tensor) and value.numel() == 1) or getattr(value, "size", 0) == 1:
-        value = value.item()
-    if isinstance(value, abstract_numbers.Integral):
-        return int(value)
-    if isinstance(value, abstract_numbers.Real):
-        return float(value)
-    shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
-    raise ConfigurationError(
-        f"the metric '{name}' is a {type(value).__name__}{shape}, and loggers take single numbers: log its mean or "
-        "sum; for text, images and the like call logger.experiment."
-    )
-
-
-def as_dict(params: Any) -> dict[str, Any]:
-    """A mapping, a Namespace or a dataclass as a dict; None as an empty one.
-
-    Raises:
-        ConfigurationError: if it is none of them.
-    """
-    if params is None:
-        return {}
-    if isinstance(params, Mapping):
-        return {str(key): value for key, value in params.items()}
-    if isinstance(params, Namespace):
-        return dict(vars(params))
-    if dataclasses.is_dataclass(params) and not isinstance(params, type):
-        return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    raise ConfigurationError(
-        f"hyper-parameters are a dict, an argparse.Namespace or a dataclass, not a {type(params).__name__}: "
-        "log_hyperparams({'name': value})."
-    )
-
-
-def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
-    """Nested settings as one level, `{"optimizer/lr": 0.1}`; what is no number, bool or string is written as a string.
-
-    Example:
-        >>> flatten_hparams({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "name": None})
-        {'optimizer/lr': 0.1, 'optimizer/betas': '(0.9, 0.99)', 'name': 'None'}
-    """
-    flat: dict[str, bool | int | float | str] = {}
-    for key, value in as_dict(params).items():
-        if isinstance(value, Mapping | Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-            flat.update({f"{key}/{inner}": leaf for inner, leaf in flatten_hparams(value).items()})
-        else:
-            leaf = _json_value(value)
-            flat[key] = leaf if isinstance(leaf, bool | int | float | str) and _finite(leaf) else _text(value)
-    return flat
-
-
-def _finite(value: object) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _text(value: Any) -> str:
-    return str(getattr(value, "__name__", value)) if callable(value) else str(value)
-
-
-def _json_value(value: Any) -> Any:
-    """The value as strict JSON: for people and their scripts to read, not for loading it back."""
-    if isinstance(value, Enum):
-        return value.name
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping | Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return {key: _json_value(item) for key, item in as_dict(value).items()}
-    if isinstance(value, list | tuple):
-        return [_json_value(item) for item in value]
-    if isinstance(value, set | frozenset):
-        return sorted((_json_value(item) for item in value), key=str)
-    if hasattr(value, "dtype") and hasattr(value, "tolist") and getattr(value, "ndim", 1) == 0:
-        return _json_value(value.tolist())
-    return _text(value)
-
-
 def _write_hparams(path: Path, hparams: Mapping[str, Any]) -> None:
     # Loggers that share the folder each add theirs.
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(path.read_text(encoding="utf-8"))
-    _write_json(path, before | _json_value(hparams))
+    _write_json(path, before | json_value(hparams))
 
 
 def _write_json(path: Path, value: Any) -> None:

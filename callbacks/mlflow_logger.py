@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leyden.callbacks.logger import Logger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.logger import FolderLogger, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.model_summary import undisturbed
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 

@@ -287,8 +287,13 @@ class Strategy(ABC):
         """The mean of a number of items over the data ranks."""
         if self.data_size == 1:
             return num_items
-        dtype = torch.float32 if self.root_device.type == "mps" else torch.float64
-        items = torch.as_tensor(num_items, device=self.root_device).detach().to(dtype).reshape(())
+        device = self.root_device
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if isinstance(num_items, Tensor) and (num_items.device.type != "cpu" or device.type == "cpu"):
+            items = num_items.detach().to(device, dtype).reshape(())
+        else:
+            # Filled in there: to copy a number to a GPU waits until it has done all that it was given.
+            items = torch.full((), float(num_items), dtype=dtype, device=device)
         return self.reduce(items, reduction="mean")
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
@@ -345,8 +350,12 @@ class Strategy(ABC):
         if not grads:
             return
         if isinstance(factor, Tensor):
-            factor = factor.to(grads[0].device, non_blocking=True)
-        torch._foreach_mul_([grad for grad in grads if not grad.is_sparse], factor)
+            device = grads[0].device
+            # Not beside the host on the way to the CPU, which would multiply by what is not there yet.
+            factor = factor.to(device, non_blocking=device.type != "cpu")
+        dense = [grad for grad in grads if not grad.is_sparse]
+        if dense:
+            torch._foreach_mul_(dense, factor)
         for grad in grads:
             if grad.is_sparse:
                 grad.mul_(factor)
@@ -418,8 +427,8 @@ class Strategy(ABC):
         """True on every rank if it is true on one."""
         return flag
 
-    def aborts_on_shapes(self, group: Any = None) -> bool:
-        """True where a collective over tensors of different shapes would end the process, rather than raise."""
+    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
+        """True where a collective over such tensors, of different shapes, would end the process, rather than raise."""
         return False
 
     def differing(self, what: str, group: Any = None) -> list[str]:

@@ -25,7 +25,14 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.zero.engine import close_engine, import_deepspeed, join_group, make_engine, make_scheduler
+from leyden.strategies.zero.engine import (
+    close_engine,
+    device_number,
+    import_deepspeed,
+    join_group,
+    make_engine,
+    make_scheduler,
+)
 from leyden.strategies.zero.own_loop import OwnLoop
 from leyden.strategies.zero.state import (
     NamedOptimizer,
@@ -141,9 +148,11 @@ class DeepSpeedStrategy(OwnLoop):
             self.precision = HalfPrecision("bf16" if lower == "bf16" else "16")
         # What is "auto" yet, an Accelerator's prepare may fill.
         self.final_config(complete=False)
+        number = device_number(self.root_device, self.local_rank)
+        self.use_device()
         self._deepspeed = import_deepspeed(self.root_device, self.logging_level)
         super().setup_environment()
-        join_group(self._deepspeed, self.local_rank)
+        join_group(self._deepspeed, number)
 
     def final_config(self, complete: bool = True) -> dict[str, Any]:
         """What DeepSpeed is given.
@@ -351,7 +360,8 @@ class DeepSpeedStrategy(OwnLoop):
             torch._foreach_mul_(grads, factor)
         elif hasattr(sharded, "custom_loss_scaler"):
             # Its step divides by the loss scale what lies in flat buffers, in several forms, and knows the norm by it.
-            sharded.external_loss_scale = sharded.loss_scale / factor
+            # As a number, since what is offloaded is on another device; the step reads back what it has found anyway.
+            sharded.external_loss_scale = sharded.loss_scale / float(factor)
             sharded.custom_loss_scaler = True
         else:
             raise ConfigurationError(

@@ -32,6 +32,19 @@ class MissingExtraError(LeydenError, ImportError):
         super().__init__(f"{purpose} needs the package '{package}': pip install {install}")
 
 
+OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
+"""What is said by torch's allocators, CUDA itself, its libraries and the system."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the errors by which torch, a GPU's libraries and the system say that memory is short."""
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The hint that ends an error about an unknown name: the nearest known one, and all of them.
 

@@ -141,15 +141,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         return cls(**config, **kwargs)
 
     # environment ------------------------------------------------------------------------------------------------------
-    @property
-    def default_backend(self) -> str:
-        # What waits on the CPU is reduced there, too: the norm of its gradients, and a tensor that is asked for whole.
-        if self.root_device.type == "cuda" and self.settings["cpu_offload"]:
-            return "cpu:gloo,cuda:nccl"
-        return super().default_backend
-
     def setup_environment(self) -> None:
         super().setup_environment()
+        backend = dist.get_backend()
+        if self.root_device.type == "cuda" and self.settings["cpu_offload"] and "gloo" not in backend:
+            raise ConfigurationError(
+                f"cpu_offload reduces on the CPU what waits there, and the process group has the backend {str(backend)!r} alone: "
+                "leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
+            )
         if self.device_mesh is None:
             shape = self._shape()
             names = ("replicate", "shard")[-len(shape) :]

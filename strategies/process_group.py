@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import multiprocessing.util
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,10 +18,11 @@ from torch import Tensor
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.environment import RankEnvironment, rank_environment
+from leyden.strategies.launch.environment import CUDA_IN_USE, RankEnvironment, rank_environment
 from leyden.strategies.launch.failure import FirstFailure, end_with_parent, leave_stdin_to_rank_0
 from leyden.strategies.precision import Precision
 from leyden.strategies.regroup import Attempt, Connections, make_anew
+from leyden.strategies.single import find_device, with_index
 
 T = TypeVar("T")
 REDUCTIONS = {
@@ -64,7 +66,7 @@ class ProcessGroupStrategy(Strategy):
                 f"start_method={start_method!r} is not known. {nearest(start_method, self.start_methods)}"
             )
         self.start_method = start_method
-        self._own_devices = None if devices is None else [torch.device(device) for device in devices]
+        self._own_devices = None if devices is None else [with_index(device) for device in devices]
         self._own_nodes = num_nodes
         self.devices = self._own_devices or [torch.device("cpu")]
         self.num_nodes = num_nodes or 1
@@ -110,6 +112,12 @@ class ProcessGroupStrategy(Strategy):
 
     def _plan_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
         """The devices of this machine's ranks that the Trainer's arguments mean."""
+        place, count = self.place, parse_devices(devices)
+        counted = place is not None and 1 < place.local_world_size == count
+        shown = "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
+        if counted and shown and find_device(accelerator).type == "cuda":
+            # As many as there are ranks, and the starter shows each of them the one that is its own.
+            return find_devices(accelerator, 1) * place.local_world_size  # type: ignore[union-attr]
         return find_devices(accelerator, devices)
 
     def join(self, place: RankEnvironment | None) -> None:
@@ -150,13 +158,26 @@ class ProcessGroupStrategy(Strategy):
 
     @property
     def default_backend(self) -> str:
-        """The backend of the process group, where none is given."""
-        return "nccl" if self.root_device.type == "cuda" else "gloo"
+        """The backend of the process group, where none is given.
+
+        With a GPU, what waits on the CPU has one too: offloaded gradients, and what a user gathers. The group lasts as long as the
+        process, so a later run may need it where this one does not.
+        """
+        return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+
+    def use_device(self) -> None:
+        """Makes this rank's GPU the current one, before anything asks the device: it would ask the first one.
+
+        Raises:
+            ConfigurationError: in a rank that was forked from a process in which CUDA was in use.
+        """
+        if self.root_device.type == "cuda":
+            if torch.cuda._is_in_bad_fork():
+                raise ConfigurationError(CUDA_IN_USE)
+            torch.cuda.set_device(self.root_device)
 
     def setup_environment(self) -> None:
-        device = self.root_device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        self.use_device()
         if not dist.is_initialized():
             self._join(self.process_group_backend or self.default_backend)
         if self.host_group is None:
@@ -249,8 +270,9 @@ class ProcessGroupStrategy(Strategy):
     def any(self, flag: bool) -> bool:
         return self.exchange_flags([flag])()[0]
 
-    def aborts_on_shapes(self, group: Any = None) -> bool:
-        return bool(dist.get_backend(group) == "gloo")
+    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
+        backend = dist.get_backend(group)
+        return backend == "gloo" or ("cpu:gloo" in backend and any(tensor.device.type == "cpu" for tensor in tensors))
 
     def differing(self, what: str, group: Any = None) -> list[str]:
         within = self.host_group if group is None else group
@@ -347,8 +369,12 @@ def _watch(rank: int, size: int) -> None:
 def _host_group(timeout: timedelta) -> Any:
     """The default group where it is gloo's, else one beside it, made once."""
     global _host
-    if _host is None:
-        _host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    if _host is None and dist.get_backend() == "gloo":
+        _host = dist.group.WORLD
+    elif _host is None:
+        # A rank may wait in this one too when another gives an attempt up.
+        with _connections:
+            _host = dist.new_group(backend="gloo", timeout=timeout)
     return _host
 
 

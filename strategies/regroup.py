@@ -86,7 +86,7 @@ class Attempt:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._connections = connections
         self._done = threading.Event()
-        if dist.get_backend() == "nccl":
+        if "nccl" in dist.get_backend():
             # Its collectives wait on the device, which only this rank itself can break off.
             threading.Thread(target=self._watch, name="leyden-attempt", daemon=True).start()
 

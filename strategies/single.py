@@ -29,7 +29,8 @@ def find_device(accelerator: str = "auto") -> torch.device:
         raise ConfigurationError(
             f"accelerator={accelerator!r} needs a strategy that runs on XLA: use strategy='xla' or 'xla_fsdp'."
         )
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    # By the driver's list: is_available() would start CUDA, and a process that has started it cannot fork ranks that use it.
+    cuda, mps = torch.cuda.device_count() > 0, torch.backends.mps.is_available()
     if accelerator in ("auto", "gpu"):
         if not cuda and not mps:
             if accelerator == "gpu":
@@ -45,6 +46,20 @@ def find_device(accelerator: str = "auto") -> torch.device:
     if accelerator == "cpu":
         return torch.device("cpu")
     return torch.device(accelerator, 0)
+
+
+def with_index(device: torch.device | str) -> torch.device:
+    """The device by its number, as tensors on it tell theirs: "cuda" by itself is the current one.
+
+    Example:
+        >>> with_index("mps"), with_index("cuda:1"), with_index("cpu")
+        (device(type='mps', index=0), device(type='cuda', index=1), device(type='cpu'))
+    """
+    device = torch.device(device)
+    if ":" in str(device) or device.type not in ("cuda", "mps"):
+        return device
+    used = device.type == "cuda" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device(device.type, torch.cuda.current_device() if used else 0)
 
 
 class SingleDeviceStrategy(Strategy):
@@ -63,16 +78,17 @@ class SingleDeviceStrategy(Strategy):
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
         super().__init__(precision)
-        self._device = torch.device(device)
+        self._device = with_index(device)
 
     @property
     def root_device(self) -> torch.device:
         return self._device
 
     def setup_environment(self) -> None:
-        super().setup_environment()
+        # Before anything is asked of the device, which would be asked of the first one.
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
+        super().setup_environment()
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         for module in modules:

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -420,6 +421,47 @@ def test_a_run_that_failed_outside_of_a_window_goes_on_exactly(
     assert differences(outcome(trainer), whole) == []
 
 
+class Measuring(Tiny):
+    """Validates with a metric whose state a pass builds up, and with random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.mean.update(torch.rand(len(batch[0])))
+        self.log("mean", self.mean)
+
+
+class SavesInside(Callback):
+    """Saves at the first call of a hook, in the sanity check where there is one, else in the second validation."""
+
+    def __init__(self, hook: str, path: Path) -> None:
+        self.path = path
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: Trainer, module: TrainModule, *_: Any) -> None:
+        wanted = 0 if trainer.sanity_checking else 1
+        if trainer.progress.validations == wanted and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("sanity", [0, 2])
+@pytest.mark.parametrize(
+    "hook", ["on_validation_start", "on_validation_batch_start", "on_validation_batch_end", "on_validation_epoch_end"]
+)
+def test_what_is_saved_inside_a_validation_runs_it_again(hook: str, sanity: int, tmp_path: Path) -> None:
+    def run(*callbacks: Callback, seed: int = 3, **arguments: Any) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        trainer = trainer_in(tmp_path, *callbacks, enable_checkpointing=False, num_sanity_val_steps=sanity)
+        trainer.fit(Measuring(), *loaders(), **arguments)
+        return outcome(trainer)
+
+    whole = run(SavesInside(hook, tmp_path / "inside"))
+    assert differences(run(Counting(), seed=77, ckpt_path=tmp_path / "inside"), whole) == []
+
+
 # parts ------------------------------------------------------------------------------------------------------------------
 class Counting(Callback):
     """Has state of its own."""
@@ -522,6 +564,19 @@ def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: in
     trainer.fit(Tiny(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
     # Each epoch has five steps: one that is not done begins anew, one that is done ends.
     assert (trainer.current_epoch, trainer.global_step) == (1, step + left)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    class Other(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), 0.1)
+            return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.9)}
+
+    begun(tmp_path, max_epochs=1)
+    with pytest.raises(ConfigurationError, match="of another kind than SGD: it has no dampening, momentum"):
+        trainer_in(tmp_path).fit(Other(), *loaders(), ckpt_path="last")
+    parts = {"weights", "progress", "rng", "loaders"}
+    trainer_in(tmp_path, max_epochs=2).fit(Other(), *loaders(), ckpt_path="last", restore=parts)
 
 
 def test_weights_alone_are_no_resume(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -116,7 +117,7 @@ class DataModule(Hyperparameters):
                 batch_size=batch_size,
                 shuffle=shuffle,
                 num_workers=num_workers,
-                pin_memory=torch.cuda.is_available(),
+                pin_memory=torch.cuda.device_count() > 0,
             )
 
         def loaders(data: Any) -> Any:
@@ -128,5 +129,8 @@ class DataModule(Hyperparameters):
         for name, data in (("val", val_dataset), ("test", test_dataset), ("predict", predict_dataset)):
             if data is not None:
                 methods[f"{name}_dataloader"] = lambda self, data=data: loaders(data)
+        given = (train_dataset, val_dataset, test_dataset, predict_dataset, batch_size, num_workers)
+        # Pickled for ranks that are spawned, by what it was made of: they cannot import a class that is made here.
+        methods["__reduce__"] = lambda self: (partial(cls.from_datasets, *given, **init_kwargs), (), vars(self))
         # A subclass rather than instance attributes: the Trainer finds loaders by what a class overrides.
         return type(cls.__name__, (cls,), methods)(**init_kwargs)  # type: ignore[no-any-return]

@@ -167,11 +167,16 @@ class EpochValues:
         """The values of loaders of which this rank had no batch."""
         known: dict[Key, Value] = {}
         for told in self._strategy.all_gather_object(
-            {key: value for key, value in results.items() if value is not None}
+            {key: _on_host(value) for key, value in results.items() if value is not None}
         ):
             for key, value in told.items():
                 known.setdefault(key, value)
         return [(key, value) for key, value in sorted(known.items(), key=lambda pair: pair[0]) if key not in results]
+
+
+def _on_host(value: Value) -> Value:
+    """Pickled on a GPU it would come to the same GPU on every rank."""
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def over_ranks(strategy: Strategy) -> EpochValues | None:

@@ -39,11 +39,11 @@ def check_gathered(strategy: Strategy, share: Share | None, data: Any, group: An
             f"all_gather in a step: this global batch has {share.total} sample{'s'[: share.total != 1]} for {strategy.data_size} "
             f"ranks, and a rank without one cannot take part. {FIX}"
         )
-    if (share is None or share.even) and not strategy.aborts_on_shapes(group):
+    tensors: list[Tensor] = []
+    map_tensors(data, tensors.append)
+    if (share is None or share.even) and not strategy.aborts_on_shapes(tensors, group):
         return
-    shapes: list[str] = []
-    map_tensors(data, lambda tensor: shapes.append(_shape(tensor)))
-    found = strategy.differing(", ".join(shapes), group)
+    found = strategy.differing(", ".join(map(_shape, tensors)), group)
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(

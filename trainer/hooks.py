@@ -73,36 +73,17 @@ if TYPE_CHECKING:
 Call = Callable[..., Any]
 Wrapper = Callable[[str, Call], Call]
 
+STAGES = ("validation", "test", "predict")
+MOMENTS = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end", "model_eval", "model_train")
 EVENTS = (
-    *(
-        "setup",
-        "teardown",
-        "on_exception",
-        "on_fit_start",
-        "on_fit_end",
-        "on_sanity_check_start",
-        "on_sanity_check_end",
-    ),
+    *("setup", "teardown", "on_exception", "on_save_checkpoint", "on_load_checkpoint"),
+    *("on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
     *("on_train_start", "on_train_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    "on_before_optimizer_step",
-    *("on_save_checkpoint", "on_load_checkpoint"),
-    *(
-        f"on_{stage}_{moment}"
-        for stage in ("validation", "test", "predict")
-        for moment in (
-            "start",
-            "end",
-            "epoch_start",
-            "epoch_end",
-            "batch_start",
-            "batch_end",
-            "model_eval",
-            "model_train",
-        )
-    ),
-    "on_validation_model_zero_grad",
+    *("on_before_optimizer_step", "on_validation_model_zero_grad"),
+    *(f"on_{stage}_{moment}" for stage in STAGES for moment in MOMENTS),
 )
+"""What `Hooks` can be asked to call. (Steps, loaders, transfers and `configure_…` have one owner each, who is called directly.)"""
 
 
 def overrides(obj: object, name: str, base: type) -> bool:

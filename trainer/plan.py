@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError, is_out_of_memory
 from leyden.strategies.settings import RunSettings
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule
@@ -97,14 +97,6 @@ def where(trainer: Trainer) -> str:
     return f"step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch}) in {stage}"
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for the out-of-memory errors of a GPU and of the CPU's allocator."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and ("can't allocate memory" in text or "not enough memory" in text)
-
-
 def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
     """The same kind of error, saying where it happened and what to try."""
     device = trainer.strategy.root_device
@@ -121,7 +113,11 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
         "(2) precision='bf16-mixed', (3) activation checkpointing (torch.utils.checkpoint) or a sharding strategy. "
         f"The error was: {error}"
     )
-    return type(error)(message)
+    try:
+        return type(error)(message)
+    except TypeError:
+        # A class of somebody's own, with arguments of its own.
+        return RuntimeError(message)
 
 
 def in_better_words(trainer: Trainer, error: BaseException) -> BaseException:

@@ -11,6 +11,10 @@ from leyden.strategies.errors import ConfigurationError
 
 STARTER = "LEYDEN_STARTER"
 """Set by our own launchers: "script", "spawn", "fork"."""
+CUDA_IN_USE = (
+    "CUDA is in use already by this process, and cannot be forked: restart the kernel, and touch no GPU before fit (no "
+    "tensor.cuda(), no torch.cuda.is_available() or other call that asks the device); or use strategy='ddp_spawn'."
+)
 
 
 @dataclass(frozen=True, slots=True)

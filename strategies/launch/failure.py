@@ -21,8 +21,16 @@ from leyden.strategies.launch.environment import STARTER
 KEY = "failed"
 GRACE = 4.0
 """Seconds in which a rank may leave by itself after another one failed."""
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "connectFullMesh")
-"""What gloo and the store say when another rank is gone."""
+LOST = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "connectFullMesh"),
+    *(
+        "remote process exited",
+        "remote process exiting",
+        "Connection closed by remote peer",
+        "communicator was aborted",
+    ),
+)
+"""What gloo and the store, and in the second line NCCL, say when another rank is gone."""
 
 
 class FirstFailure:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.environment import STARTER
+from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER
 
 PATIENCE = 10.0
 """Seconds in which the others may end by themselves after one rank has failed."""
@@ -80,10 +80,7 @@ def _check_fork() -> None:
     if not hasattr(os, "fork"):
         raise ConfigurationError("this system cannot fork: use strategy='ddp_spawn'.")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        raise ConfigurationError(
-            "CUDA is in use already by this process, and cannot be forked: restart the kernel, and touch no GPU before fit (no "
-            "tensor.cuda(), no torch.cuda call that asks the device); or use strategy='ddp_spawn'."
-        )
+        raise ConfigurationError(CUDA_IN_USE)
 
 
 def free_port() -> int:
@@ -118,7 +115,7 @@ class _Watch:
         if self.failure is not None:
             self._raise(*self.failure)
         assert self.answer is not None
-        return torch.load(io.BytesIO(self.answer), weights_only=False)
+        return unpacked(self.answer)
 
     def _wait(self) -> None:
         deadline: float | None = None
@@ -187,7 +184,7 @@ def _rank(sender: Any, rank: int, count: int, port: int, starter: str, handed: A
     # A forked OpenMP has lost its threads, and would wait for them.
     torch.set_num_threads(1 if starter != "spawn" else max(1, (os.cpu_count() or 1) // count))
     try:
-        function, args = torch.load(io.BytesIO(handed), weights_only=False) if isinstance(handed, bytes) else handed
+        function, args = unpacked(handed) if isinstance(handed, bytes) else handed
         value = function(*args)
         answer = ("returned", packed(value) if rank == 0 else None)
     except SystemExit:
@@ -208,11 +205,16 @@ def packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def unpacked(data: bytes) -> Any:
+    """What was packed, its tensors on the CPU: another process's GPU is not this one's, and to load to it would take memory there."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
 def _pack(error: BaseException) -> bytes | None:
     """The error itself, if it can be pickled."""
     try:
         data = packed(error)
-        torch.load(io.BytesIO(data), weights_only=False)
+        unpacked(data)
     except Exception:
         return None
     return data
@@ -221,5 +223,5 @@ def _pack(error: BaseException) -> bytes | None:
 def _unpack(data: bytes | None) -> BaseException | None:
     if data is None:
         return None
-    found = torch.load(io.BytesIO(data), weights_only=False)
+    found = unpacked(data)
     return found if isinstance(found, BaseException) else None

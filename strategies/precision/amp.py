@@ -65,6 +65,13 @@ class MixedPrecision(Precision):
         self._done: set[int] = set()
         """Optimizers that stepped, or whose step was skipped, since the last update of the scale."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Pickled for ranks that are spawned, whose optimizers are made there.
+        return {**vars(self), "_registered": ()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _registered=WeakSet())
+
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._device_type, dtype=self.dtype)
 
@@ -96,8 +103,10 @@ class MixedPrecision(Precision):
             # The hook runs only if the scaler really steps: no second read-back is needed to learn that.
             optimizer.register_step_post_hook(self._note_step)
 
-    def _note_step(self, *_: Any) -> None:
-        self._stepped = True
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        # A fused optimizer skips in its kernel, by what the scaler found: read here as the scaler does for the others.
+        found = getattr(optimizer, "found_inf", None)
+        self._stepped = found is None or not bool(found)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

@@ -42,7 +42,11 @@ def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
     for grad in grads:
         by_device.setdefault(grad.device, []).append(grad)
     for device, own in by_device.items():
-        torch._foreach_mul_(own, factor.to(device, non_blocking=True) if isinstance(factor, Tensor) else factor)
+        if isinstance(factor, Tensor):
+            # Not beside the host on the way to the CPU, which would multiply by what is not there yet.
+            torch._foreach_mul_(own, factor.to(device, non_blocking=device.type != "cpu"))
+        else:
+            torch._foreach_mul_(own, factor)
 
 
 def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0) -> Tensor:

@@ -58,10 +58,26 @@ def import_deepspeed(device: torch.device, level: int = logging.WARNING) -> Any:
     return deepspeed
 
 
-def join_group(deepspeed: Any, local_rank: int) -> None:
-    """Lets DeepSpeed use the process group that there is."""
+def device_number(device: torch.device, local_rank: int) -> int:
+    """The number of this rank's device, which DeepSpeed takes from the variable LOCAL_RANK.
+
+    Raises:
+        ConfigurationError: if whoever started the ranks has set it to another one.
+    """
+    number = local_rank if device.index is None else device.index
+    given = os.environ.get("LOCAL_RANK") if "RANK" in os.environ else None
+    if given not in (None, str(number)):
+        raise ConfigurationError(
+            f"DeepSpeed runs a rank on the GPU of its number on the machine (LOCAL_RANK={given}), and this one is to run on {device}: "
+            "leave devices out and choose GPUs by CUDA_VISIBLE_DEVICES, the same for all ranks of the machine."
+        )
+    return number
+
+
+def join_group(deepspeed: Any, number: int) -> None:
+    """Lets DeepSpeed use the process group that there is, on the device of that number."""
     # It reads this one in steps of stage 3 too. It alone does not make a process look like one of several ranks.
-    os.environ.setdefault("LOCAL_RANK", str(local_rank))
+    os.environ["LOCAL_RANK"] = str(number)
     # Without these words it would look for mpi4py.
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
 

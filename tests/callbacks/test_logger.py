@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.csv_logger import CSVLogger
-from leyden.callbacks.logger import Logger, claim_version, flatten_hparams, plain_numbers
+from leyden.callbacks.logger import Logger, claim_version
+from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.tensorboard import TensorBoardLogger
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.module import TrainModule

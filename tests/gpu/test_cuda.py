@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, TQDMProgressBar
+from leyden.strategies.precision import MixedPrecision
 from leyden.trainer.logs import read_back
 
 # cuBLAS reads it when it makes its first workspace, which another test may do.
@@ -133,6 +134,23 @@ def test_the_weights_of_the_plain_loop(precision: str, digits: TensorDataset, tm
     assert not torch.equal(module.net[0].weight, Digits().cuda().net[0].weight)
 
 
+@pytest.mark.parametrize("optimizer", [{"foreach": True}, {"fused": True}])
+def test_steps_that_a_scaler_skips(optimizer: dict[str, bool], digits: TensorDataset, tmp_path: Path) -> None:
+    """A scale that is too large at first; a fused optimizer skips in its kernel."""
+
+    class Starts(Digits):
+        def configure_optimizers(self) -> Any:
+            made = torch.optim.AdamW(self.parameters(), 1e-3, **optimizer)
+            return [made], [{"scheduler": torch.optim.lr_scheduler.StepLR(made, 1, 0.5), "interval": "step"}]
+
+    module = Starts()
+    run = trainer(tmp_path, max_epochs=1, plugins=MixedPrecision("16", init_scale=2.0**40))
+    run.fit(module, DataLoader(digits, 64))
+    skipped = run.global_step - run.progress.stepped
+    assert run.global_step == 8 and skipped > 0
+    assert run.optimizers[0].param_groups[0]["lr"] == 1e-3 * 0.5**run.progress.stepped
+
+
 class SyncsAreErrors(Callback):
     """From the first batch to the last, torch raises on an operation that waits for the device unasked."""
 
@@ -168,6 +186,23 @@ def test_a_hundred_steps_without_a_sync(precision: str, digits: TensorDataset, t
     assert guard.batches == 100
     rows = next(tmp_path.rglob("metrics.csv")).read_text().splitlines()
     assert len(rows) > 2
+
+
+@pytest.mark.parametrize("where", ["number", "host", "device"])
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_items_that_weigh_a_window_without_a_sync(
+    where: str, strategy: str, digits: TensorDataset, tmp_path: Path
+) -> None:
+    class Items(Digits):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum")
+            counts = {"number": 64, "host": torch.tensor(64), "device": torch.full((), 64, device=self.device)}
+            return {"loss": loss, "num_items": counts[where]}
+
+    guard = SyncsAreErrors()
+    run = trainer(tmp_path, strategy=strategy, max_epochs=2, accumulate_grad_batches=3, callbacks=[guard])
+    run.fit(Items(), DataLoader(digits, 64, pin_memory=True))
+    assert guard.batches == 16
 
 
 def test_a_sync_in_a_step_is_found(digits: TensorDataset, tmp_path: Path) -> None:
@@ -269,5 +304,5 @@ def test_ddp_in_an_nccl_world_of_one(precision: str, digits: TensorDataset, tmp_
         deterministic=True,
     )
     fitted.fit(module, DataLoader(digits, 64, shuffle=True))
-    assert torch.distributed.get_backend() == "nccl" and fitted.strategy.name == "ddp"
+    assert torch.distributed.get_backend() == "cpu:gloo,cuda:nccl" and fitted.strategy.name == "ddp"
     assert_same_weights(expected, module)

@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 def reason() -> str:
     """Why these tests cannot run here; empty where they can."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
     if not torch.cuda.is_available():
         return "torch finds no CUDA device here"
     capability = torch.cuda.get_device_capability()

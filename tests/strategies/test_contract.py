@@ -477,3 +477,12 @@ def both(name: str) -> tuple[list[str], list[str], list[str]]:
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_strategies_of_several_ranks(name: str) -> None:
     assert run_world(2, both, name) == [([], OF_TWO_WINDOWS, [])] * 2
+
+
+def test_gradients_that_are_all_sparse_are_scaled() -> None:
+    strategy, table = SingleDeviceStrategy(), nn.Embedding(4, 2, sparse=True)
+    strategy.setup_optimizers([table], [torch.optim.SGD(table.parameters(), 0.1)])
+    table(torch.tensor([1])).sum().backward()
+    strategy.scale_gradients(0.5)
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense().tolist() == [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]

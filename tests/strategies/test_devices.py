@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from leyden import ConfigurationError, Trainer
-from leyden.strategies import find_strategy
+from leyden.strategies import SingleDeviceStrategy, find_strategy
+from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.devices import find_devices
+from leyden.strategies.precision import MixedPrecision
+from leyden.trainer.datamodule import DataModule
 
 CPU = torch.device("cpu")
 
@@ -17,8 +20,13 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that says it has four GPUs: enough for a plan, which starts nothing."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", starts_cuda)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+
+
+def starts_cuda() -> bool:
+    """What torch's own does: a process that was forked after it cannot use a GPU (torch 2.9 built for CUDA, tried)."""
+    raise AssertionError("is_available() starts CUDA in the process that is to fork ranks")
 
 
 @pytest.mark.parametrize(
@@ -79,3 +87,85 @@ def test_auto_means_one_device_in_an_interactive_session_and_says_so(
     assert "runs on one device" in capsys.readouterr().out
     asked = find_strategy("auto", "auto", 2)
     assert (asked.name, asked.start_method, asked.world_size) == ("ddp", "notebook", 2)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_nothing_before_the_ranks_starts_cuda() -> None:
+    """The fixture's is_available() fails."""
+    strategy = find_strategy("ddp_fork", "gpu", precision=MixedPrecision("16"))
+    assert strategy.awaits_ranks and strategy.root_device == torch.device("cuda", 0)
+    data = torch.utils.data.TensorDataset(torch.ones(4, 1))
+    assert DataModule.from_datasets(data, batch_size=2).train_dataloader().pin_memory
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "ranks", "devices", "indices"),
+    [
+        # torchrun on all GPUs of a machine, and on some of them.
+        (8, None, 8, "auto", list(range(8))),
+        (8, None, 2, "auto", [0, 1]),
+        (8, None, 2, [2, 3], [2, 3]),
+        (8, "4,5", 2, 2, [0, 1]),
+        # SLURM's --gpus-per-task=1: each rank sees its own, as number 0.
+        (1, "3", 4, "auto", [0, 0, 0, 0]),
+        (1, "3", 4, 4, [0, 0, 0, 0]),
+        (1, None, 1, 1, [0]),
+    ],
+)
+def test_the_gpu_of_each_rank(
+    count: int,
+    visible: str | None,
+    ranks: int,
+    devices: Any,
+    indices: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count if visible is None else min(count, len(visible)))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    variables = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    if visible is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = visible  # type: ignore[assignment]
+    for rank in range(ranks):
+        for name, value in {**variables, "RANK": rank, "LOCAL_RANK": rank}.items():
+            monkeypatch.setenv(name, str(value))
+        strategy = DDPStrategy()
+        strategy.place_on("auto", devices, 1)
+        assert strategy.root_device == torch.device("cuda", indices[rank])
+
+
+def test_ranks_without_a_gpu_each_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    variables = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    for name, value in {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match="started 4 ranks on a machine with 2 GPUs: start one rank for each"):
+        DDPStrategy().place_on("auto", "auto", 1)
+    # As many as the ranks are asked for by number, and they are not there.
+    with pytest.raises(ConfigurationError, match="there is no cuda:2"):
+        DDPStrategy().place_on("auto", 4, 1)
+
+
+def test_a_device_without_a_number_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.cuda.set_device refuses the bare name, and no tensor's device equals it."""
+    assert SingleDeviceStrategy("cuda").root_device == torch.device("cuda", 0)
+    assert SingleDeviceStrategy("mps").root_device == torch.device("mps", 0)
+    assert SingleDeviceStrategy("cpu").root_device == CPU
+    assert DDPStrategy(devices=[torch.device("cuda")]).root_device == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert SingleDeviceStrategy("cuda").root_device == torch.device("cuda", 2)
+
+
+def test_the_device_is_current_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """is_bf16_supported() asks the current device, and takes memory there."""
+    order: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", order.append)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: order.append("bf16") or True)
+    SingleDeviceStrategy("cuda:1", MixedPrecision("bf16")).setup_environment()
+    assert order == [torch.device("cuda", 1), "bf16"]
+
+
+def test_a_rank_that_was_forked_too_late_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    with pytest.raises(ConfigurationError, match="CUDA is in use already.*is_available.*ddp_spawn"):
+        DDPStrategy(devices=[torch.device("cuda", 0)]).setup_environment()

@@ -135,3 +135,32 @@ def test_an_optimizer_is_hooked_once() -> None:
     for _ in range(3):
         precision.register(optimizer)
     assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+class Overflowing(TrainModule):
+    """Its second batch has gradients without an end, and its optimizer is fused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 1, bias=False)
+        self.weights: list[list[float]] = []
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.weights.append(self.net.weight.flatten().tolist())
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.net(batch[0]).float().mean() * (float("inf") if batch_idx == 1 else 1.0)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1.0, fused=True)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), "interval": "step"}]
+
+
+def test_a_step_that_a_fused_optimizer_skips_is_one_that_was_skipped(quiet: dict[str, Any]) -> None:
+    """It is called all the same, and skips within its kernel: its schedulers must not step."""
+    module = Overflowing()
+    trainer = Trainer(plugins=MixedPrecision("16", init_scale=16.0), **quiet)
+    trainer.fit(module, BATCHES)
+    assert module.weights[0] != module.weights[1] and module.weights[1] == module.weights[2]
+    assert module.rates == [1.0, 0.5, 0.5]
+    assert (trainer.global_step, trainer.progress.stepped) == (3, 2)

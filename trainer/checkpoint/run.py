@@ -255,13 +255,14 @@ def _schedulers(trainer: Trainer) -> dict[str, Any]:
 
 def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> dict[str, Any]:
     """What each rank has of its own: place in the data, sums of logged values, metrics, random numbers."""
+    before = None if loop is None else loop.validation.before_pass()
     return {
         "loader": None if loop is None else loop.loader_state(progress),
         "logs": trainer.logs.state_dict(trainer.module),
-        "metrics": metric_states(trainer.module.named_modules()),
+        "metrics": metric_states(trainer.module.named_modules()) if before is None else before["metrics"],
         "seed": torch.initial_seed() % 2**63,
         # Last, since everything before it may draw.
-        "rng": rng_state(),
+        "rng": rng_state() if before is None else before["rng"],
     }
 
 

@@ -40,12 +40,18 @@ def live_state(devices: bool = True) -> dict[str, Any]:
 
         state["numpy"] = np.random.get_state(legacy=False)
     if devices and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
+        state["cuda"] = [torch.cuda.get_rng_state(index) for index in _cuda_devices()]
     if devices and torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     if devices and runtime.is_used():
         state["xla"] = runtime.rng_state()
     return state
+
+
+def _cuda_devices() -> list[int]:
+    """The GPU of this rank, then the others: a rank that goes on, or takes another's numbers, may have one of another number."""
+    own = torch.cuda.current_device()
+    return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -74,8 +80,8 @@ def set_rng_state(state: dict[str, Any]) -> None:
         import numpy as np
 
         np.random.set_state(with_arrays(state["numpy"]))
-    if "cuda" in state and torch.cuda.is_available():
-        for index, value in enumerate(state["cuda"][: torch.cuda.device_count()]):
+    if "cuda" in state and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        for index, value in zip(_cuda_devices(), state["cuda"], strict=False):
             torch.cuda.set_rng_state(on_cpu(value), index)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(on_cpu(state["mps"]))

@@ -75,6 +75,9 @@ class Step(ABC):
 class AutomaticStep(Step):
     """Leyden calls zero_grad, backward and step; all optimizers step once per window.
 
+    Which parts of a step have something to do (hooks, clipping, a gradient scaler) is found out once, at set-up, so that the others
+    cost nothing.
+
     Raises:
         ConfigurationError: if an optimizer that evaluates the loss several times (LBFGS) meets something that cannot.
     """
@@ -103,6 +106,7 @@ class AutomaticStep(Step):
             or overrides(self.strategy, "step", Strategy)
             or overrides(self.strategy.precision, "step", Precision)
         )
+        """Nothing but `optimizer.step()` belongs to a step."""
         self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         self.hooks_step = self.hooks.listens("on_before_optimizer_step")
         self.hooks.backward = module.backward if overrides(module, "backward", TrainModule) else None
@@ -112,6 +116,7 @@ class AutomaticStep(Step):
         if self.closure_optimizer is not None:
             self._check_closure(self.closure_optimizer)
         self.outputs: Any = None
+        """What `training_step` returned in the batch that closes the window: the closure of `optimizer_step` returns its loss."""
 
     def _check_closure(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.data.rng import isolated_rng, undoing
+from leyden.trainer.data.rng import isolated_rng, rng_state, undoing
 from leyden.trainer.logs import load_metric_states, metric_states
 from leyden.trainer.loops.evaluate import EvaluationLoop
 
@@ -38,6 +38,7 @@ class Validation:
         self._every: int | None = None
         """Batches between two validations; None for the end of an epoch, or an interval in time."""
         self.loop: EvaluationLoop | None = None
+        self._before: dict[str, Any] | None = None
 
     def load(self, again: bool = False) -> None:
         """Gets the validation loaders, unless they are there."""
@@ -55,7 +56,7 @@ class Validation:
         trainer.hooks.fire_all("on_sanity_check_start")
         self.load()
         if self.loop is not None:
-            with isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
+            with self._remembering(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
                 self.loop.run(limit=None if count == -1 else count)
         trainer.hooks.fire_all("on_sanity_check_end")
         trainer.state.sanity_checking = False
@@ -117,35 +118,55 @@ class Validation:
         self._clock.note()
         self._trainer.strategy.synchronize_buffers()
         self._progress.seconds_at_validation = self._progress.seconds
-        undo = self._undoing()
         done = False
-        try:
-            done = self.loop.run() is not None
-        finally:
-            if not done:
-                # After an error the device may be unusable, and the error is what counts.
-                with suppress(Exception):
-                    undo()
+        with self._remembering():
+            undo = self._undoing()
+            try:
+                done = self.loop.run() is not None
+            finally:
+                if not done:
+                    # After an error the device may be unusable, and the error is what counts.
+                    with suppress(Exception):
+                        undo()
         if self._agreement is not None:
             self._agreement.exchange()
         return done
 
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Keeps what loaders, metrics and random numbers are before a pass for what is saved inside the block."""
+        assert self.loop is not None
+        metrics = metric_states(self._trainer.module.named_modules())
+        self._before = {"loaders": self.loop.loader_states(), "metrics": metrics, "rng": rng_state()}
+        try:
+            yield
+        finally:
+            self._before = None
+
+    def before_pass(self) -> dict[str, Any] | None:
+        """Returns "loaders", "metrics" and "rng" from before the pass that runs, which a resume runs again; None outside of one."""
+        runs_again = self._trainer.sanity_checking or self._progress.phase == "stepped"
+        return self._before if runs_again else None
+
     def _undoing(self) -> Callable[[], None]:
         """Returns what brings loaders, metrics and random numbers back to now: an interrupted pass is run again."""
-        assert self.loop is not None
-        loop, modules = self.loop, list(self._trainer.module.named_modules())
-        loaders, metrics = loop.loader_states(), metric_states(modules)
+        assert self.loop is not None and self._before is not None
+        loop, before, modules = self.loop, self._before, list(self._trainer.module.named_modules())
         undo_rng = undoing([cursor.loader for cursor, _ in loop.loaders])
 
         def undo() -> None:
-            loop.load_loader_states(loaders)
-            load_metric_states(modules, metrics)
+            loop.load_loader_states(before["loaders"])
+            load_metric_states(modules, before["metrics"])
             undo_rng()
 
         return undo
 
     def loader_states(self) -> list[dict[str, Any]]:
         """Where the validation loaders stand between two passes."""
+        before = self.before_pass()
+        if before is not None:
+            found: list[dict[str, Any]] = before["loaders"]
+            return found
         return [] if self.loop is None else self.loop.loader_states()
 
     def load_loader_states(self, states: list[dict[str, Any]]) -> None:

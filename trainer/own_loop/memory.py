@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, is_out_of_memory
 from leyden.strategies.launch.failure import is_lost
 
 if TYPE_CHECKING:
     from leyden.strategies.regroup import Attempt
     from leyden.trainer.accelerator import Accelerator
 
-SIGNS = ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "can't allocate memory")
+NO_WORKSPACE = "CUDNN_STATUS_NOT_SUPPORTED"
+"""cuDNN's error where no algorithm fits into the memory that is left; it has other causes too."""
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -38,18 +39,11 @@ def release_memory(*objects: Any) -> list[None]:
     count = len(objects)
     del objects
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
     return [None] * count
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True for the errors that torch and the system raise when memory runs out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS)
 
 
 def find_executable_batch_size(
@@ -128,7 +122,7 @@ def _attempt(
     try:
         result = function(size, *args, **kwargs)
     except Exception as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or NO_WORKSPACE in str(error):
             # Its traceback holds the frames, and they hold the tensors that did not fit.
             failed = f"{type(error).__name__}: {error}"
         elif not isinstance(error, RuntimeError) or attempt is None:

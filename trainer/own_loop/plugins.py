@@ -29,6 +29,10 @@ class DataLoaderConfiguration:
         data_seed: seed of that order; torch's initial seed if left out.
         non_blocking: let copies to the device run beside the host; they do so anyway where it helps (cuda, xpu).
         use_stateful_dataloader: kept for scripts: every loader's place is saved and found again here.
+
+    Example:
+        >>> DataLoaderConfiguration(even_batches=False).dispatch_batches is None
+        True
     """
 
     split_batches: bool = False
@@ -51,6 +55,13 @@ class GradientAccumulationPlugin:
         sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False keeps counting
             in the next epoch.
         sync_each_batch: send gradients to the other ranks with every batch (FSDP then never holds whole ones).
+
+    Raises:
+        ConfigurationError: if `num_steps` is not a whole number from 1.
+
+    Example:
+        >>> GradientAccumulationPlugin(num_steps=4).sync_with_dataloader
+        True
     """
 
     num_steps: int = 1
@@ -74,6 +85,13 @@ class ProjectConfiguration:
         total_limit: keep so many of these; older ones are removed after the new one is committed.
         iteration: number of the next one.
         save_on_each_node: every machine keeps its own files.
+
+    Raises:
+        ConfigurationError: if `total_limit` is below 1.
+
+    Example:
+        >>> ProjectConfiguration("runs", automatic_checkpoint_naming=True, total_limit=2).logging_dir
+        'runs'
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -106,6 +124,14 @@ class AutocastKwargs(KwargsHandler):
     Attributes:
         enabled: False runs a block of `accelerator.autocast(AutocastKwargs(enabled=False))` in full precision.
         cache_enabled: keep the half-precision copies of weights within a forward pass.
+
+    Example:
+        >>> import torch
+        >>> from leyden import Accelerator
+        >>> accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        >>> with accelerator.autocast(AutocastKwargs(enabled=False)):
+        ...     torch.is_autocast_enabled("cpu")
+        False
     """
 
     enabled: bool = True
@@ -120,6 +146,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_hook: how gradients are sent: "no", "fp16", "bf16", "power_sgd" or "batched_power_sgd".
         comm_wrapper: "no", "fp16" or "bf16": compress what a power_sgd hook sends.
         comm_state_option: arguments of PowerSGDState.
+
+    The others are DDP's own, of the same names.
+
+    Example:
+        >>> DistributedDataParallelKwargs(find_unused_parameters=True).arguments()
+        {'find_unused_parameters': True}
     """
 
     dim: int = 0
@@ -224,6 +256,12 @@ class ProfileKwargs(KwargsHandler):
         schedule_option: arguments of `torch.profiler.schedule`.
         on_trace_ready: called with the profile.
         output_trace_dir: each rank writes its trace there, as `profile_<rank>.json`.
+
+    The others are the profiler's own, of the same names.
+
+    Example:
+        >>> type(ProfileKwargs(activities=["cpu"]).build()).__name__
+        'profile'
     """
 
     activities: Sequence[str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import ConfigurationError, Trainer, TrainModule
+from leyden import ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
 from leyden.strategies.errors import LeydenError
+from leyden.strategies.launch.functions import packed, unpacked
 
 
 class Module(TrainModule):
@@ -216,3 +218,32 @@ def test_a_session_without_a_file(arguments: list[str], strategy: str, why: str,
         found.stderr
     )
     assert "DONE 2" in found.stdout and "True" in found.stdout, found.stderr
+
+
+def test_what_was_packed_on_a_gpu_comes_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank would load it to the GPU that the caller had it on, and the caller to that of rank 0."""
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+    data = packed({"x": torch.arange(3)})
+    with pytest.raises(RuntimeError, match="CUDA"):
+        torch.load(io.BytesIO(data))
+    found = unpacked(data)["x"]
+    assert found.device.type == "cpu" and found.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
+def test_a_trainer_of_any_precision_can_be_handed_to_ranks(precision: str) -> None:
+    trainer = unpacked(packed(Trainer(strategy="ddp_spawn", accelerator="cpu", devices=2, precision=precision)))
+    plugin = trainer.strategy.precision
+    plugin.check(torch.device("cpu"))
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
+    for _ in range(2):
+        plugin.register(optimizer)
+    assert plugin.name == precision and len(optimizer._optimizer_step_post_hooks) == (precision == "16-mixed")
+
+
+def test_a_data_module_of_data_sets_can_be_handed_to_ranks() -> None:
+    data = DataModule.from_datasets(TensorDataset(torch.arange(6)), batch_size=2)
+    data.note = "kept"  # type: ignore[attr-defined]
+    found = unpacked(packed(data))
+    assert isinstance(found, DataModule) and found.note == "kept"  # type: ignore[attr-defined]
+    assert len(found.train_dataloader()) == 3 and found.train_dataloader().batch_size == 2

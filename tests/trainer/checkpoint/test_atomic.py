@@ -301,3 +301,50 @@ def test_delete_takes_only_checkpoints(tmp_path: Path, write: Any) -> None:
     assert is_checkpoint(path)
     delete(path)
     assert sorted(os.listdir(tmp_path)) == ["link", "mine"]
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What is asked of the disk, in order: which file or folder is flushed, renamed (with its new name) or removed."""
+    seen: list[tuple[str, str]] = []
+    fsync, rename, unlink = os.fsync, os.rename, os.unlink
+
+    def flushed(descriptor: int) -> None:
+        seen.append(("flush", os.path.realpath(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def renamed(old: Any, new: Any, **kwargs: Any) -> None:
+        seen.append(("rename", os.path.basename(new)))
+        rename(old, new, **kwargs)
+
+    def unlinked(path: Any, **kwargs: Any) -> None:
+        seen.append(("unlink", os.path.basename(path)))
+        unlink(path, **kwargs)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "unlink", unlinked)
+    return seen
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="names of open files are read from /proc")
+def test_everything_is_on_the_disk_before_it_is_named_and_named_before_anything_is_removed(
+    tmp_path: Path, events: list[tuple[str, str]]
+) -> None:
+    """What a power cut leaves: renames and removals reach the disk in the order of the flushes between them."""
+    with CheckpointWriter(tmp_path / "saved") as writer:
+        writer.model({"weight": torch.ones(4, 3)})
+        writer.state("user", {"names": torch.arange(3)})
+        path = writer.commit(progress={})
+    named = events.index(("rename", "saved"))
+    before = [name for kind, name in events[:named] if kind == "flush"]
+    files = {file for file in path.rglob("*") if file.is_file()}
+    assert {os.path.basename(name) for name in before} >= {file.name for file in files}
+    staged = os.path.dirname(next(name for name in before if name.endswith("manifest.json")))
+    assert before[-1] == staged and events[named + 1 :] == [("flush", str(tmp_path.resolve()))]
+
+    events.clear()
+    delete(path)
+    kinds = [kind for kind, _ in events]
+    assert kinds[:2] == ["rename", "flush"] and events[1] == ("flush", str(tmp_path.resolve()))
+    assert set(kinds[2:]) == {"unlink"} and len(kinds) == 2 + len(files)

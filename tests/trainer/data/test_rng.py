@@ -131,3 +131,45 @@ def test_a_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_a_seed_out_of_range(seed: int) -> None:
     with pytest.raises(ConfigurationError, match="from 0 to 4294967295"):
         seed_everything(seed)
+
+
+class Gpus:
+    """torch's generators of three GPUs, without the GPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
+        self.states = {index: torch.full((16,), index, dtype=torch.uint8) for index in range(3)}
+        self.current = current
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: self.current)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda index: self.states[index])
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: self.states.update({index: state}))
+
+    def numbers(self) -> list[int]:
+        return [int(state[0]) for state in self.states.values()]
+
+
+def test_a_ranks_gpu_goes_on_under_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on cuda:2 that goes on as cuda:0, on another machine or of another starter, draws what it would have drawn."""
+    gpus = Gpus(monkeypatch, current=2)
+    state = rng_state()
+    gpus.states = {index: torch.full((16,), 9, dtype=torch.uint8) for index in range(3)}
+    set_rng_state(state)
+    assert gpus.numbers() == [0, 1, 2]
+    gpus.current = 0
+    set_rng_state(state)
+    assert gpus.numbers() == [2, 0, 1]
+    # A machine with fewer.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    gpus.states = {0: torch.full((16,), 9, dtype=torch.uint8)}
+    set_rng_state(state)
+    assert gpus.numbers() == [2]
+
+
+def test_a_process_that_uses_no_gpu_starts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch, current=0)
+    state = rng_state()
+    gpus.states = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    set_rng_state(state)
+    assert gpus.states == {} and "cuda" not in rng_state()

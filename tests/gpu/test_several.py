@@ -1,0 +1,128 @@
+"""What needs two GPUs: NCCL between ranks, the hosts' gloo beside it, and ranks that are forked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Accelerator, Trainer, TrainModule, find_executable_batch_size
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [
+    pytest.mark.gpu,
+    # By the driver's list: ranks are forked from what this process has imported.
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+
+
+class Regression(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(64, 8, generator=generator), torch.randn(64, 1, generator=generator))
+
+
+def fitted(strategy: str, batch_size: int, **arguments: Any) -> tuple[list[float], Trainer]:
+    torch.manual_seed(0)
+    module = Regression()
+    trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **{**QUIET, **arguments})
+    trainer.fit(module, DataLoader(data(), batch_size))
+    weights = trainer.strategy.full_state_dict(module)
+    return [number for value in weights.values() for number in value.flatten().tolist()], trainer
+
+
+def every_way() -> dict[str, Any]:
+    """One process after the other way of working: they share a process group."""
+    found: dict[str, Any] = {}
+    for strategy in ("ddp", "fsdp", "fsdp_cpu_offload"):
+        found[strategy], trainer = fitted(strategy, 8)
+    strategy, rank = trainer.strategy, trainer.global_rank
+    found["device"] = str(strategy.root_device)
+    found["host"] = strategy.all_gather(torch.tensor([rank])).tolist()
+    found["gpu"] = strategy.all_gather(torch.tensor([rank], device=strategy.root_device)).tolist()
+    found["objects"] = strategy.all_gather_object({"rank": rank})
+    found["memory elsewhere"] = [torch.cuda.memory_allocated(index) for index in range(2) if index != rank]
+    return found
+
+
+def test_nccl_trains_as_one_gpu_does() -> None:
+    expected, _ = fitted("single_device", 16, devices=1, accelerator="cpu")
+    for rank, found in enumerate(run_world(2, every_way)):
+        assert found["device"] == f"cuda:{rank}" and found["memory elsewhere"] == [0]
+        assert found["host"] == found["gpu"] == [[0], [1]] and found["objects"] == [{"rank": 0}, {"rank": 1}]
+        for strategy in ("ddp", "fsdp", "fsdp_cpu_offload") if rank == 0 else ("ddp",):
+            assert found[strategy] == pytest.approx(expected, abs=1e-5), strategy
+
+
+def short_of_memory() -> list[int]:
+    accelerator = Accelerator()
+    sizes: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        sizes.append(batch_size)
+        accelerator.free_memory()
+        model, loader = nn.Linear(8, 1), DataLoader(data(), batch_size)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        for step, (x, y) in enumerate(loader):
+            if step == 2 and batch_size > 1 and accelerator.is_last_process:
+                torch.empty(2**44, device=accelerator.device)
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        # The other rank waits here, on its device.
+        accelerator.gather(torch.ones(1, device=accelerator.device)).sum().item()
+
+    train()
+    return sizes
+
+
+def test_ranks_that_wait_on_their_gpu_are_woken_when_one_is_short_of_memory() -> None:
+    assert run_world(2, short_of_memory, timeout=120) == [[4, 2, 1]] * 2
+
+
+FORKED = """
+import torch
+from gpu.test_several import QUIET, Regression, data
+from leyden import DataModule, Trainer
+module = Regression()
+trainer = Trainer(strategy="{strategy}", devices=2, precision="16-mixed", max_epochs=1, **QUIET)
+trainer.fit(module, DataModule.from_datasets(data(), batch_size=8))
+print("steps", trainer.global_step, "cuda in the caller", torch.cuda.is_initialized())
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_ranks_of_a_process_that_has_touched_no_gpu(strategy: str) -> None:
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED.format(strategy=strategy)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "steps 4 cuda in the caller False" in done.stdout

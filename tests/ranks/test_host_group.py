@@ -1,0 +1,148 @@
+"""Where the process group is not gloo's, as with NCCL, ranks have a group of gloo's beside it: what goes through which of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks.world import run_world
+from silent_device import SILENT, Begins, Waits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Accelerator, Callback, ConfigurationError, Trainer, TrainModule, find_executable_batch_size
+from leyden.strategies.ddp import DDPStrategy
+
+COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "barrier", "_all_gather_base", "gather", "reduce_scatter")
+
+
+class Words(TrainModule):
+    """Items that weigh, a buffer, and values of the host that are logged."""
+
+    def __init__(self, by_number: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        self.by_number = by_number
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        items = len(batch[0])
+        self.log("items", items, on_epoch=True)
+        counted = items if self.by_number else torch.full((), items, device=self.device)
+        return {"loss": self.net(batch[0]).sum(), "num_items": counted}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-3)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "interval": "step"}]
+
+
+class Recorder:
+    """Which collective was given tensors of which device, and by which group."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str]] = set()
+        for name in COLLECTIVES:
+            setattr(dist, name, self.noting(getattr(dist, name)))
+
+    def noting(self, function: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group")
+            parts = [part for arg in args for part in (arg if isinstance(arg, list) else [arg])]
+            for kind in {part.device.type for part in parts if isinstance(part, Tensor)}:
+                self.seen.add((str(dist.get_backend(group)), kind))
+            return function(*args, **kwargs)
+
+        return collective
+
+
+class StopsEarly(Callback):
+    """One rank alone wishes to end."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        trainer.should_stop = trainer.should_stop or (trainer.global_rank == 1 and trainer.global_step == 2)
+
+
+def keeps_bucket(state: Any, bucket: Any) -> Any:
+    """The backend "fake" gives DDP no answer."""
+    sent: Any = torch.futures.Future()
+    sent.set_result(bucket.buffer())
+    return sent
+
+
+def on_a_device_that_tells_nothing(by_number: bool) -> tuple[set[tuple[str, str]], list[str], int, list[str]]:
+    # Registers the backend "fake", which moves nothing.
+    import torch.testing._internal.distributed.fake_pg
+
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=2)
+    recorder = Recorder()
+    # DDP itself sends numbers of the host to compare shapes and to order its buckets, unless it is told not to.
+    strategy = DDPStrategy(
+        devices=[SILENT] * 2,
+        ddp_comm_hook=keeps_bucket,
+        init_sync=False,
+        find_unused_parameters=True,
+    )
+    waits = Waits()
+    off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        strategy=strategy,
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        gradient_clip_val=1.0,
+        callbacks=[StopsEarly(), Begins(waits)],
+        **off,
+    )
+    module = Words(by_number)
+    # 11 batches on each rank, of which the last is smaller: windows of 3, 3, 3 and 2.
+    with waits:
+        trainer.fit(module, DataLoader(TensorDataset(torch.ones(86, 3, device=SILENT)), 4, shuffle=True))
+    told = strategy.all_gather_object(f"rank {trainer.global_rank}")
+    return recorder.seen, waits.found, trainer.global_step, told
+
+
+@pytest.mark.parametrize("by_number", [True, False])
+def test_tensors_of_the_device_and_words_of_the_host_go_by_groups_of_their_own(by_number: bool) -> None:
+    for seen, waits, steps, told in run_world(2, on_a_device_that_tells_nothing, by_number, timeout=120):
+        # NCCL refuses tensors of the CPU, and gloo those of a device that it does not know.
+        assert seen == {("fake", "meta"), ("gloo", "cpu")}
+        assert waits == []
+        assert steps == 3 and told == ["rank 0", "rank 1"]
+
+
+def waits_on_the_host(backend: str) -> tuple[list[int], bool]:
+    accelerator = Accelerator(strategy=DDPStrategy(process_group_backend=backend), cpu=True)
+    sizes: list[int] = []
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        sizes.append(batch_size)
+        if batch_size > 1 and accelerator.is_last_process:
+            raise MemoryError("only here")
+        accelerator.wait_for_everyone()
+
+    train()
+    return sizes, accelerator.strategy.host_group is dist.group.WORLD
+
+
+def test_a_rank_that_waits_in_the_group_of_the_hosts_is_woken_too() -> None:
+    for sizes, is_one_group in run_world(2, waits_on_the_host, "cpu:gloo,cuda:gloo", timeout=60):
+        assert sizes == [4, 2, 1] and not is_one_group
+
+
+def gathers_unlike(backend: str) -> str:
+    trainer = Trainer(strategy=DDPStrategy(process_group_backend=backend), accelerator="cpu", logger=False)
+    trainer.strategy.setup_environment()
+    try:
+        trainer.accelerator.all_gather(torch.ones(2 + trainer.global_rank))
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def test_tensors_of_the_cpu_that_gloo_would_abort_over_are_compared_beside_nccl_too() -> None:
+    for told in run_world(2, gathers_unlike, "cpu:gloo,cuda:gloo", timeout=60):
+        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in told

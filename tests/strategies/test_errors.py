@@ -1,0 +1,57 @@
+"""Which errors mean that memory is short, and what a run makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.errors import is_out_of_memory
+
+
+class TwoArguments(RuntimeError):
+    def __init__(self, place: str, text: str) -> None:
+        super().__init__(f"{place}: {text}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        # The runtime itself: no context, or no pinned memory, could be made.
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        TwoArguments("NCCL", "Cuda failure 2 'out of memory'"),
+        MemoryError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_is_short(error: Exception, tmp_path: Path) -> None:
+    assert is_out_of_memory(error)
+
+    class Short(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise error
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **off)
+    kind = RuntimeError if isinstance(error, TwoArguments) else type(error)
+    with pytest.raises(kind, match=r"out of memory on cpu in step 0.*\(2, 2\) float32.*Try \(1\)") as caught:
+        trainer.fit(Short(), [torch.ones(2, 2)])
+    assert caught.value.__cause__ is error
+
+
+def test_others_are_not_that() -> None:
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not is_out_of_memory(ValueError("out of memory"))

@@ -1,0 +1,101 @@
+"""Nothing in a step waits for the device: neither by reading a value, nor by a copy to it. On a device that has no values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from silent_device import SILENT, Begins, Waits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Accelerator, Trainer, TrainModule
+from leyden.strategies import SingleDeviceStrategy
+
+
+class Net(TrainModule):
+    """Logs in every way, and weighs by items."""
+
+    def __init__(self, items: str) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+        self.items = items
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch[0]).square().sum()
+        for reduction in ("mean", "sum", "max", "min"):
+            self.log(reduction, loss, prog_bar=True, on_step=True, on_epoch=True, reduce_fx=reduction)
+        self.log("number", len(batch[0]), on_epoch=True)
+        counts = {"number": len(batch[0]), "host": torch.tensor(4), "device": torch.full((), 4, device=self.device)}
+        return loss if self.items == "none" else {"loss": loss, "num_items": counts[self.items]}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 1e-3)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}]
+
+
+@pytest.mark.parametrize("items", ["none", "number", "host", "device"])
+@pytest.mark.parametrize("clip", ["norm", "value"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_fit_on_a_device_that_tells_nothing(items: str, clip: Any, precision: str, tmp_path: Path) -> None:
+    waits = Waits()
+    off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        strategy=SingleDeviceStrategy(SILENT),
+        precision=precision,
+        accumulate_grad_batches=3,
+        gradient_clip_val=1.0,
+        gradient_clip_algorithm=clip,
+        max_epochs=2,
+        callbacks=[Begins(waits)],
+        default_root_dir=tmp_path,
+        **off,
+    )
+    with waits:
+        trainer.fit(Net(items), DataLoader(TensorDataset(torch.ones(40, 3, device=SILENT)), 4, shuffle=True))
+    # 10 batches: windows of 3, 3, 3 and 1.
+    assert trainer.global_step == 8
+    assert waits.found == []
+
+
+def test_a_loop_of_ones_own_on_it() -> None:
+    accelerator = Accelerator(strategy=SingleDeviceStrategy(SILENT), gradient_accumulation_steps=2)
+    # The model first: on its way to this device it is given new parameters.
+    model = accelerator.prepare(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(TensorDataset(torch.ones(10, 3, device=SILENT)), 2)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    with Waits() as waits:
+        waits.counts = True
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum(), num_items=len(x))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert waits.found == []
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda loss: loss.item(),
+        lambda loss: loss > 0 or None,
+        lambda loss: loss.cpu(),
+        lambda loss: torch.tensor(1.0, device=SILENT),
+        lambda loss: torch.ones(2).to(SILENT),
+    ],
+)
+def test_what_waits_is_found(wait: Any) -> None:
+    """The tests above can fail."""
+    loss: Tensor = torch.ones((), device=SILENT)
+    with Waits() as waits:
+        waits.counts = True
+        try:
+            wait(loss)
+        except (RuntimeError, NotImplementedError) as error:
+            waits.found.append(str(error))
+    assert len(waits.found) == 1
