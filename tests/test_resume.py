@@ -17,7 +17,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -564,6 +564,19 @@ def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: in
     trainer.fit(Tiny(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
     # Each epoch has five steps: one that is not done begins anew, one that is done ends.
     assert (trainer.current_epoch, trainer.global_step) == (1, step + left)
+
+
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    class Other(Tiny):
+        def configure_optimizers(self) -> Any:
+            optimizer = SGD(self.parameters(), 0.1)
+            return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.9)}
+
+    begun(tmp_path, max_epochs=1)
+    with pytest.raises(ConfigurationError, match="of another kind than SGD: it has no dampening, momentum"):
+        trainer_in(tmp_path).fit(Other(), *loaders(), ckpt_path="last")
+    parts = {"weights", "progress", "rng", "loaders"}
+    trainer_in(tmp_path, max_epochs=2).fit(Other(), *loaders(), ckpt_path="last", restore=parts)
 
 
 def test_weights_alone_are_no_resume(tmp_path: Path) -> None:

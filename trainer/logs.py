@@ -155,7 +155,8 @@ class Entry:
             return as_number(self.name, self.reduce_fx(torch.stack([_as_tensor(value) for value in self.values])))
         if self.total is None or self.reduce_fx != "mean":
             return self.total
-        return self.total / self.weight
+        # Batches without a sample have no mean.
+        return self.total / self.weight if self.weight else math.nan
 
     def follows(self, options: tuple[Any, ...]) -> bool:
         """True if a call with these options, which are not equal to its own, belongs to this entry all the same."""
@@ -243,7 +244,7 @@ class Logs:
         options = (prog_bar, logger, on_step, on_epoch, sync_dist, reduce_fx)
         entry = self._entries.get((self.hooks.current, name))
         if entry is None:
-            entry = self._open(name, options)
+            entry = self._open(name, options, batch_size)
         elif entry.options != options and not entry.follows(options):
             raise ConfigurationError(
                 f"self.log({name!r}) was called with other arguments before, in the same hook: give it the same prog_bar, "
@@ -272,9 +273,15 @@ class Logs:
                 batch_size = self._batch_size(name) if entry.has_batch and entry.reduce_fx == "mean" else 1
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
-    def _open(self, name: str, options: tuple[Any, ...]) -> Entry:
+    def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
         if not isinstance(name, str):
             raise ConfigurationError(f"self.log needs a name, and got a {type(name).__name__}: self.log('loss', loss).")
+        if (isinstance(batch_size, (int, float)) and batch_size < 0) or isinstance(
+            batch_size, (str, list, tuple, dict)
+        ):
+            raise ConfigurationError(
+                f"self.log({name!r}, batch_size={batch_size!r}): give the number of samples, from 0."
+            )
         entry = Entry(self.hooks.current, name, options)
         entry.loader = -1 if self.dataloader_idx is None else self.dataloader_idx
         self._entries[entry.event, name] = entry

@@ -13,7 +13,7 @@ from torch import nn
 from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer import debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import UNSET, resolve
 from leyden.trainer.checkpoint import run as checkpoints
@@ -188,7 +188,7 @@ class Trainer(TrainerView):
         self.max_epochs, self.max_steps = arguments.max_epochs, arguments.max_steps
         self.max_seconds = seconds_of(arguments.max_time)
         self.val_check_seconds = seconds_of(arguments.val_check_interval)
-        self._base_callbacks = list(self.callbacks)
+        self._base_callbacks, self._known_callbacks = list(self.callbacks), list(self.callbacks)
         self._initial_states: dict[str, Any] = {}
         self._compiled: Any = None
         self._fit = None
@@ -352,6 +352,10 @@ class Trainer(TrainerView):
         **loaders: Any,
     ) -> Any:
         """The life of a run: set-up, loop, tear-down. Everyone with a hook for it is told of an error."""
+        if self.state.stage is not None:
+            raise LeydenError(
+                f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a Trainer of its own."
+            )
         if self.strategy.awaits_ranks:
             return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
@@ -412,7 +416,9 @@ class Trainer(TrainerView):
     def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Saved:
         """Everything up to the weights; returns the rest of the checkpoint that the run resumes."""
         module, datamodule = self.module, self.datamodule
+        self._note_changed_callbacks()
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
+        self._known_callbacks = list(self.callbacks)
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
         self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
         self.logs = Logs(self.hooks, over_ranks(self.strategy))
@@ -439,6 +445,15 @@ class Trainer(TrainerView):
         saved = checkpoints.restore_weights(self, reader, goal)
         self.strategy.synchronize(module)
         return saved
+
+    def _note_changed_callbacks(self) -> None:
+        """Takes what was added to `trainer.callbacks`, or taken out of it, since the last run."""
+        now, before = (
+            {id(callback) for callback in self.callbacks},
+            {id(callback) for callback in self._known_callbacks},
+        )
+        kept = [callback for callback in self._base_callbacks if id(callback) in now or id(callback) not in before]
+        self._base_callbacks = kept + [callback for callback in self.callbacks if id(callback) not in before]
 
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""

@@ -98,8 +98,9 @@ class Float8Precision(MixedPrecision):
         super().check(device)
         check_device(device, "precision='fp8'")
         if device.type == "cpu" and self._by_rows() and not _cpu_scales_rows():
+            asked = f"recipe={self.recipe!r}" if self.config is None else "this config"
             raise ConfigurationError(
-                f"precision='fp8': on a CPU torch {torch.__version__} has one scale for a whole operand, and recipe={self.recipe!r} "
+                f"precision='fp8': on a CPU torch {torch.__version__} has one scale for a whole operand, and {asked} asks for "
                 "one for each row: use recipe='tensorwise', a GPU, or a newer torch (2.13 has it)."
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -388,6 +389,28 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(Tiny: Any, quie
 
     with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
         Trainer(**quiet).test(Logging(), [DataLoader(batches(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_batches_without_a_sample_have_no_mean(Tiny: Any, fit: Any, batches: Any, kind: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("none", kind(3.0), on_step=False, on_epoch=True, batch_size=0)
+            self.log("some", kind(3.0), on_step=False, on_epoch=True, batch_size=batch_idx)
+            return self(batch).mean()
+
+    values = numbers(fit(Logging(), batches(2)).callback_metrics)
+    assert math.isnan(values["none"]) and values["some"] == 3.0
+
+
+@pytest.mark.parametrize("size", [-1, "2", (2,)])
+def test_a_batch_size_that_is_none(Tiny: Any, fit: Any, batches: Any, size: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 3.0, on_epoch=True, batch_size=size)
+
+    with pytest.raises(ConfigurationError, match="give the number of samples, from 0"):
+        fit(Logging(), batches(2))
 
 
 def test_log_dict(Tiny: Any, fit: Any, batches: Any) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Callback, Trainer, TrainModule
+from leyden import Callback, LeydenError, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer, TQDMProgressBar
 
 
@@ -486,6 +486,51 @@ def test_configure_callbacks(Tiny: Any, quiet: Any, batches: Any) -> None:
     assert calls == ["module's"]
     trainer.fit(Tiny(), batches(1))
     assert calls == ["module's", "trainer's"]
+
+
+def test_callbacks_that_are_added_and_taken_out_between_runs(Tiny: Any, quiet: Any, batches: Any) -> None:
+    heard: list[str] = []
+
+    class Named(Callback):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        @property
+        def state_key(self) -> str:
+            return self.name
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            heard.append(self.name)
+
+    class Own(Named): ...
+
+    class Bringing(Tiny):
+        def configure_callbacks(self) -> Any:
+            return Own("the module's")
+
+    first, second, replaced = Named("first"), Named("second"), Own("replaced")
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[first, replaced])
+    trainer.callbacks.append(second)
+    trainer.fit(Bringing(), batches(1))
+    assert heard == ["first", "second", "the module's"]
+    heard.clear()
+    trainer.callbacks.remove(first)
+    trainer.fit(Tiny(), batches(1))
+    assert heard == ["replaced", "second"]
+
+
+def test_a_trainer_that_runs_is_not_run_again(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Nested(Tiny):
+        def on_train_epoch_end(self) -> None:
+            with pytest.raises(LeydenError, match=r"Trainer.validate was called while this Trainer's fit runs"):
+                self.trainer.validate(self, batches(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("epoch", float(self.current_epoch))
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(Nested(), batches(1), max_epochs=2)
+    assert trainer.callback_metrics["epoch"] == 1.0
 
 
 def test_callbacks_by_their_order(Tiny: Any, fit: Any, batches: Any) -> None:

@@ -107,7 +107,16 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
         ],
     }
     rates = [group.get("lr") for group in optimizer.param_groups]
+    # Asked before loading, in which torch adds to the defaults.
+    needed = [set(optimizer.defaults).intersection(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(plain)
+    pairs = zip(needed, optimizer.param_groups, strict=True)
+    lacking = sorted({key for keys, group in pairs for key in keys if key not in group})
+    if lacking:
+        raise ConfigurationError(
+            f"the checkpoint's optimizer was of another kind than {type(optimizer).__name__}: it has no {', '.join(lacking)}. Build "
+            "the same optimizer, or leave 'optimizers' out of restore."
+        )
     _restore_dtypes(optimizer, saved, flat)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(rate, Tensor) and isinstance(group["lr"], Tensor):

@@ -96,11 +96,11 @@ def test_the_recipes_of_a_script() -> None:
 
     made = precision_of(AORecipeKwargs(pad_inner_dim=False, enable_fsdp_float8_all_gather=True))
     assert isinstance(made, Float8Precision) and (made.pad_inner_dim, made.gathers) == (False, True)
-    config = Float8LinearConfig.from_recipe_name("rowwise")
+    config = Float8LinearConfig(round_scales_to_power_of_2=True)
     filtered = precision_of(AORecipeKwargs(config=config, module_filter_func=lambda module, name: name == "2"))
     net = filtered.convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)))
     assert [hasattr(part, "linear_mm_config") for part in net] == [False, False, True]
-    assert net[2].config.cast_config_weight == config.cast_config_weight
+    assert net[2].config.round_scales_to_power_of_2
     assert precision_of(FP8RecipeKwargs(backend="AO", use_autocast_during_eval=False)).in_evaluation is False
     assert isinstance(precision_of(FP8RecipeKwargs()), Float8Precision)
 
