@@ -119,12 +119,12 @@ def _arguments_of_init(owner: object, frame: types.FrameType | None) -> dict[str
         first = info.args[0] if info.args else None
         if frame.f_code.co_name != "__init__" or first is None or info.locals.get(first) is not owner:
             break
-        for name in info.args[1:] + inspect.getargs(frame.f_code).args[len(info.args) :]:
+        for name in info.args[1:]:
+            if name not in info.locals:
+                raise ConfigurationError(
+                    f"save_hyperparameters: the argument {name!r} was deleted before. Call it first in __init__."
+                )
             found[name] = info.locals[name]
-        keyword_only = frame.f_code.co_varnames[
-            frame.f_code.co_argcount : frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
-        ]
-        found.update({name: info.locals[name] for name in keyword_only})
         if info.keywords:
             found.update(info.locals[info.keywords])
         frame = frame.f_back

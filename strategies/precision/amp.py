@@ -142,7 +142,8 @@ class MixedPrecision(Precision):
         self._unscaled.discard(id(optimizer))
         self._done.add(id(optimizer))
         self._skips = 0 if self._stepped else self._skips + 1
-        if self._skips >= SKIPS_IN_A_ROW:
+        # Each optimizer of a window counts, and the scale is halved once.
+        if self._skips >= SKIPS_IN_A_ROW * max(1, len(self._registered)):
             raise LeydenError(
                 f"the gradient scaler has skipped {self._skips} steps in a row, since the gradients hold inf or nan at every "
                 "scale. Look for a nan in the loss (detect_anomaly=True), use precision='bf16-mixed', or give "

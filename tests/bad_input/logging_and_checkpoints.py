@@ -94,6 +94,11 @@ def from_path(ground: Ground, path: Any, module: Module | None = None, **options
     ground.trainer().fit(module or ground.module(), loader(), ckpt_path=path, **options)
 
 
+@mistake(r"besst: is not there, and none of the words for a checkpoint\. Did you mean 'best'\?", CheckpointError)
+def a_misspelt_word_for_a_checkpoint(ground: Ground) -> None:
+    from_path(ground, "besst")
+
+
 @mistake(r"holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto'", CheckpointError)
 def the_last_checkpoint_of_none(ground: Ground) -> None:
     from_path(ground, "last")

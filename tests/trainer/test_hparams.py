@@ -79,6 +79,17 @@ def test_names_and_ignored_ones() -> None:
         _ = module.hparams.aa
 
 
+def test_an_argument_that_was_deleted_is_named() -> None:
+    class Forgets(TrainModule):
+        def __init__(self, width: int = 1, depth: int = 2) -> None:
+            super().__init__()
+            del depth
+            self.save_hyperparameters()
+
+    with pytest.raises(ConfigurationError, match=r"'depth' was deleted before\. Call it first in __init__"):
+        Forgets()
+
+
 def test_a_module_is_built_from_its_checkpoint(quiet: Any, tmp_path: Path) -> None:
     module = Derived(3, name="b", rate=0.25, deep=True, more=[1, (2, 3)])
     path = saved(module, quiet, tmp_path)

@@ -455,6 +455,18 @@ def test_a_scaler_that_keeps_skipping(Tiny: Any, fit: Any) -> None:
         fit(Bad(), [torch.ones(1, 2)] * 50, precision="16-mixed")
 
 
+def test_skips_are_counted_by_window_where_there_are_several_optimizers(Tiny: Any, fit: Any) -> None:
+    class Bad(Tiny):
+        def configure_optimizers(self) -> Any:
+            return [sgd(self), sgd(self)]
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch).mean() * (float("nan") if batch_idx < 30 else 1.0)
+
+    trainer = fit(Bad(), [torch.ones(1, 2)] * 32, precision="16-mixed")
+    assert trainer.global_step == 32
+
+
 def test_a_frozen_module_is_named(Tiny: Any, fit: Any, batches: Any) -> None:
     module = Tiny()
     module.freeze()

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
+WORDS = ("last", "best", "auto", "current")
+"""What `ckpt_path` may be in place of a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,14 @@ def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
                 folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
             )
         return found
-    return Path(os.fspath(goal.path)) if goal.path is not None else None
+    if goal.path is None:
+        return None
+    path = Path(os.fspath(goal.path))
+    if not os.path.lexists(path) and path.name == str(goal.path):
+        raise CheckpointError(
+            path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"
+        )
+    return path
 
 
 # saving -----------------------------------------------------------------------------------------------------------------
