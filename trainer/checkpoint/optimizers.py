@@ -107,8 +107,9 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
         ],
     }
     rates = [group.get("lr") for group in optimizer.param_groups]
-    # Asked before loading, in which torch adds to the defaults.
-    needed = [set(optimizer.defaults).intersection(group) for group in optimizer.param_groups]
+    # Asked before loading, in which torch adds to the defaults. What an engine gives in the place of its optimizer has none.
+    defaults = set(getattr(optimizer, "defaults", ()))
+    needed = [defaults.intersection(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(plain)
     pairs = zip(needed, optimizer.param_groups, strict=True)
     lacking = sorted({key for keys, group in pairs for key in keys if key not in group})

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,15 @@ class Interrupts(Module):
         (self.folder / f"ended-{self.trainer.global_rank}").touch()
 
 
+@pytest.fixture
+def heeds_ctrl_c() -> Iterator[None]:
+    """As in a terminal: what a shell starts in the background ignores SIGINT, these tests too."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_the_ranks_in_order(tmp_path: Path) -> None:
     assert threading.current_thread() is threading.main_thread()
     with pytest.raises(KeyboardInterrupt):
