@@ -1,0 +1,113 @@
+"""Public names and signatures, as a tree that JSON holds: `python tests/frozen/signatures.py` writes them to signatures.json.
+
+Public is what `leyden` and its three rooms export, and whatever the docs and examples import from them.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SNAPSHOT = Path(__file__).with_name("signatures.json")
+
+
+def public_names() -> list[str]:
+    """Such as "leyden.trainer:Trainer", sorted."""
+    found = set()
+    for room in ("leyden", "leyden.trainer", "leyden.callbacks", "leyden.strategies"):
+        module = importlib.import_module(room)
+        exported = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
+        for name in exported:
+            value = getattr(module, name)
+            if getattr(value, "__module__", "").startswith("leyden"):
+                found.add(f"{room}:{name}")
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.py"))]:
+        for line in re.findall(r"^\s*(from leyden[\w.]* import [\w, ]+)$", path.read_text(), re.M):
+            imported = ast.parse(line.strip()).body[0]
+            assert isinstance(imported, ast.ImportFrom)
+            found |= {f"{imported.module}:{alias.name}" for alias in imported.names}
+    return sorted(found)
+
+
+def described(name: str) -> dict[str, str]:
+    """The signatures behind a public name: its own under "", and those of its public methods; "property" for properties.
+
+    A method of a strategy is no entry: the contract that strategies fulfil has a conformance test of its own.
+
+    Raises:
+        ImportError: the name is not there.
+        AttributeError: the same.
+    """
+    module, _, attribute = name.partition(":")
+    value = getattr(importlib.import_module(module), attribute)
+    found = {"": signature_of(value)} if callable(value) else {}
+    if inspect.isclass(value) and "leyden.strategies.base" not in {base.__module__ for base in value.__mro__}:
+        found |= dict(sorted(members(value)))
+    return found
+
+
+def members(cls: type) -> Iterator[tuple[str, str]]:
+    """Public methods and properties of a class and of its bases in Leyden."""
+    for base in reversed(cls.__mro__):
+        if not base.__module__.startswith("leyden"):
+            continue
+        for name, value in vars(base).items():
+            if name.startswith("_"):
+                continue
+            if isinstance(value, property):
+                yield name, "property"
+            elif isinstance(value, (staticmethod, classmethod)) or inspect.isfunction(value):
+                yield name, signature_of(getattr(cls, name))
+
+
+def signature_of(function: Any) -> str:
+    """Such as "(self, path, *, exact=True)": without annotations, and with ... for a default that is no plain value."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return "(*args, **kwargs)"
+    plain = [
+        parameter.replace(annotation=parameter.empty, default=_shown_default(parameter))
+        for parameter in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=plain, return_annotation=signature.empty))
+
+
+def _shown_default(parameter: inspect.Parameter) -> Any:
+    default = parameter.default
+    if type(default).__name__ == "Unset":
+        from leyden.trainer.arguments import Arguments
+
+        default = getattr(Arguments(), parameter.name)
+    plain = isinstance(default, (bool, int, float, str, tuple, type(None))) and not isinstance(default, enum.Enum)
+    return default if plain or default is parameter.empty else _Other()
+
+
+class _Other:
+    """Stands for a default that is no plain value."""
+
+    def __repr__(self) -> str:
+        return "..."
+
+
+def current() -> dict[str, dict[str, str]]:
+    """All of them; an object with several public names stands under the first."""
+    homes: dict[int, str] = {}
+    return {name: described(name) for name in public_names() if homes.setdefault(_identity(name), name) == name}
+
+
+def _identity(name: str) -> int:
+    module, _, attribute = name.partition(":")
+    return id(getattr(importlib.import_module(module), attribute))
+
+
+if __name__ == "__main__":
+    SNAPSHOT.write_text(json.dumps(current(), indent=1, ensure_ascii=False) + "\n")
