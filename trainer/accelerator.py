@@ -296,6 +296,11 @@ class Accelerator(Stepping):
         self.strategy.check_trained()
         self._reading.append(loader)
 
+    @property
+    def active_loader(self) -> PreparedLoader | None:
+        """The loader that is read now, the innermost of several."""
+        return self._reading[-1] if self._reading else None
+
     def synchronise_rng(self) -> None:
         """Before a pass: what `rng_types` names is set to rank 0's."""
         if self.options.rng_types:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.trainer.engine import Engine, needs_closure
+from leyden.trainer.own_loop.gradient_state import GradientState
 from leyden.trainer.own_loop.plugins import AutocastKwargs, GradientAccumulationPlugin
 from leyden.trainer.own_loop.tracking import Tracked
 from leyden.trainer.prepared import PreparedOptimizer
@@ -48,6 +49,16 @@ class Stepping(Tracked, Engine):
     def sync_gradients(self) -> bool:
         """The current batch closes its accumulation window: gradients are exchanged and optimizers step."""
         return self.window.closes
+
+    @sync_gradients.setter
+    def sync_gradients(self, closes: bool) -> None:
+        """For a loop that counts its batches itself; `accumulate` sets it at each batch."""
+        self.window.closes = bool(closes)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The window and the loader that is read, by the names that libraries know."""
+        return GradientState(self)  # type: ignore[arg-type]
 
     @property
     def gradient_accumulation_steps(self) -> int:
