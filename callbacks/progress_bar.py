@@ -48,9 +48,11 @@ class ProgressBar(Callback):
         """The metrics to show: those logged with `prog_bar=True`, read back in one go."""
         return dict(trainer.read_metrics(trainer.progress_bar_metrics))
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
-        """Prints so that a bar on the screen stays whole."""
-        print(*args, sep=sep, end=end, flush=True)
+    def print(
+        self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool | None = None
+    ) -> None:
+        """Prints so that a bar on the screen stays whole; takes what Python's `print` takes."""
+        print(*args, sep=sep, end=end, file=file, flush=file is None if flush is None else flush)
 
 
 class TQDMProgressBar(ProgressBar):
@@ -206,12 +208,15 @@ class TQDMProgressBar(ProgressBar):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
     on_test_end = on_predict_end = on_validation_end
 
-    def print(self, *args: Any, sep: str = " ", end: str = "\n") -> None:
+    def print(
+        self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool | None = None
+    ) -> None:
         bar = self._train_bar if self._eval_bar is None else self._eval_bar
-        if bar is None:
-            super().print(*args, sep=sep, end=end)
+        if bar is None or file not in (None, sys.stdout, sys.stderr):
+            super().print(*args, sep=sep, end=end, file=file, flush=flush)
         else:
-            bar.write(sep.join(str(arg) for arg in args), file=sys.stdout, end=end)
+            text = (" " if sep is None else sep).join(str(arg) for arg in args)
+            bar.write(text, file=sys.stdout if file is None else file, end="\n" if end is None else end)
 
     def _begin_epoch(self, trainer: Trainer) -> None:
         done, now = trainer.progress.batch, time.perf_counter()

@@ -386,9 +386,9 @@ class Strategy(ABC):
     def clip_each_step(self, value: float) -> None:
         """A launch's configuration asks that each step of the user's own loop clips to a norm. An engine does; loops clip themselves."""
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps one optimizer; False where the gradient scaler skipped the step."""
-        return self.precision.step(optimizer, closure)
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        """Steps one optimizer, which is handed the keyword arguments; False where the gradient scaler skipped the step."""
+        return self.precision.step(optimizer, closure, **kwargs)
 
     def end_step(self) -> None:
         """After all optimizers of a window: the scaler takes its new scale."""

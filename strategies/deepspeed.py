@@ -382,7 +382,12 @@ class DeepSpeedStrategy(OwnLoop):
         sharded.clip_grad = value
         return None
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        if kwargs:
+            raise ConfigurationError(
+                f"optimizer.step({', '.join(f'{name}=…' for name in kwargs)}): DeepSpeed's engine makes the step and hands no "
+                "arguments on to the optimizer. Call optimizer.step() alone, or use another strategy."
+            )
         engine, self._reduced = self.engine, False
         engine.step()
         sharded = engine.optimizer

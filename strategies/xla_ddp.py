@@ -128,11 +128,11 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
 
             xla_model.reduce_gradients(optimizer)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         # The user's own loop has not asked for it yet, unless it clips.
         self.before_step(optimizer)
         self._averaged.discard(id(optimizer))
-        return super().step(optimizer, closure)
+        return super().step(optimizer, closure, **kwargs)
 
     def end_turn(self) -> None:
         # If the user's own loop clips and then leaves out the step, the next step must still exchange.

@@ -126,8 +126,14 @@ class Engine:
             window.index += 1
 
     # steps ------------------------------------------------------------------------------------------------------------
-    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps one optimizer; in manual optimisation with everything that belongs to a step."""
+    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        """Steps one optimizer; in manual optimisation with everything that belongs to a step.
+
+        Args:
+            prepared: the optimizer.
+            closure: evaluates the loss again, for an optimizer that asks for it.
+            **kwargs: further arguments of the optimizer's own `step`.
+        """
         optimizer, strategy = prepared.optimizer, self.strategy
         if self.manual:
             if not self.went_backward and closure is None:
@@ -139,7 +145,7 @@ class Engine:
             # The gradients are there: the closure would only return the loss, and a gradient scaler takes no closure.
             closure()
             closure = None
-        stepped = strategy.step(optimizer, closure)
+        stepped = strategy.step(optimizer, closure, **kwargs)
         self.stepped = self.stepped or stepped
         return stepped
 

@@ -91,9 +91,10 @@ class TrainModule(Hyperparameters, nn.Module):
         """The optimizers, with their schedulers.
 
         Returns:
-            An optimizer; a list of them; `([optimizers], [schedulers])`; a dict `{"optimizer": …, "lr_scheduler": …}`; a
-            list of such dicts; or None to train without one. A scheduler may be a dict `{"scheduler": …, "interval":
-            "epoch" | "step", "frequency": 1, "monitor": "val_loss", "strict": True, "name": None}`.
+            An optimizer; a list of them; `([optimizers], [schedulers])` or `([optimizers], scheduler)`; a dict
+            `{"optimizer": …, "lr_scheduler": …}`; a list of such dicts; or None to train without one. A scheduler may be a
+            dict `{"scheduler": …, "interval": "epoch" | "step", "frequency": 1, "monitor": "val_loss", "strict": True,
+            "name": None}`.
         """
         raise _unwritten(self)
 
@@ -258,8 +259,15 @@ class TrainModule(Hyperparameters, nn.Module):
             )
         self.trainer.accelerator.manual_backward(loss, *args, **kwargs)
 
-    def optimizers(self, use_prepared_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them, to be stepped in manual optimisation."""
+    def optimizers(self, use_prepared_optimizer: bool = True, *, use_pl_optimizer: bool | None = None) -> Any:
+        """The optimizer, or the list of them, to be stepped in manual optimisation.
+
+        Args:
+            use_prepared_optimizer: False for the optimizers themselves, whose steps know nothing of precision and strategy.
+            use_pl_optimizer: Lightning's name of the same.
+        """
+        if use_pl_optimizer is not None:
+            use_prepared_optimizer = use_pl_optimizer
         accelerator = self.trainer.accelerator
         found = accelerator.prepared_optimizers if use_prepared_optimizer else accelerator.optimizers
         return found[0] if len(found) == 1 else list(found)
@@ -363,7 +371,7 @@ class TrainModule(Hyperparameters, nn.Module):
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process."""
+        """Prints on the main process; takes what Python's `print` takes."""
         self.trainer.print(*args, **kwargs)
 
     # where the module runs --------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.logs import Value
 
 FORMS = (
-    "return an optimizer, a list of them, ([optimizers], [schedulers]), {'optimizer': …, 'lr_scheduler': …}, a list of such "
-    "dicts, or None"
+    "return an optimizer, a list of them, ([optimizers], [schedulers]), ([optimizers], scheduler), {'optimizer': …, "
+    "'lr_scheduler': …}, a list of such dicts, or None"
 )
 SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 
@@ -67,8 +67,13 @@ class SchedulerConfig:
         return None
 
 
-def parse(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Brings what `configure_optimizers` returned to one form.
+
+    Args:
+        configured: what it returned.
+        automatic: False in manual optimisation, where the module steps its schedulers with values of its own, so that none
+            needs a monitor.
 
     Raises:
         ConfigurationError: if it has another form; names the fix.
@@ -78,21 +83,23 @@ def parse(configured: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if isinstance(configured, Optimizer):
         return [configured], []
     if isinstance(configured, Mapping):
-        return _from_dicts([configured])
+        return _from_dicts([configured], automatic)
     if isinstance(configured, (list, tuple)):
-        if len(configured) == 2 and all(isinstance(part, (list, tuple)) for part in configured):
-            optimizers, schedulers = list(configured[0]), [_scheduler(entry) for entry in configured[1]]
+        if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+            optimizers, rest = list(configured[0]), configured[1]
+            entries = rest if isinstance(rest, (list, tuple)) else [] if rest is None else [rest]
+            schedulers = [_scheduler(entry, automatic) for entry in entries]
             _check_optimizers(optimizers)
             _check_schedulers(schedulers, optimizers)
             return optimizers, schedulers
         if configured and all(isinstance(part, Mapping) for part in configured):
-            return _from_dicts(configured)
+            return _from_dicts(configured, automatic)
         _check_optimizers(configured)
         return list(configured), []
     raise ConfigurationError(f"configure_optimizers returned a {type(configured).__name__}: {FORMS}.")
 
 
-def _from_dicts(parts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _from_dicts(parts: Sequence[Mapping[str, Any]], automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     optimizers: list[Any] = []
     schedulers: list[SchedulerConfig] = []
     for part in parts:
@@ -108,13 +115,13 @@ def _from_dicts(parts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], li
                 )
         optimizers.append(part["optimizer"])
         if part.get("lr_scheduler") is not None:
-            schedulers.append(_scheduler(part["lr_scheduler"], part.get("monitor")))
+            schedulers.append(_scheduler(part["lr_scheduler"], automatic, part.get("monitor")))
     _check_optimizers(optimizers)
     _check_schedulers(schedulers, optimizers)
     return optimizers, schedulers
 
 
-def _scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
+def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> SchedulerConfig:
     values = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
     for key in values:
         if key not in SCHEDULER_KEYS:
@@ -136,7 +143,7 @@ def _scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
         raise ConfigurationError(f"lr_scheduler has interval={config.interval!r}: use 'epoch' or 'step'.")
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigurationError(f"lr_scheduler has frequency={config.frequency!r}: use a whole number from 1.")
-    if config.reduce_on_plateau and config.monitor is None:
+    if automatic and config.reduce_on_plateau and config.monitor is None:
         raise ConfigurationError(
             f"{type(scheduler).__name__} needs a value to watch: return {{'scheduler': scheduler, 'monitor': 'val_loss'}} as "
             "lr_scheduler."

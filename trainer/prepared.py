@@ -41,9 +41,14 @@ class PreparedOptimizer(Optimizer):
         """Clears the gradients. Inside an accumulation window of the user's own loop it leaves them."""
         self._engine.zero_grad(self, set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Steps the optimizer, unscaled and in the strategy's way. Inside an accumulation window it does nothing."""
-        self.step_was_skipped = not self._engine.step(self, closure)
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        """Steps the optimizer, unscaled and in the strategy's way. Inside an accumulation window it does nothing.
+
+        Args:
+            closure: evaluates the loss again, for an optimizer that asks for it.
+            **kwargs: further arguments of the optimizer's own `step`.
+        """
+        self.step_was_skipped = not self._engine.step(self, closure, **kwargs)
 
     # torch's class has these, so they would not be asked of the optimizer itself.
     @property

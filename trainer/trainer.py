@@ -326,7 +326,7 @@ class Trainer(TrainerView):
         return path
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process, above a progress bar if there is one on the screen."""
+        """Prints on the main process, above a progress bar if there is one on the screen. Takes what Python's `print` takes."""
         bar = self.progress_bar_callback
         if self.is_global_zero:
             (bar.print if bar is not None else print)(*args, **kwargs)
@@ -458,7 +458,9 @@ class Trainer(TrainerView):
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
         if self._kept is None:
-            optimizers, self.lr_scheduler_configs = parse(self.module.configure_optimizers())
+            optimizers, self.lr_scheduler_configs = parse(
+                self.module.configure_optimizers(), self.module.automatic_optimization
+            )
             self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)

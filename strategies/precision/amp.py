@@ -124,9 +124,9 @@ class MixedPrecision(Precision):
         self._unscaled.add(id(optimizer))
         self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if self.scaler is None:
-            super().step(optimizer, closure)
+            super().step(optimizer, closure, **kwargs)
             torch.clear_autocast_cache()
             return True
         if closure is not None:
@@ -136,7 +136,7 @@ class MixedPrecision(Precision):
             )
         self._stepped = False
         self.unscale(optimizer)
-        self.scaler.step(optimizer)
+        self.scaler.step(optimizer, **kwargs)
         # In manual optimisation the step is made inside autocast, whose half-precision copies of the weights are stale now.
         torch.clear_autocast_cache()
         self._unscaled.discard(id(optimizer))

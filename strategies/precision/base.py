@@ -74,12 +74,12 @@ class Precision:
     def unscale(self, optimizer: Optimizer) -> None:
         """Brings the gradients of the optimizer to their true scale; does nothing if they are."""
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
-        """Steps the optimizer; False if the step was skipped."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        """Steps the optimizer, which is handed the keyword arguments; False if the step was skipped."""
         if closure is None:
-            optimizer.step()
+            optimizer.step(**kwargs)
         else:
-            optimizer.step(closure)
+            optimizer.step(closure, **kwargs)
         return True
 
     def end_step(self) -> None:

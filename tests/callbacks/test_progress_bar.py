@@ -237,6 +237,24 @@ def test_printing_leaves_the_bar_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines.index("hello-5") < len(lines) - 1
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_printing_to_a_file_of_ones_own_goes_there_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], enabled: bool
+) -> None:
+    file = io.StringIO()
+
+    class Speaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.print("hello", batch_idx, sep="-", end=";", file=file)
+            self.trainer.print("seen", file=sys.stderr, flush=True)
+
+    with Terminal() as terminal:
+        trainer(tmp_path, TQDMProgressBar(refresh_rate=int(enabled)), max_epochs=1).fit(Speaks(), DATA)
+    assert file.getvalue() == "".join(f"hello-{number};" for number in range(10))
+    drawn = terminal.drawn()
+    assert drawn.count("seen") == 10 and not any("hello" in line for line in drawn)
+
+
 def test_lines_where_there_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = trainer(tmp_path, max_epochs=2)
     run.fit(Net(), DATA, DATA)

@@ -48,6 +48,9 @@ FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
     "two lists": (pair, 2, 2),
     "two lists of one": (lambda module: ([o := sgd(module)], [StepLR(o, 1)]), 1, 1),
     "two lists, one empty": (lambda module: ([sgd(module)], []), 1, 0),
+    "a list and a scheduler": (lambda module: ([o := sgd(module)], StepLR(o, 1)), 1, 1),
+    "a list and a scheduler's dict": (lambda module: [[o := sgd(module)], {"scheduler": StepLR(o, 1)}], 1, 1),
+    "a list and no scheduler": (lambda module: ([sgd(module)], None), 1, 0),
     "a dict": (lambda module: {"optimizer": sgd(module)}, 1, 0),
     "a dict with a scheduler": (bare, 1, 1),
     "a dict with a scheduler's dict": (one_and_scheduler, 1, 1),
@@ -522,3 +525,82 @@ def test_gradients_of_parameters_that_come_later_are_cleared_too(Tiny: Any, fit:
     fit(module, batches(4), max_epochs=1)
     # The gradient of batch 0 is there at the first step (batch 1) with that of batch 1; from then on each counts alone.
     assert module.late.item() == -(2 + 1 + 1)
+
+
+# what Lightning's scripts do in manual optimisation ----------------------------------------------------------------------
+def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(Tiny: Any, fit: Any, batches: Any) -> None:
+    class ByHand(Tiny):
+        def __init__(self, as_dict: bool) -> None:
+            super().__init__()
+            self.automatic_optimization, self.as_dict = False, as_dict
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self(batch).mean())
+            optimizer.step()
+            self.lr_schedulers().step(1.0)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            if self.as_dict:
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}
+            return [optimizer], [scheduler]
+
+    for as_dict in (True, False):
+        trainer = fit(ByHand(as_dict), batches(3))
+        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
+
+
+class Asks(SGD):
+    """An optimizer whose step takes an argument of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.asked: list[Any] = []
+
+    def step(self, closure: Any = None, *, times: int = 1) -> Any:
+        self.asked.append(times)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("automatic", [True, False])
+def test_arguments_of_step_reach_the_optimizer(
+    Tiny: Any, fit: Any, batches: Any, precision: str, automatic: bool
+) -> None:
+    class Stepping(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = automatic
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self(batch).mean()
+            if automatic:
+                return loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step(times=3)
+            return None
+
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer.step(optimizer_closure, times=3)
+
+        def configure_optimizers(self) -> Any:
+            return Asks(self.parameters())
+
+    trainer = fit(Stepping(), batches(2), precision=scaled(precision))
+    assert trainer.optimizers[0].asked == [3, 3]
+
+
+def test_optimizers_come_wrapped_or_bare_by_either_name(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Asking(Tiny):
+        def on_train_start(self) -> None:
+            [bare] = self.trainer.optimizers
+            wrapped = self.optimizers()
+            assert wrapped.optimizer is bare and self.optimizers(use_pl_optimizer=True) is wrapped
+            assert self.optimizers(use_pl_optimizer=False) is bare is self.optimizers(False)
+
+    assert fit(Asking(), batches(1)).global_step == 1

@@ -129,7 +129,7 @@ class Stepping(Tracked, Engine):
             loss = self.strategy.loss_to_backward(loss, num_items, self.window)
         self.manual_backward(loss, **kwargs)
 
-    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None) -> bool:
+    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if not self.sync_gradients:
             return True
         self._checks.in_step(prepared)
@@ -137,7 +137,7 @@ class Stepping(Tracked, Engine):
         if closure is not None and not needs_closure(prepared.optimizer):
             closure()
             closure = None
-        stepped = self.strategy.step(prepared.optimizer, closure)
+        stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
         self._updates_scale = self.precision.may_skip
         self.stepped = self.stepped or stepped
         if id(prepared) in self._counted or not self._counted:
