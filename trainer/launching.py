@@ -92,7 +92,7 @@ def _take_back(trainer: Trainer, module: Any, found: dict[str, Any]) -> None:
         module.configure_model()
     module.load_state_dict(found["weights"])
     trainer.module = module
-    module._trainer = trainer
+    module._join(trainer)
     trainer.progress = Progress.from_dict(found["progress"])
     trainer.logs.load_state_dict(found["logs"], module)
     trainer.last_checkpoint, trainer.should_stop = found["last_checkpoint"], found["should_stop"]

@@ -58,6 +58,9 @@ class TrainModule(Hyperparameters, nn.Module):
         """An input of `forward` (a tensor, tuple or dict), for the summary's sizes, the logged graph and ONNX."""
         self._trainer: Trainer | None = None
         self._logs: Logs | None = None
+        self._toggled: dict[Tensor, bool] = {}
+        """Whether each parameter took gradients before `toggle_optimizer`; empty where none is toggled."""
+        self._toggled_for: Any = None
 
     # what a subclass writes -------------------------------------------------------------------------------------------
     # Steps are typed so that a subclass may take fewer arguments without a word from its type checker.
@@ -243,9 +246,7 @@ class TrainModule(Hyperparameters, nn.Module):
         algorithm = gradient_clip_algorithm or "norm"
         if algorithm not in ("norm", "value"):
             raise ConfigurationError(f"gradient_clip_algorithm={algorithm!r} is not known: use 'norm' or 'value'.")
-        # Of `self.optimizers()` they come wrapped, and precision and strategy know them by the optimizer itself.
-        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-        return self._strategy.clip(own, float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
+        return self._strategy.clip(_unwrapped(optimizer), float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward in manual optimisation, scaled for the precision.
@@ -279,28 +280,35 @@ class TrainModule(Hyperparameters, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """Only the parameters of this optimizer take gradients within the block."""
+        """Only the parameters of this optimizer take gradients within the block; such blocks may be nested."""
+        outer = self._toggled_for
         self.toggle_optimizer(optimizer)
         try:
             yield
         finally:
             self.untoggle_optimizer(optimizer)
+            if outer is not None:
+                self.toggle_optimizer(outer)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Makes every parameter of other optimizers stop taking gradients, until `untoggle_optimizer`."""
-        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self.__dict__["_toggled"] = {}
-        for other in self.trainer.optimizers:
-            for group in other.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in own:
-                        self.__dict__["_toggled"][parameter] = parameter.requires_grad
-                        parameter.requires_grad = False
+        """Makes every parameter of other optimizers stop taking gradients, until `untoggle_optimizer`.
+
+        Toggling to another optimizer in between is allowed: `untoggle_optimizer` restores what was before the first.
+        """
+        groups_of = self._strategy.parameter_groups
+        prepared = self.trainer.accelerator.prepared_optimizers
+        own = {id(p) for group in groups_of(_unwrapped(optimizer)) for p in group}
+        self._toggled_for = optimizer
+        for parameter in (p for other in prepared for group in groups_of(other.optimizer) for p in group):
+            # A parameter may be in several optimizers: what it was is known only before it is set.
+            before = self._toggled.setdefault(parameter, parameter.requires_grad)
+            parameter.requires_grad = before and id(parameter) in own
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         """Undoes `toggle_optimizer`."""
-        for parameter, requires_grad in self.__dict__.pop("_toggled", {}).items():
+        for parameter, requires_grad in self._toggled.items():
             parameter.requires_grad = requires_grad
+        self._toggled, self._toggled_for = {}, None
 
     # logging ----------------------------------------------------------------------------------------------------------
     def log(
@@ -373,6 +381,18 @@ class TrainModule(Hyperparameters, nn.Module):
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the main process; takes what Python's `print` takes."""
         self.trainer.print(*args, **kwargs)
+
+    def _join(self, trainer: Trainer, logs: Logs | None = None) -> None:
+        """Takes part in a run, with every TrainModule inside it: each can log, and knows the Trainer."""
+        for part in self.modules():
+            if isinstance(part, TrainModule):
+                part._trainer, part._logs = trainer, logs
+
+    def _leave(self) -> None:
+        """The run is over: `log` does nothing any more."""
+        for part in self.modules():
+            if isinstance(part, TrainModule):
+                part._logs = None
 
     # where the module runs --------------------------------------------------------------------------------------------
     @property
@@ -503,7 +523,12 @@ class TrainModule(Hyperparameters, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # The run that a module was in is no part of it: copies and pickles leave it behind.
-        return {**self.__dict__, "_trainer": None, "_logs": None}
+        return {**self.__dict__, "_trainer": None, "_logs": None, "_toggled": {}, "_toggled_for": None}
+
+
+def _unwrapped(optimizer: Optimizer | PreparedOptimizer) -> Optimizer:
+    """Of `self.optimizers()` they come wrapped; precision and strategy know them by the optimizer itself."""
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
 
 
 def _unwritten(module: TrainModule) -> ConfigurationError:

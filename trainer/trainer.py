@@ -422,7 +422,7 @@ class Trainer(TrainerView):
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
         self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
         self.logs = Logs(self.hooks, over_ranks(self.strategy))
-        module._trainer, module._logs = self, self.logs
+        module._join(self, self.logs)
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
         self.strategy.setup_environment()
@@ -439,6 +439,8 @@ class Trainer(TrainerView):
         self.hooks.fire_all("setup", stage)
         with self.strategy.model_context():
             module.configure_model()
+        # With the modules that it has made.
+        module._join(self, self.logs)
         self.accelerator.prepare_module(module)
         self.transfer = transfer_of(self)
         differences.check_module(self, stage)
@@ -515,7 +517,8 @@ class Trainer(TrainerView):
         finally:
             self.accelerator.teardown()
             self.state = RunState()
-            self.module._logs = self.logs.batch = None
+            self.logs.batch = None
+            self.module._leave()
 
     def _evaluate(
         self, stage: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: Any, verbose: bool, datamodule: Any

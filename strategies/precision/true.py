@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class TruePrecision(Precision):
-    """Parameters, buffers, inputs and new tensors in one floating dtype."""
+    """Floating parameters, buffers, inputs and new tensors in one dtype; complex ones stay as they are."""
 
     converts_input = True
 
@@ -29,7 +29,9 @@ class TruePrecision(Precision):
         return DefaultDtype(self.dtype)
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return restore_layers(module).to(self.dtype)
+        # Not `to(dtype)`, which makes complex tensors real: `double()` and `half()` leave them alone.
+        restore_layers(module)._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+        return module
 
     def convert_input(self, batch: T) -> T:
         return convert_floats(batch, self.dtype)

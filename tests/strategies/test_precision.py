@@ -68,6 +68,17 @@ def test_the_dtypes_of_every_precision(quiet: Any, name: str) -> None:
     assert all(p.grad is None or bool(torch.isfinite(p.grad).all()) for p in module.parameters())
 
 
+@pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
+def test_a_true_precision_leaves_complex_tensors_as_they_are(name: str) -> None:
+    module = nn.Linear(2, 2)
+    module.turn = nn.Parameter(torch.tensor([1 + 2j]))
+    module.register_buffer("phase", torch.tensor([3 + 4j], dtype=torch.complex128))
+    find_precision(name).convert_module(module)
+    assert module.weight.dtype == DTYPES[name][0]
+    kept = [(tensor.dtype, tensor.tolist()) for tensor in (module.turn.detach(), *module.buffers())]
+    assert kept == [(torch.complex64, [1 + 2j]), (torch.complex128, [3 + 4j])]
+
+
 @pytest.mark.parametrize(
     ("short", "name"), [*ALIASES.items(), (16, "16-mixed"), (32, "32-true"), (64, "64-true"), (None, "32-true")]
 )

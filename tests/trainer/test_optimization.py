@@ -307,6 +307,42 @@ def test_toggled_optimizers_in_manual_optimisation(Tiny: Any, fit: Any, batches:
     assert trainer.global_step == 2
 
 
+def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(
+    Tiny: Any, fit: Any, batches: Any
+) -> None:
+    class Shared(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = Two(), False
+            self.net.second.bias.requires_grad = False
+            self.seen: list[list[bool]] = []
+
+        def look(self) -> None:
+            self.seen.append([p.requires_grad for p in self.net.parameters()])
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            first, second, _ = self.optimizers()
+            with self.toggled_optimizer(first):
+                self.look()
+                with self.toggled_optimizer(second):
+                    self.look()
+                self.look()
+            self.look()
+            self.toggle_optimizer(first)
+            self.toggle_optimizer(second)
+            self.look()
+            self.untoggle_optimizer(second)
+            self.look()
+
+        def configure_optimizers(self) -> Any:
+            return [sgd(self.net.first), sgd(self.net.second), sgd(self.net.second)]
+
+    module = Shared()
+    fit(module, batches(1))
+    of_first, of_second, of_all = [True, True, False, False], [False, False, True, False], [True, True, True, False]
+    assert module.seen == [of_first, of_second, of_first, of_all, of_second, of_all]
+
+
 def test_manual_steps_count_when_an_optimizer_stepped(Tiny: Any, fit: Any, batches: Any) -> None:
     clipped: list[Any] = []
 

@@ -1,0 +1,63 @@
+"""A TrainModule inside a TrainModule takes part in the run of the outer one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leyden import LeydenError, TrainModule
+
+
+class Part(TrainModule):
+    """A network that logs, and looks at the run, when it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        self.log("out", out.mean(), on_step=True, on_epoch=True)
+        self.seen.append((self.current_epoch, self.global_step))
+        return out
+
+
+class Whole(TrainModule):
+    """Its parts are made in `__init__`, below another layer, and in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Part())
+
+    def configure_model(self) -> None:
+        self.head = Part()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.body(batch).mean() + self.head(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_modules_inside_a_module_log_and_know_the_run(fit: Any, batches: Any) -> None:
+    module = Whole()
+    trainer = fit(module, batches(2), max_epochs=2)
+    for part in (module.body[0], module.head):
+        assert part.seen == [(0, 0), (0, 1), (1, 2), (1, 3)]
+        assert part.trainer is trainer
+    assert {"out_step", "out_epoch"} <= trainer.callback_metrics.keys()
+
+
+def test_after_the_run_modules_inside_a_module_log_nothing(fit: Any, batches: Any) -> None:
+    module = Whole()
+    trainer = fit(module, batches(1))
+    before = trainer.callback_metrics
+    module.head(torch.ones(1, 2))
+    assert trainer.callback_metrics == before
+    with pytest.raises(LeydenError, match="Part is not attached"):
+        _ = copy.deepcopy(module).head.trainer
