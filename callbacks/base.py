@@ -40,6 +40,13 @@ class Callback:
         """What the callback needs to continue after a resume; empty if nothing."""
         return {}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises an error if `state` is nothing that `state_dict` can have returned; changes nothing.
+
+        A resume asks every callback before it changes anything, so that a checkpoint that is damaged or forged leaves the
+        run as it was. Its own `load_state_dict` need not check again.
+        """
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes back what `state_dict` returned."""
 

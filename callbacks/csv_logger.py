@@ -13,6 +13,7 @@ from typing import Any, TextIO
 from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.saved_state import SavedState
 
 METRICS_FILE = "metrics.csv"
 STEP = "step"
@@ -91,6 +92,11 @@ class CSVLogger(FolderLogger):
             kept = self._rows if self._keep is None else self._keep
             state["rows"] = kept + len(self._buffer)
         return state
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
+        if state:
+            SavedState(state).integer("rows", least=0)
 
     def _resume(self, state: dict[str, Any]) -> None:
         self._buffer.clear()

@@ -16,7 +16,8 @@ from torch import nn
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.plain import as_dict, json_value
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, StateError
+from leyden.strategies.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -199,9 +200,24 @@ class FolderLogger(Logger):
             return {}
         return {"version": self._version, "run": self._run, "last_step": self._last_step}
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        if not state:
+            return
+        saved = SavedState(state)
+        version = saved.value("version")
+        # A checkpoint may name no folder but one beside the other versions, unless the user has named it.
+        if isinstance(version, str) and version != self._given_version:
+            if version in ("", ".", "..") or any(sign in version for sign in "/\\:\0"):
+                raise StateError("version", "names a folder outside of the logger's own")
+        elif version != self._given_version:
+            saved.integer("version", least=0)
+        saved.text("run")
+        saved.integer("last_step", least=-1)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state or not self.is_writer:
             return
+        self.check_state_dict(state)
         version, run = state["version"], state["run"]
         if self._given_version not in (None, version) or _read_run(self._folder(version)) != run:
             return

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpoint_books import read_books
 from leyden.callbacks.checkpoint_name import check_template, format_name, metrics_in
 from leyden.callbacks.early_stopping import MODES, missing_metric, validates, validates_at_epoch_end
 from leyden.callbacks.on_exception_checkpoint import save_after
@@ -183,51 +184,37 @@ class ModelCheckpoint(Callback):
             "seconds_since_save": None if self._saved_at is None else time.monotonic() - self._saved_at,
         }
 
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        read_books(state, self.dirpath)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        home = self._home(state)
-        at = self._absolute
-        self.best_model_path = at(state.get("best_model_path", ""), home)
-        self.best_model_score = _tensor(state.get("best_model_score"))
-        self.current_score = _tensor(state.get("current_score"))
-        self.last_model_path = at(state.get("last_model_path", ""), home)
-        own = home == self.dirpath
+        books = read_books(state, self.dirpath)
+        if books.former is not None:
+            warnings.warn(
+                f"checkpoints were saved in {books.former} and go to {self.dirpath} now: the earlier ones are neither ranked "
+                "nor deleted.",
+                stacklevel=2,
+            )
+        self.best_model_path = books.best_model_path
+        self.best_model_score = _tensor(books.best_model_score)
+        self.current_score = _tensor(books.current_score)
+        self.last_model_path = books.last_model_path
         # What was deleted since, by hand or by another run, is not ranked any more.
         self.best_k_models: dict[str, Tensor] = {
             path: torch.tensor(score, dtype=torch.float64)
-            for path, score in ((at(name, home), score) for name, score in state.get("best_k_models", {}).items())
-            if own and os.path.isdir(path)
+            for path, score in books.ranked.items()
+            if os.path.isdir(path)
         }
-        self._recent: list[str] = [
-            path for path in (at(name, home) for name in state.get("recent", ())) if own and os.path.isdir(path)
-        ]
-        self._doomed: dict[str, str | None] = {
-            at(name, home): who for name, who in state.get("doomed", {}).items() if own
-        }
-        self._saved_step: int = state.get("saved_step", -1)
-        self._saved_batch: int = state.get("saved_batch", -1)
+        self._recent: list[str] = [path for path in books.recent if os.path.isdir(path)]
+        self._doomed: dict[str, str | None] = dict(books.doomed)
+        self._saved_step, self._saved_batch = books.saved_step, books.saved_batch
         self._seen_step = 0
-        ago = state.get("seconds_since_save")
+        ago = books.seconds_since_save
         self._saved_at: float | None = None if ago is None else time.monotonic() - ago
 
-    def _home(self, state: Mapping[str, Any]) -> str | None:
-        """Where the state's paths are: here, also if the folder was moved; or where they were, if it was not."""
-        before, here, last = state.get("dirpath"), self.dirpath, state.get("last_model_path", "")
-        if before is None or here is None or before == here or not last:
-            return here
-        if os.path.isdir(os.path.join(here, last)) or not os.path.isdir(os.path.join(before, last)):
-            return here
-        warnings.warn(
-            f"checkpoints were saved in {before} and go to {here} now: the earlier ones are neither ranked nor deleted.",
-            stacklevel=2,
-        )
-        return str(before)
-
     def _relative(self, path: str) -> str:
-        inside = self.dirpath is not None and os.path.dirname(path) == self.dirpath
-        return os.path.basename(path) if inside else path
-
-    def _absolute(self, name: str, home: str | None) -> str:
-        return os.path.join(home, name) if name and home is not None else name
+        inside = self.dirpath is not None and path.startswith(os.path.join(self.dirpath, ""))
+        return os.path.relpath(path, self.dirpath) if inside else path
 
     # when -------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 import uuid
@@ -18,7 +19,8 @@ from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.model_summary import undisturbed
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, StateError
+from leyden.strategies.saved_state import SavedState, brief
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -174,6 +176,18 @@ class TensorBoardLogger(FolderLogger):
             state["mark"] = self._mark
             state["event_files"] = {path.name: path.stat().st_size for path in self._event_files()}
         return state
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        super().check_state_dict(state)
+        # A checkpoint from before there was this entry has none.
+        if "event_files" not in state:
+            return
+        saved = SavedState(state)
+        if re.fullmatch("[0-9a-f]{8}", saved.text("mark")) is None:
+            raise StateError("mark", f"is {brief(state['mark'])}, and must be eight hexadecimal digits")
+        sizes = saved.nested("event_files")
+        for name in sizes.entries:
+            sizes.integer(name, least=0)
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")

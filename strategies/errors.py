@@ -14,6 +14,28 @@ class ConfigurationError(LeydenError, ValueError):
     """An argument, or a combination of arguments, that cannot work. The message names the fix."""
 
 
+class StateError(LeydenError, ValueError):
+    """Saved state that its owner cannot have written: an entry is missing, of another kind, or out of range.
+
+    Args:
+        key: the entry, such as `last_step`, or a path to it.
+        reason: what is wrong with it.
+
+    Attributes:
+        key: the same.
+        reason: the same.
+
+    Example:
+        >>> str(StateError("batch", "is -3, and must be at least 0"))
+        'batch is -3, and must be at least 0'
+    """
+
+    def __init__(self, key: str, reason: str) -> None:
+        super().__init__(f"{key} {reason}")
+        self.key = key
+        self.reason = reason
+
+
 class MissingExtraError(LeydenError, ImportError):
     """An optional package is needed and not installed.
 

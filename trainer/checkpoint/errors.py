@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
+
+# What code raises that is handed something else than it expects. LeydenError is one of them, and says already what is wrong.
+_MISFITS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError)
 
 
 class CheckpointError(LeydenError):
@@ -49,3 +54,30 @@ class UnsupportedStateError(ConfigurationError, TypeError):
         super().__init__(f"{where} is {kind}, which a checkpoint cannot hold without pickle. {hint}")
         self.where = where
         self.kind = kind
+
+
+@contextmanager
+def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
+    """Whatever state from a file provokes in the block is raised as a CheckpointError that names the file and the entry.
+
+    Args:
+        path: the file.
+        where: the entry that is read or taken back; "" for the whole file.
+
+    Example:
+        >>> with blame("run/user.json", "order"):
+        ...     {}["at"]
+        Traceback (most recent call last):
+        ...
+        leyden.trainer.checkpoint.errors.CheckpointError: run/user.json: order cannot be taken back (KeyError: 'at').
+    """
+    try:
+        yield
+    except StateError as error:
+        key = f"{where}: {error.key}" if where else error.key
+        raise CheckpointError(path, f"{key} {error.reason}.") from error
+    except LeydenError:
+        raise
+    except _MISFITS as error:
+        reason = f"cannot be taken back ({type(error).__name__}: {error})."
+        raise CheckpointError(path, f"{where} {reason}" if where else reason) from error

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.trainer.checkpoint.checks import check_callbacks
 from leyden.trainer.checkpoint.codec import check_encodable
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import newest
@@ -309,12 +310,14 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
             reader.path,
             "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
         )
+    callbacks = reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {}
+    check_callbacks(reader.path, trainer.callbacks, callbacks)
     steps = "optimizers" in goal.parts
     # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
     parts = None if trainer.strategy.drives_one else trainer.strategy.state_parts(trainer.module)
     return Saved(
         user,
-        reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {},
+        callbacks,
         reader.state("schedulers") if steps else None,
         reader.optimizers(like=parts) if steps and parts is not None else None,
         Progress.from_dict(reader.progress()) if "progress" in goal.parts else None,

@@ -1,0 +1,145 @@
+"""What ModelCheckpoint remembers, as a checkpoint holds it: names in its folder, scores and counters."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState, brief
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """The ranking of a ModelCheckpoint, with the paths that its checkpoints have now.
+
+    Attributes:
+        former: the folder they were saved in, where it is another one and they are left there; else None.
+        best_model_path: "" where there is none, as in `last_model_path`.
+        ranked: path → score of those kept for their score.
+        recent: those kept because they are the newest.
+        doomed: path → identity of those that were to be deleted.
+    """
+
+    former: str | None = None
+    best_model_path: str = ""
+    best_model_score: float | None = None
+    current_score: float | None = None
+    last_model_path: str = ""
+    ranked: Mapping[str, float] = field(default_factory=dict)
+    recent: tuple[str, ...] = ()
+    doomed: Mapping[str, str | None] = field(default_factory=dict)
+    saved_step: int = -1
+    saved_batch: int = -1
+    seconds_since_save: float | None = None
+
+
+def read_books(state: Mapping[str, Any], here: str | None) -> Books:
+    """Reads the state that a ModelCheckpoint saved.
+
+    Args:
+        state: from a checkpoint, which anybody may have written: its paths are names inside the folder, nothing else.
+        here: the folder it saves in now.
+
+    Raises:
+        StateError: if an entry cannot be one of ModelCheckpoint's; names it.
+    """
+    saved = SavedState(state)
+    before = None if saved.is_none("dirpath") else saved.text("dirpath")
+    folder = _Folder(here, before)
+    last = folder.path(saved, "last_model_path", saved.text("last_model_path", ""))
+    scores = saved.nested("best_k_models", {})
+    books = Books(
+        best_model_path=folder.best(saved),
+        best_model_score=_score(saved, "best_model_score"),
+        current_score=_score(saved, "current_score"),
+        last_model_path=last,
+        ranked={
+            folder.path(saved, "best_k_models", name): scores.number(name, least=-math.inf) for name in scores.entries
+        },
+        recent=folder.paths(saved, "recent", saved.items("recent", ())),
+        doomed=dict(
+            zip(
+                folder.paths(saved, "doomed", saved.nested("doomed", {}).entries),
+                [_identity(name, who) for name, who in saved.nested("doomed", {}).entries.items()],
+                strict=True,
+            )
+        ),
+        saved_step=saved.integer("saved_step", -1, least=-1),
+        saved_batch=saved.integer("saved_batch", -1, least=-1),
+        seconds_since_save=None if saved.is_none("seconds_since_save") else saved.number("seconds_since_save", least=0),
+    )
+    if not folder.was_left(saved.text("last_model_path", "")):
+        return books
+    return Books(
+        former=before,
+        current_score=books.current_score,
+        saved_step=books.saved_step,
+        saved_batch=books.saved_batch,
+        seconds_since_save=books.seconds_since_save,
+    )
+
+
+class _Folder:
+    """Where the names of a saved state lie."""
+
+    def __init__(self, here: str | None, before: str | None) -> None:
+        self._here = here
+        self._before = before
+
+    def paths(self, saved: SavedState, key: str, names: Iterable[Any]) -> tuple[str, ...]:
+        return tuple(self.path(saved, key, name) for name in names)
+
+    def path(self, saved: SavedState, key: str, name: Any) -> str:
+        """The path of one name; of an absolute one, as older checkpoints have them, if it lies in the folder."""
+        name = self._inside(name) if isinstance(name, str) else None
+        if name is None:
+            raise StateError(saved.path(key), "names a path outside of the folder of checkpoints")
+        return os.path.join(self._here, name) if name and self._here is not None else name
+
+    def best(self, saved: SavedState) -> str:
+        """The best one; earlier versions named one in another folder too, which is left alone."""
+        name = saved.text("best_model_path", "")
+        outside = os.path.isabs(name) and self._inside(name) is None
+        return "" if outside else self.path(saved, "best_model_path", name)
+
+    def was_left(self, last: str) -> bool:
+        """True where checkpoints went to another folder before, which was not moved here."""
+        here, before, name = self._here, self._before, self._inside(last)
+        if here is None or before in (None, here) or not name:
+            return False
+        return not os.path.isdir(os.path.join(here, name)) and os.path.isdir(os.path.join(before or "", name))
+
+    def _inside(self, name: str) -> str | None:
+        """A name relative to the folder; None if it leads out of it."""
+        if not name:
+            return ""
+        if os.path.isabs(name):
+            homes = [home for home in (self._here, self._before) if home]
+            name = next((os.path.relpath(name, home) for home in homes if _holds(home, name)), "..")
+        parts = name.replace("\\", "/").split("/")
+        if "\0" in name or os.path.splitdrive(name)[0] or any(part in ("", ".", "..") for part in parts):
+            return None
+        # A link in the folder may lead out of it.
+        if self._here is not None and not _holds(
+            os.path.realpath(self._here), os.path.realpath(os.path.dirname(os.path.join(self._here, name)))
+        ):
+            return None
+        return name
+
+
+def _holds(folder: str, path: str) -> bool:
+    return os.path.normpath(path) == path and (path == folder or path.startswith(os.path.join(folder, "")))
+
+
+def _identity(name: str, who: Any) -> str | None:
+    if who is not None and not isinstance(who, str):
+        raise StateError(f"doomed.{name}", f"is {brief(who)}, and must be a string")
+    return who
+
+
+def _score(saved: SavedState, key: str) -> float | None:
+    return None if saved.is_none(key) else saved.number(key)
