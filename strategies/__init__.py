@@ -78,6 +78,7 @@ def find_strategy(
 
     Raises:
         ConfigurationError: if the name is unknown, a device is not there, or the ranks that are started are others.
+        MissingExtraError: if strategy or precision needs a package that is not installed.
     """
     if isinstance(strategy, Strategy):
         if precision is not None:
@@ -93,12 +94,14 @@ def find_strategy(
         if strategy == "auto":
             strategy = _auto(accelerator, devices, num_nodes)
     if strategy == "single_device":
-        return SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
-    if isinstance(strategy, str):
+        strategy = SingleDeviceStrategy(_single_device(accelerator, devices, num_nodes), precision)
+    elif isinstance(strategy, str):
         module, name, arguments = SEVERAL[strategy]
         strategy = getattr(importlib.import_module(module), name)(precision=precision, **arguments)
     assert isinstance(strategy, Strategy)
     strategy.place_on(accelerator, devices, num_nodes)
+    # After the strategy, which may refuse a precision for good: no package would help then.
+    strategy.precision.check_package()
     return strategy
 
 

@@ -129,6 +129,7 @@ class XLAStrategy(Strategy):
                 f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler would read a flag "
                 "back from the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
             )
+        self.precision.check(self._device)
 
     @property
     def root_device(self) -> torch.device:

@@ -35,6 +35,9 @@ class Precision:
         super().__init_subclass__()
         cls.scales_loss = cls.scale_loss is not Precision.scale_loss
 
+    def check_package(self) -> None:
+        """Raises MissingExtraError where a package that it needs is not installed; called once a strategy has taken it."""
+
     def check(self, device: torch.device) -> None:
         """Raises ConfigurationError where the device cannot run this precision."""
 

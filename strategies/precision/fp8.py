@@ -49,7 +49,7 @@ class Float8Precision(MixedPrecision):
 
     Raises:
         ConfigurationError: for a value that cannot be.
-        MissingExtraError: where torchao is not installed.
+        MissingExtraError: by the Trainer or Accelerator that takes it, where torchao is not installed.
 
     Example:
         >>> Float8Precision("rowwise", skip=["head"]).name
@@ -70,8 +70,6 @@ class Float8Precision(MixedPrecision):
     ) -> None:
         if recipe not in RECIPES:
             raise ConfigurationError(f"Float8Precision({recipe!r}) is not known. {nearest(recipe, RECIPES)}")
-        if importlib.util.find_spec("torchao") is None:
-            raise MissingExtraError("torchao", "fp8", "precision='fp8'")
         super().__init__("bf16")
         self.name = "fp8"
         self.recipe = recipe
@@ -93,6 +91,10 @@ class Float8Precision(MixedPrecision):
                 "in_evaluation=False evaluates in bf16, and enable_fsdp_float8_all_gather gathers weights in fp8: leave one out."
             )
         self.form = f"fp8 {self.recipe}{' gathered in fp8' if self.gathers else ''}"
+
+    def check_package(self) -> None:
+        if importlib.util.find_spec("torchao") is None:
+            raise MissingExtraError("torchao", "fp8", "precision='fp8'")
 
     def check(self, device: torch.device) -> None:
         super().check(device)

@@ -44,7 +44,7 @@ class TransformerEnginePrecision(MixedPrecision):
 
     Raises:
         ConfigurationError: for a value that cannot be.
-        MissingExtraError: where it is not installed.
+        MissingExtraError: by the Trainer or Accelerator that takes it, where it is not installed.
     """
 
     def __init__(
@@ -73,8 +73,6 @@ class TransformerEnginePrecision(MixedPrecision):
             raise ConfigurationError(
                 f"use_mxfp8_block_scaling scales by blocks, and {next(iter(delayed))} is of delayed scaling: leave one out."
             )
-        if importlib.util.find_spec("transformer_engine") is None:
-            raise MissingExtraError("transformer-engine[pytorch]", None, "precision='transformer-engine'")
         super().__init__("bf16")
         self.name = "transformer-engine"
         self.layers = Layers(skip, first_and_last, choose)
@@ -85,6 +83,10 @@ class TransformerEnginePrecision(MixedPrecision):
         self.recipe = recipe
         self.form = "fp8 by Transformer Engine"
         self.forward_context = self._fp8
+
+    def check_package(self) -> None:
+        if importlib.util.find_spec("transformer_engine") is None:
+            raise MissingExtraError("transformer-engine[pytorch]", None, "precision='transformer-engine'")
 
     def check(self, device: torch.device) -> None:
         super().check(device)

@@ -69,6 +69,7 @@ def one_process(root: Path) -> dict[str, Any]:
     seed_everything(8)
     found["same seed"], found["other seed"] = drawn[0] == drawn[1], drawn[0] == fit(Regression(dropout=0.5), root)
     found["fp16"] = words_of(Trainer, precision="16", **ONE)
+    found["fp8"] = words_of(Trainer, precision="fp8", **ONE)
     found["gpu"] = words_of(Trainer, accelerator="gpu", strategy="xla")
     found["several"] = words_of(Trainer, accelerator="xla", devices=[0, 1])
     found["closure"] = words_of(fit, Quasi(), root)
@@ -100,6 +101,7 @@ def test_words_of_what_cannot_be(tmp_path: Path) -> None:
     assert not found["other seed"]
     for name, words in (
         ("fp16", "Use precision='bf16-mixed'"),
+        ("fp8", "needs a GPU with fp8 units"),
         ("gpu", "Use accelerator='xla'"),
         ("several", "Use devices='auto', or one index"),
         ("closure", "LBFGS evaluates the loss several times"),
