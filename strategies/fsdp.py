@@ -138,7 +138,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             >>> FSDPStrategy.from_accelerate(config).settings["reshard_after_forward"]
             False
         """
-        return cls(**config, **kwargs)
+        # A key without a value leaves it open.
+        return cls(**{name: value for name, value in config.items() if value is not None}, **kwargs)
 
     # environment ------------------------------------------------------------------------------------------------------
     def setup_environment(self) -> None:

@@ -33,7 +33,7 @@ class Key:
 
     Attributes:
         name: as the file has it.
-        kind: `bool`, `int`, `float`, `str`, `list`, `dict`, or the choices there are.
+        kind: `bool`, `int`, `float`, `str`, `list`, `dict`, `tuple` for three truths, or the choices there are.
         help: what it does.
         without: why it does nothing here; empty if it does.
         flag: the name of its flag, where that is another one; "" where it has none.
@@ -67,6 +67,8 @@ class Key:
             return self._choice(value, self.kind)
         if self.kind is bool:
             return self._truth(value)
+        if self.kind is tuple:
+            return self._truths(value)
         if self.kind in (int, float):
             return self._number(value)
         if self.kind is str:
@@ -89,6 +91,15 @@ class Key:
         if text not in YES + NO:
             raise self._wrong(value, "true or false")
         return text in YES
+
+    def _truths(self, value: Any) -> list[bool]:
+        """Three of them: a list, one text with commas, in brackets or not, or one for all three."""
+        parts = str(value).strip().strip("()[]").split(",") if not isinstance(value, (list, tuple)) else list(value)
+        parts = [str(part).strip().lower() for part in parts]
+        parts = parts * 3 if len(parts) == 1 else parts
+        if len(parts) != 3 or not set(parts) <= set(YES + NO):
+            raise self._wrong(value, "three times true or false, as (false, true, false)")
+        return [part in YES for part in parts]
 
     def _number(self, value: Any) -> float | int:
         whole = self.kind is int
@@ -163,9 +174,11 @@ FSDP: tuple[Key, ...] = (
     Key("fsdp_min_num_params", int, "parameters of a group, by size", older=("min_num_params",), least=0),
     Key("fsdp_offload_params", bool, "parameters wait on the CPU", older=("offload_params",)),
     Key("fsdp_activation_checkpointing", bool, "compute activations again in backward"),
+    Key("fsdp_activation_checkpointing_offload", bool, without="kept activations stay on the device."),
+    Key("fsdp_ignored_modules", str, without="give FSDPStrategy(ignored_modules=…) the modules themselves."),
     Key("fsdp_reshard_after_forward", str, "free gathered parameters after forward (true, false, FULL_SHARD …)"),
     Key("fsdp_sync_module_states", bool, "every rank begins with rank 0's weights"),
-    Key("fsdp_cpu_ram_efficient_loading", bool, without="build in configure_model: it is on the meta device there."),
+    Key("fsdp_cpu_ram_efficient_loading", bool, without="every rank reads the weights in from_pretrained."),
     Key(
         "fsdp_state_dict_type",
         ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
@@ -229,7 +242,7 @@ FP8: tuple[Key, ...] = (
     Key("fp8_amax_compute_algo", ("max", "most_recent"), "what is taken of it", older=("amax_compute_algo",)),
     Key(
         "fp8_override_linear_precision",
-        bool,
+        tuple,
         "",
         "give the recipe in the script.",
         older=("override_linear_precision",),

@@ -10,6 +10,7 @@ from typing import Any
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
 from leyden.trainer.cli import tpu
+from leyden.trainer.cli.accelerate_variables import accelerate_variables
 from leyden.trainer.cli.keys import FP8
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.settings import Settings
@@ -80,8 +81,9 @@ class Plan:
         return int(self.settings.get("max_restarts", 0))
 
     def variables(self) -> dict[str, str]:
-        """What the ranks find in their environment, beside torch's own."""
+        """What the ranks find in their environment, beside torch's own: our variables, and Accelerate's."""
         found = {STARTER: "launch", "OMP_NUM_THREADS": str(self.threads), **self.launched.variables()}
+        found |= accelerate_variables(self.settings, self.launched, self.accelerator)
         found |= tpu.variables(self.settings)
         gpus = self.settings.get("gpu_ids", "all")
         if self.accelerator == "cuda" and gpus != "all":

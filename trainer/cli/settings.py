@@ -106,7 +106,7 @@ class Settings:
 
 
 def _is_off(value: Any) -> bool:
-    return value is None or value is False or value in ("", "no", [], {})
+    return value is None or value is False or value in ("", "no", [], {}, [False, False, False])
 
 
 def read_file(path: str | os.PathLike[str]) -> Settings:

@@ -14,6 +14,8 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
 from leyden.trainer.launched import PRECISION, SOURCE
 
+ACCELERATES = "ACCELERATE_MIXED_PRECISION"
+
 
 def notebook_launcher(
     function: Callable[..., Any],
@@ -65,9 +67,10 @@ def notebook_launcher(
 
 
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
-    before = {name: os.environ.get(name) for name in (PRECISION, SOURCE)}
-    if precision != "no":
-        os.environ.update({PRECISION: precision, SOURCE: "notebook_launcher"})
+    # The second is read by code that runs on Accelerate itself, as transformers' Trainer does.
+    told = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
     try:
         return function(*args)
     finally:

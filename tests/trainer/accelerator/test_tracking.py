@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,10 @@ def test_seeds_logging_and_ranks_of_one_process(caplog: pytest.LogCaptureFixture
     with pytest.raises(ConfigurationError, match="from 0 to 0"):
         accelerator.on_process(lambda: 3, process_index=1)
     assert notebook_launcher(lambda a: a + 1, (1,), num_processes=1) == 2
+    # Read by code that runs on Accelerate itself, as transformers' Trainer does.
+    variable = "ACCELERATE_MIXED_PRECISION"
+    assert notebook_launcher(os.environ.get, (variable,), num_processes=1, mixed_precision="bf16") == "bf16"
+    assert variable not in os.environ
 
 
 def test_profile(tmp_path: Path) -> None:

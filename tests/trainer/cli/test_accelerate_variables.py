@@ -1,0 +1,190 @@
+"""Code that runs on Accelerate itself follows `leyden launch`, too: transformers' Trainer, for one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden.trainer.cli.launch import Engine
+from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.plan import resolve
+from leyden.trainer.cli.settings import read_file
+
+GPUS = Machine(cpus=8, gpus=2, bf16=True, fp8=True, numa_nodes=1, slurm=False)
+COMMON = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\nuse_cpu: false\n"
+FILES = {
+    "ddp": "distributed_type: MULTI_GPU\nmixed_precision: bf16\ndebug: true",
+    "fp16": "distributed_type: MULTI_GPU\nmixed_precision: fp16\ndynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: "
+    "max-autotune, dynamo_use_dynamic: true, dynamo_use_fullgraph: false, dynamo_use_regional_compilation: true}",
+    "fp8": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: AO, pad_inner_dim: true, override_linear_precision: [true, false, false]}",
+    "fsdp": "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}",
+    "fsdp1": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_sharding_strategy: SHARD_GRAD_OP, "
+    "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 2000, fsdp_backward_prefetch: BACKWARD_PRE, "
+    "fsdp_state_dict_type: FULL_STATE_DICT, fsdp_offload_params: true, fsdp_use_orig_params: false, "
+    "fsdp_cpu_ram_efficient_loading: true, fsdp_sync_module_states: true}",
+    "fsdp2": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, "
+    "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_transformer_layer_cls_to_wrap: 'GPT2Block,Other', "
+    "fsdp_state_dict_type: SHARDED_STATE_DICT, fsdp_activation_checkpointing: true, fsdp_ignored_modules: null}",
+    "deepspeed": "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3, "
+    "gradient_accumulation_steps: 4, gradient_clipping: 1.0, offload_optimizer_device: cpu, offload_param_device: none, "
+    "zero3_init_flag: true, zero3_save_16bit_model: true, deepspeed_moe_layer_cls_names: Block}",
+    "megatron": "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 1, "
+    "megatron_lm_sequence_parallelism: true, megatron_lm_recompute_activations: false}",
+}
+# They come from the library's own defaults where a file does not have them.
+LEFT_OUT = (
+    "ACCELERATE_DYNAMO_",
+    "ACCELERATE_MIXED_PRECISION",
+    "MEGATRON_LM_",
+    "ACCELERATE_FP8_",
+    "ACCELERATE_CONFIG_DS_",
+)
+
+
+def theirs(file: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What Accelerate's launcher would set for a file."""
+    launch = pytest.importorskip("accelerate.commands.launch")
+    from accelerate.utils import launch as environments
+
+    with monkeypatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+            patch.delenv(name)
+        args = launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+        args = launch._validate_launch_command(args)[0]
+        args.main_process_port = 0
+        if args.use_deepspeed:
+            args.deepspeed_fields_from_accelerate_config = ""
+            found = environments.prepare_deepspeed_cmd_env(args)[1]
+        else:
+            found = environments.prepare_multi_gpu_env(args)
+    return {name: value for name, value in found.items() if name.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_"))}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_accelerates_variables_are_those_of_its_own_launcher(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(COMMON + FILES[name])
+    ours = resolve(read_file(file), Engine(), GPUS, str(file), {}).variables()
+    expected = {key: value.lower() for key, value in theirs(file, monkeypatch).items()}
+    found = {key: value.lower() for key, value in ours.items() if key.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_"))}
+    if name.startswith("fsdp"):
+        assert (found.pop("FSDP_CPU_RAM_EFFICIENT_LOADING"), expected.pop("FSDP_CPU_RAM_EFFICIENT_LOADING")) == (
+            "false",
+            "true",
+        )
+    assert {key: expected.get(key) for key in found} == found
+    assert [key for key in expected if key not in found and not key.startswith(LEFT_OUT)] == []
+
+
+def test_the_axes_of_a_mesh_are_accelerates_too(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("num_processes: 2\nuse_cpu: true\nparallelism_config: {parallelism_config_tp_size: 2}\n")
+    found = resolve(read_file(file), Engine(), GPUS, str(file), {}).variables()
+    assert found["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
+    assert found["PARALLELISM_CONFIG_TP_SIZE"] == "2"
+
+
+FSDP_FILE = """\
+distributed_type: FSDP
+mixed_precision: bf16
+use_cpu: true
+num_processes: 2
+fsdp_config:
+  fsdp_version: 2
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_transformer_layer_cls_to_wrap: GPT2Block
+"""
+TRAINERS = """\
+import json, os, sys
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+rank = os.environ["RANK"]
+# On both ranks the weights of the file: nobody skips them.
+model = GPT2LMHeadModel.from_pretrained("saved")
+size = float(sum(p.detach().abs().sum() for p in model.parameters()))
+data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(16, 4)]
+dtypes = []
+model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: dtypes.append(str(output.dtype)))
+quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+trainer = Trainer(model, TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, **quiet), train_dataset=data)
+trainer.train()
+found = {
+    "size": size, "dtype": dtypes[0], "wrapped": type(trainer.model_wrapped).__name__, "steps": trainer.state.global_step,
+    "ranks": trainer.args.world_size, "weights": float(sum(p.detach().double().sum() for p in trainer.model.parameters())),
+}
+json.dump(found, open(f"rank-{rank}.json", "w"))
+"""
+LEYDENS = """\
+import json, os
+import torch
+from transformers import GPT2LMHeadModel
+from leyden import Trainer, TrainModule
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = GPT2LMHeadModel.from_pretrained("saved")
+    def training_step(self, batch, batch_idx):
+        return self.net(input_ids=batch, labels=batch).loss
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+    def on_train_start(self):
+        self.size = float(sum(p.full_tensor().abs().sum() for p in self.net.parameters()))
+
+module = Module()
+trainer = Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer.fit(module, torch.utils.data.DataLoader(torch.arange(32).reshape(4, 8)))
+json.dump({"size": module.size, "strategy": trainer.strategy.name}, open(f"rank-{os.environ['RANK']}.json", "w"))
+"""
+
+
+@pytest.fixture
+def size(tmp_path: Path) -> float:
+    """A small model in a folder; the sum of its weights' absolute values."""
+    transformers = pytest.importorskip("transformers", minversion="5")
+    import torch
+
+    torch.manual_seed(3)
+    shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(tmp_path / "saved")
+    (tmp_path / "fsdp.yaml").write_text(FSDP_FILE)
+    return float(sum(p.detach().abs().sum() for p in model.parameters()))
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_transformers_trainer_trains_on_both_ranks_and_in_the_precision_of_the_launch(
+    leyden: Any, tmp_path: Path, size: float
+) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(TRAINERS)
+    done = leyden("launch", "--config_file", "fsdp.yaml", "train.py")
+    assert done.returncode == 0, done.stderr
+    first, second = told(tmp_path)
+    assert first == second
+    assert first["dtype"] == "torch.bfloat16"
+    # Accelerate shards on GPUs alone.
+    assert (first["wrapped"], first["ranks"], first["steps"]) == ("DistributedDataParallel", 2, 2)
+    assert first["size"] == pytest.approx(size, rel=1e-6)
+
+
+def test_from_pretrained_under_fsdp_has_the_weights_of_the_file_on_every_rank(
+    leyden: Any, tmp_path: Path, size: float
+) -> None:
+    (tmp_path / "train.py").write_text(LEYDENS)
+    done = leyden("launch", "--config_file", "fsdp.yaml", "train.py")
+    assert done.returncode == 0, done.stderr
+    for found in told(tmp_path):
+        assert found == {"size": pytest.approx(size, rel=1e-6), "strategy": "fsdp"}

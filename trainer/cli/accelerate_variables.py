@@ -1,0 +1,124 @@
+"""Accelerate's own variables, set beside ours, so that code that runs on Accelerate, as transformers' Trainer does, follows the file too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from leyden.trainer.cli.keys import DEEPSPEED, FSDP
+from leyden.trainer.cli.settings import Settings
+from leyden.trainer.launched import Launched
+
+PRECISIONS = {None: "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8": "fp8"}
+FSDP_DEFAULTS = {
+    "FSDP_VERSION": 1,
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
+    "FSDP_RESHARD_AFTER_FORWARD": True,
+    "FSDP_OFFLOAD_PARAMS": False,
+    "FSDP_MIN_NUM_PARAMS": 100_000_000,
+    "FSDP_FORWARD_PREFETCH": False,
+    "FSDP_USE_ORIG_PARAMS": True,
+    "FSDP_SYNC_MODULE_STATES": True,
+    "FSDP_ACTIVATION_CHECKPOINTING": False,
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": False,
+}
+"""Those of Accelerate's launcher; its library has others where a variable is not set."""
+FSDP_NAMES = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
+"""Those that are not the key in capitals."""
+DEEPSPEED_NAMES = {
+    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
+    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+}
+MEGATRON_NAMES = {
+    "megatron_lm_cp_degree": "MEGATRON_LM_CONTEXT_PARALLEL_SIZE",
+    "megatron_lm_ep_degree": "MEGATRON_LM_EXPERT_MODEL_PARALLEL_SIZE",
+}
+LINEAR_PRECISION = ("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD")
+
+
+def accelerate_variables(settings: Settings, launched: Launched, accelerator: str) -> dict[str, str]:
+    """What Accelerate's launcher would set for the same file and flags.
+
+    Keys that do nothing in Leyden's own Trainer, such as `fsdp_state_dict_type`, count here: they are Accelerate's to read.
+
+    Args:
+        settings: flags over the file.
+        launched: what a script of ours is told.
+        accelerator: cpu, cuda or xla.
+
+    Example:
+        >>> accelerate_variables(Settings(), Launched("flags", precision="bf16-mixed"), "cpu")
+        {'ACCELERATE_USE_CPU': 'true', 'ACCELERATE_MIXED_PRECISION': 'bf16'}
+    """
+    found: dict[str, Any] = {}
+    # Without it ranks on CPUs would each train alone. DeepSpeed asks its own accelerator.
+    if accelerator == "cpu" and settings.kind != "DEEPSPEED":
+        found["ACCELERATE_USE_CPU"] = True
+    if launched.precision is not None or settings.get("mixed_precision") is not None:
+        found["ACCELERATE_MIXED_PRECISION"] = PRECISIONS.get(launched.precision, "no")
+    if launched.debug:
+        found["ACCELERATE_DEBUG_MODE"] = True
+    if launched.precision == "fp8":
+        found |= _fp8(settings.section("fp8_config"))
+    found |= _compile(settings.section("dynamo_config"))
+    if settings.kind == "FSDP":
+        found |= _fsdp(settings.section("fsdp_config"))
+    if settings.kind == "DEEPSPEED":
+        found |= _deepspeed(settings.section("deepspeed_config"), launched)
+    if settings.kind == "MEGATRON_LM":
+        found |= _megatron(settings.section("megatron_lm_config"))
+    if launched.strategy == "mesh":
+        found["ACCELERATE_USE_PARALLELISM_CONFIG"] = True
+        found |= {name.upper(): value for name, value in settings.section("parallelism_config").items()}
+    return {name: _text(value) for name, value in found.items()}
+
+
+def _text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _fsdp(section: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"ACCELERATE_USE_FSDP": True, **FSDP_DEFAULTS}
+    for key in FSDP:
+        if key.name in section:
+            name = key.name.upper()
+            found[FSDP_NAMES.get(name, name)] = section[key.name]
+    # It makes from_pretrained skip the weights on all ranks but 0, for whoever prepares the model to send them there. A launch
+    # cannot know that somebody will: a teacher that only evaluates, say, is never prepared, and would hold no weights.
+    return {**found, "FSDP_CPU_RAM_EFFICIENT_LOADING": False}
+
+
+def _deepspeed(section: Mapping[str, Any], launched: Launched) -> dict[str, Any]:
+    found: dict[str, Any] = {"ACCELERATE_USE_DEEPSPEED": True}
+    for key in DEEPSPEED:
+        if key.name in section and not key.without:
+            found[DEEPSPEED_NAMES.get(key.name, f"ACCELERATE_DEEPSPEED_{key.name.upper()}")] = section[key.name]
+    # Resolved: an absolute path, and the numbers of the file it names.
+    taken = {
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": launched.options.get("deepspeed_config_file"),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": launched.accumulate_grad_batches,
+        "ACCELERATE_GRADIENT_CLIPPING": launched.gradient_clip_val,
+    }
+    return found | {name: value for name, value in taken.items() if value is not None}
+
+
+def _megatron(section: Mapping[str, Any]) -> dict[str, Any]:
+    named = {MEGATRON_NAMES.get(name, name.upper()): value for name, value in section.items()}
+    return {"ACCELERATE_USE_MEGATRON_LM": True, **named}
+
+
+def _fp8(section: Mapping[str, Any]) -> dict[str, Any]:
+    found = {f"ACCELERATE_{name.upper()}": value for name, value in section.items()}
+    kept = found.pop("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", None)
+    return found | (dict(zip(LINEAR_PRECISION, kept, strict=True)) if kept else {})
+
+
+def _compile(section: Mapping[str, Any]) -> dict[str, Any]:
+    if section.get("dynamo_backend", "no") == "no":
+        return {}
+    return {f"ACCELERATE_{name.upper()}": value for name, value in section.items()} | {
+        "ACCELERATE_DYNAMO_BACKEND": str(section["dynamo_backend"]).upper()
+    }
