@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 
 HOOKS = tuple(
     name
@@ -39,7 +39,7 @@ class LambdaCallback(Callback):
                 continue
             if not callable(function):
                 raise ConfigurationError(
-                    f"LambdaCallback({name}=...) takes a function, not a {type(function).__name__}: write "
+                    f"LambdaCallback({name}=...) takes a function, not {kind_of(function)}: write "
                     f"{name}=lambda {', '.join(list(inspect.signature(getattr(Callback, name)).parameters)[1:])}: ..."
                 )
             setattr(self, name, function)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 
 
 def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -43,7 +43,7 @@ def _one_number(name: str, value: Any) -> float:
         return float(value)
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise ConfigurationError(
-        f"the metric '{name}' is a {type(value).__name__}{shape}, and loggers take single numbers: log its mean or "
+        f"the metric '{name}' is {kind_of(value)}{shape}, and loggers take single numbers: log its mean or "
         "sum; for text, images and the like call logger.experiment."
     )
 
@@ -63,7 +63,7 @@ def as_dict(params: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
         return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     raise ConfigurationError(
-        f"hyper-parameters are a dict, an argparse.Namespace or a dataclass, not a {type(params).__name__}: "
+        f"hyper-parameters are a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}: "
         "log_hyperparams({'name': value})."
     )
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -191,7 +191,7 @@ def parse_duration(value: Duration, name: str = "duration") -> timedelta:
         duration = _timedelta(name, value, **value)
     else:
         raise ConfigurationError(
-            f"{name}={value!r} is a {type(value).__name__}: give 'DD:HH:MM:SS', a datetime.timedelta, or a dict such "
+            f"{name}={value!r} is {kind_of(value)}: give 'DD:HH:MM:SS', a datetime.timedelta, or a dict such "
             "as {'hours': 8}."
         )
     if duration < timedelta(0):

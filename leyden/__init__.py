@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Trainer": "leyden.trainer.trainer",
+    "TrainModule": "leyden.trainer.module",
     "Accelerator": "leyden.trainer.accelerator",
     "Callback": "leyden.callbacks.base",
     "CheckpointError": "leyden.trainer.checkpoint.errors",
@@ -15,8 +17,6 @@ _HOMES = {
     "ConfigurationError": "leyden.strategies.errors",
     "DataModule": "leyden.trainer.datamodule",
     "LeydenError": "leyden.strategies.errors",
-    "TrainModule": "leyden.trainer.module",
-    "Trainer": "leyden.trainer.trainer",
     "seed_everything": "leyden.trainer.data.rng",
     "AutocastKwargs": "leyden.trainer.own_loop.plugins",
     "DataLoaderConfiguration": "leyden.trainer.own_loop.plugins",

@@ -1,5 +1,7 @@
 """Strategies: where the model lives and how ranks talk. `find_strategy` turns a name into one.
 
+    from leyden.strategies import DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy, MixedPrecision
+
 `base.py` is the contract. One file each: `single.py`, `ddp.py`, `fsdp.py` (with `sharding/`), `deepspeed.py` (with `zero/`),
 `xla.py` and `xla_ddp.py` (with `spmd/`); `process_group.py` is what those with several ranks share, `launch/` starts ranks, and
 `precision/` has the dtypes.
@@ -8,16 +10,38 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.launch.script import is_interactive
-from leyden.strategies.precision import Precision
+from leyden.strategies.ported import ported
+from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device
 from leyden.strategies.window import Window
+
+if TYPE_CHECKING:
+    from leyden.strategies.ddp import DDPStrategy as DDPStrategy
+    from leyden.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
+    from leyden.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.precision.transformer_engine import (
+        TransformerEnginePrecision as TransformerEnginePrecision,
+    )
+    from leyden.strategies.xla import XLAFSDPStrategy as XLAFSDPStrategy
+    from leyden.strategies.xla import XLAStrategy as XLAStrategy
+    from leyden.strategies.xla_ddp import XLADDPStrategy as XLADDPStrategy
+
+_HOMES = {
+    "DDPStrategy": "leyden.strategies.ddp",
+    "DeepSpeedStrategy": "leyden.strategies.deepspeed",
+    "FSDPStrategy": "leyden.strategies.fsdp",
+    "TransformerEnginePrecision": "leyden.strategies.precision.transformer_engine",
+    "XLADDPStrategy": "leyden.strategies.xla_ddp",
+    "XLAFSDPStrategy": "leyden.strategies.xla",
+    "XLAStrategy": "leyden.strategies.xla",
+}
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")
@@ -57,6 +81,8 @@ XLA = ("xla", "tpu")
 """Accelerators that only torch_xla reaches."""
 XLA_NAMES = ("xla", "xla_fsdp", "xla_ddp")
 NAMES = ("auto", "single_device", *SEVERAL)
+MAIN_NAMES = ("auto", "single_device", "ddp", "fsdp", "deepspeed", "xla")
+"""One of each kind, for an error that has no nearest name to tell."""
 
 
 def find_strategy(
@@ -83,9 +109,8 @@ def find_strategy(
     if isinstance(strategy, Strategy):
         if precision is not None:
             strategy.precision = precision
-    elif strategy not in NAMES:
-        raise ConfigurationError(f"strategy={strategy!r} is not known in this version. {nearest(strategy, NAMES)}")
     else:
+        _check_name(strategy)
         if strategy == "auto" and accelerator in XLA:
             strategy = "xla"
         if strategy not in ("single_device", *XLA_NAMES) and _is_one_by_default(accelerator, devices, num_nodes):
@@ -103,6 +128,16 @@ def find_strategy(
     # After the strategy, which may refuse a precision for good: no package would help then.
     strategy.precision.check_package()
     return strategy
+
+
+def _check_name(strategy: object) -> None:
+    if not isinstance(strategy, str):
+        fix = f"use a name such as {', '.join(MAIN_NAMES)}, or a Strategy"
+        raise ConfigurationError(f"strategy={strategy!r}: {ported(strategy, fix)}.")
+    if strategy not in NAMES:
+        raise ConfigurationError(
+            f"strategy={strategy!r} is not known in this version. {nearest(strategy, NAMES, MAIN_NAMES)}"
+        )
 
 
 def _is_one_by_default(accelerator: str, devices: Any, num_nodes: int) -> bool:
@@ -140,4 +175,25 @@ def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
     return found[0]
 
 
-__all__ = ["Precision", "SingleDeviceStrategy", "Strategy", "Window", "find_device", "find_strategy"]
+__all__ = [
+    "DoublePrecision",
+    "Float8Precision",
+    "HalfPrecision",
+    "MixedPrecision",
+    "Precision",
+    "SingleDeviceStrategy",
+    "Strategy",
+    "Window",
+    "find_device",
+    "find_strategy",
+    *_HOMES,
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a strategy when it is first used: torch.distributed costs a run without it some time."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leyden.strategies' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value

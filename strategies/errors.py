@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 
 class LeydenError(RuntimeError):
@@ -34,6 +35,10 @@ class StateError(LeydenError, ValueError):
         super().__init__(f"{key} {reason}")
         self.key = key
         self.reason = reason
+
+
+class UnknownArgumentError(ConfigurationError, TypeError):
+    """An argument that a function does not have; a TypeError, as Python's own. The message names the nearest that it has."""
 
 
 class MissingExtraError(LeydenError, ImportError):
@@ -67,14 +72,57 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in OUT_OF_MEMORY)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The hint that ends an error about an unknown name: the nearest known one, and all of them.
+SHOWN = 8
+"""So many known names an error lists at most."""
+
+
+def nearest(name: str, known: Iterable[str], main: Sequence[str] = ()) -> str:
+    """The hint that ends an error about an unknown name: the nearest known one, and all of them if they are few.
+
+    Args:
+        name: the unknown one.
+        known: those that there are.
+        main: which to list where they are many and none is near; the first ones if left out.
 
     Example:
         >>> nearest("bf61", ["bf16", "fp16"])
         "Did you mean 'bf16'? Known: bf16, fp16."
+        >>> nearest("step_70", [f"step_{number}" for number in range(20)])
+        "Did you mean 'step_7'? Near it: step_0, step_17, step_10, step_9, step_8, step_6, step_5."
     """
     names = [str(item) for item in known]
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"Did you mean '{close[0]}'? " if close else ""
-    return f"{hint}Known: {', '.join(names)}."
+    if not names:
+        return "There is none."
+    close = difflib.get_close_matches(str(name), names, n=SHOWN, cutoff=0.5)
+    hint = f"Did you mean '{close[0]}'?" if close else ""
+    if len(names) <= SHOWN:
+        return f"{hint} Known: {', '.join(names)}.".lstrip()
+    if not close:
+        return f"Known, among others: {', '.join(main or names[:SHOWN])}."
+    return hint if len(close) == 1 else f"{hint} Near it: {', '.join(close[1:])}."
+
+
+def kind_of(value: object) -> str:
+    """What a value is, with its article, for an error about it.
+
+    Example:
+        >>> [kind_of(value) for value in (1, "text", None, int, ConfigurationError())]
+        ['an int', 'a str', 'None', 'the class int', 'a ConfigurationError']
+    """
+    if value is None:
+        return "None"
+    return f"the class {value.__name__}" if isinstance(value, type) else with_article(type(value).__name__)
+
+
+# By sound: an LSTM and an MSELoss are spelt out by letters, a UNet begins as "you" does, and so does a UserModule.
+_VOWEL = re.compile(r"[AEFHILMNORSX](?=[A-Z0-9])|[aeio]|[AEIO]|[Uu](?!ni|se|[A-Z])")
+
+
+def with_article(name: str) -> str:
+    """The name of a class with "a" or "an" before it.
+
+    Example:
+        >>> [with_article(name) for name in ("EarlyStopping", "int", "LSTM", "UNet", "DDPStrategy", "Module", "Unset")]
+        ['an EarlyStopping', 'an int', 'an LSTM', 'a UNet', 'a DDPStrategy', 'a Module', 'an Unset']
+    """
+    return f"{'an' if _VOWEL.match(name) else 'a'} {name}"

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 
 StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
 
@@ -76,12 +76,12 @@ def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
         loss, num_items = outputs["loss"], outputs.get("num_items")
     else:
         raise ConfigurationError(
-            f"training_step returned {_kind(outputs)}, not a loss. Return a scalar tensor or a dict with the key 'loss', "
+            f"training_step returned {kind_of(outputs)}, not a loss. Return a scalar tensor or a dict with the key 'loss', "
             "or set automatic_optimization = False and call manual_backward yourself."
         )
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            f"the loss that training_step returned is {_kind(loss)}, not a tensor: return it before any float() or .item()."
+            f"the loss that training_step returned is {kind_of(loss)}, not a tensor: return it before any float() or .item()."
         )
     if not loss.requires_grad:
         raise ConfigurationError(
@@ -102,8 +102,4 @@ def _check_items(num_items: object) -> None:
         if num_items.numel() != 1:
             raise ConfigurationError(f"num_items has the shape {tuple(num_items.shape)}: return one number.")
     elif isinstance(num_items, bool) or not isinstance(num_items, (int, float)):
-        raise ConfigurationError(f"num_items is {_kind(num_items)}: return a number, or a tensor of one.")
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+        raise ConfigurationError(f"num_items is {kind_of(num_items)}: return a number, or a tensor of one.")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from leyden import Callback, ConfigurationError, Trainer
+from leyden import Callback, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, GradientAccumulation, GradientAccumulationScheduler, ModelCheckpoint
 from leyden.strategies.precision import HalfPrecision, MixedPrecision
 
@@ -80,7 +80,54 @@ argument("logger a word", r"logger='csv': use True, False, or loggers such as CS
 argument("root dir a URL", r"local and mounted folders only", default_root_dir="s3://bucket/run")
 argument("barebones and a logger", r"barebones=True turns logger off.*choose one", barebones=True, logger=True)
 argument("a callback's class", r"the class EarlyStopping: give an instance, EarlyStopping\(\)", callbacks=EarlyStopping)
-argument("no callback", r"a int, which is no Callback: subclass Callback", callbacks=[1])
+argument("no callback", r"holds an int, which is no Callback: subclass leyden\.Callback", callbacks=[1])
+argument("no precision", r"precision=None_: use one of", precision=type("N", (), {"__repr__": lambda self: "None_"})())
+argument("an argument's near name", r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?", max_epoch=1)
+argument("epochs", r"Trainer has no argument 'epochs': use max_epochs\.", epochs=1)
+argument("gpus", r"Trainer has no argument 'gpus': use devices, with accelerator='gpu'\.", gpus=1)
+argument("a strategy that is near several", r"Did you mean 'ddp'\? Near it: hsdp, fsdp\.$", strategy="dp")
+argument("a strategy that is near none", r"Known, among others: auto, .*xla\.$", strategy="horovod")
+
+
+def of_lightning(name: str, *bases: type, module: str = "lightning.pytorch.anything") -> Any:
+    """A class as Lightning's own, which is not installed here."""
+    return type(name, bases, {"__module__": module})
+
+
+OURS = r"it is PyTorch Lightning's; take ours, `from {}`\.$"
+argument(
+    "a callback of Lightning's",
+    "holds an EarlyStopping, which.*" + OURS.format("leyden.callbacks import EarlyStopping"),
+    callbacks=of_lightning("EarlyStopping")(),
+)
+argument(
+    "a callback that inherits from Lightning's",
+    r"it inherits from PyTorch Lightning's Callback; inherit from ours, `from leyden import Callback`\.$",
+    callbacks=of_lightning("Mine", of_lightning("Callback"), module="train")(),
+)
+argument(
+    "a callback that only Lightning has",
+    r"Lightning's, and has no counterpart here: see docs/from-lightning\.md\.$",
+    callbacks=of_lightning("DeviceStatsMonitor", module="pytorch_lightning.callbacks")(),
+)
+argument(
+    "a logger of Lightning's", OURS.format("leyden.callbacks import CSVLogger"), logger=of_lightning("CSVLogger")()
+)
+argument(
+    "a strategy of Lightning's",
+    OURS.format("leyden.strategies import DDPStrategy"),
+    strategy=of_lightning("DDPStrategy")(),
+)
+argument(
+    "a plugin of Lightning's",
+    OURS.format("leyden.strategies.precision import MixedPrecision"),
+    plugins=of_lightning("MixedPrecision")(),
+)
+argument(
+    "a profiler of Lightning's",
+    OURS.format("leyden.trainer.profilers import SimpleProfiler"),
+    profiler=of_lightning("SimpleProfiler")(),
+)
 ONE = Callback()
 argument("a callback twice", r"the same callback twice: give it once", callbacks=[ONE, ONE])
 argument("checkpointing off and on", r"enable_checkpointing=False.*choose one", callbacks=ModelCheckpoint())
@@ -121,6 +168,39 @@ def an_early_stopping_mode(folder: Path) -> None:
 @mistake(r"give one of the three")
 def two_triggers_of_a_checkpoint(folder: Path) -> None:
     ModelCheckpoint(every_n_train_steps=2, every_n_epochs=1)
+
+
+@mistake(r"inherits from PyTorch Lightning's LightningModule; inherit from ours, `from leyden import TrainModule`\.$")
+def a_module_of_lightning(folder: Path) -> None:
+    module = of_lightning("Mine", of_lightning("LightningModule", torch.nn.Module), module="train")()
+    Trainer(logger=False, enable_checkpointing=False).fit(module, [1])
+
+
+@mistake(OURS.format("leyden import DataModule"))
+def a_datamodule_of_lightning(folder: Path) -> None:
+    Trainer(logger=False, enable_checkpointing=False).fit(
+        TrainModule(), datamodule=of_lightning("LightningDataModule")()
+    )
+
+
+@mistake(r"datamodule is a list: give an instance of a leyden\.DataModule")
+def a_loader_for_a_datamodule(folder: Path) -> None:
+    Trainer(logger=False, enable_checkpointing=False).validate(TrainModule(), datamodule=[1])  # type: ignore[arg-type]
+
+
+@mistake(r"Trainer\.fit has no argument 'epochs': use max_epochs\.")
+def a_name_that_fit_does_not_know(folder: Path) -> None:
+    Trainer(logger=False, enable_checkpointing=False).fit(TrainModule(), [1], epochs=3)  # type: ignore[arg-type]
+
+
+@mistake(r"Trainer\.fit has no argument 'train_dataloader'\. Did you mean 'train_dataloaders'\?")
+def a_near_name_of_fit(folder: Path) -> None:
+    Trainer(logger=False, enable_checkpointing=False).fit(TrainModule(), train_dataloader=[1])  # type: ignore[arg-type]
+
+
+@mistake(r"Trainer takes its arguments by name")
+def arguments_by_place(folder: Path) -> None:
+    Trainer(10)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("match", "make"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])

@@ -53,6 +53,30 @@ def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monkey
         exec(compile(block, "docs/trainer.md", "exec"), names)
 
 
+def public_classes() -> set[str]:
+    """The names of classes that stand in callbacks/ and strategies/, but for those that `leyden` itself has."""
+    files = [path for room in ("callbacks", "strategies") for path in (ROOT / room).rglob("*.py")]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return {name for text in texts for name in re.findall(r"^class ([A-Z]\w+)", text, re.MULTILINE)} - set(
+        leyden.__all__
+    )
+
+
+@pytest.mark.parametrize(
+    "document", [path for path in DOCUMENTS if path.stem != "CONTRIBUTING"], ids=lambda path: path.name
+)
+def test_every_class_that_a_document_names_has_its_import_line(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    code = " ".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+    imported: dict[str, str] = {}
+    for module, names in re.findall(r"from (leyden[\w.]*) import (\w+(?:,\s+\w+)*|\([^)]*\))", code):
+        imported |= dict.fromkeys(re.findall(r"\w+", names), module)
+    for name, module in imported.items():
+        assert hasattr(importlib.import_module(module), name), (module, name)
+    named = set(re.findall(r"\b[A-Z]\w+", code)) & public_classes()
+    assert sorted(named - set(imported)) == []
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))

@@ -221,6 +221,12 @@ def test_importing_leyden_alone_loads_no_trainer() -> None:
     assert "torch" not in loaded
 
 
+def test_importing_the_strategies_loads_none_that_needs_several_ranks() -> None:
+    loaded = run("import sys; from leyden.strategies import Strategy, MixedPrecision; print(*sys.modules)").split()
+    late = ("ddp", "fsdp", "deepspeed", "xla", "xla_ddp", "process_group")
+    assert [name for name in late if f"leyden.strategies.{name}" in loaded] == []
+
+
 @pytest.mark.parametrize("package", ["leyden", "leyden.callbacks"])
 def test_every_public_name_can_be_imported(package: str) -> None:
     missing = run(

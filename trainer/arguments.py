@@ -9,20 +9,9 @@ from typing import Any
 
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.given import UNSET
 from leyden.trainer.launched import launched_arguments
 
-
-class Unset:
-    """The default of every argument, so that "left at its default" can be told from "given"."""
-
-    def __repr__(self) -> str:
-        return "UNSET"
-
-    def __bool__(self) -> bool:
-        return False
-
-
-UNSET: Any = Unset()
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
@@ -32,7 +21,10 @@ BAREBONES = (
 
 @dataclass(slots=True)
 class Arguments:
-    """The Trainer's arguments as they are used; this is the only place with their defaults."""
+    """The Trainer's arguments as they are used.
+
+    The Trainer's signature declares the same defaults, for editors and type checkers; a test compares the two.
+    """
 
     accelerator: str = "auto"
     strategy: Any = "auto"

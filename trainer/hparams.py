@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 
 
 class AttributeDict(dict[str, Any]):
@@ -25,7 +25,8 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"there is no hyperparameter {name!r}. {nearest(name, self)}") from None
+            hint = nearest(name, self) if self else "None was kept: call self.save_hyperparameters() first in __init__."
+            raise AttributeError(f"there is no hyperparameter {name!r}. {hint}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
@@ -107,7 +108,7 @@ def _as_mapping(values: Any) -> dict[str, Any]:
     if isinstance(values, Mapping):
         return {str(name): value for name, value in values.items()}
     raise ConfigurationError(
-        f"save_hyperparameters takes names, a dict, a Namespace or a dataclass, not a {type(values).__name__}."
+        f"save_hyperparameters takes names, a dict, a Namespace or a dataclass, not {kind_of(values)}."
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.batch import batch_size_of
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.trainer.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Logs:
 
     def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
         if not isinstance(name, str):
-            raise ConfigurationError(f"self.log needs a name, and got a {type(name).__name__}: self.log('loss', loss).")
+            raise ConfigurationError(f"self.log needs a name, and got {kind_of(name)}: self.log('loss', loss).")
         if (isinstance(batch_size, (int, float)) and batch_size < 0) or isinstance(
             batch_size, (str, list, tuple, dict)
         ):
@@ -301,7 +301,7 @@ class Logs:
         if hasattr(value, "item") and getattr(value, "size", 0) == 1:
             return float(value.item())
         raise ConfigurationError(
-            f"self.log({entry.name!r}) was given a {type(value).__name__}: log a number, a tensor of one number or a "
+            f"self.log({entry.name!r}) was given {kind_of(value)}: log a number, a tensor of one number or a "
             "torchmetrics.Metric; a dict goes to self.log_dict."
         )
 
@@ -509,7 +509,7 @@ def as_number(name: str, value: Any) -> Value:
     if not isinstance(value, Tensor) and isinstance(value, (int, float)):
         return float(value)
     if not isinstance(value, Tensor) or value.numel() != 1:
-        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
         raise ConfigurationError(
             f"{name!r} was reduced over the epoch to {kind}, which is not one number: compute the metric yourself in the "
             "epoch's last hook, and log each of its values by a name of its own."

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -260,6 +260,14 @@ class TrainModule(Hyperparameters, nn.Module):
             )
         self.trainer.accelerator.manual_backward(loss, *args, **kwargs)
 
+    @overload
+    def optimizers(
+        self, use_prepared_optimizer: Literal[True] = True, *, use_pl_optimizer: Literal[True] | None = None
+    ) -> PreparedOptimizer | list[PreparedOptimizer]: ...
+    @overload
+    def optimizers(
+        self, use_prepared_optimizer: bool = True, *, use_pl_optimizer: bool | None = None
+    ) -> Optimizer | list[Optimizer]: ...
     def optimizers(self, use_prepared_optimizer: bool = True, *, use_pl_optimizer: bool | None = None) -> Any:
         """The optimizer, or the list of them, to be stepped in manual optimisation.
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.trainer.logs import Value
 
 FORMS = (
@@ -96,7 +96,7 @@ def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], lis
             return _from_dicts(configured, automatic)
         _check_optimizers(configured)
         return list(configured), []
-    raise ConfigurationError(f"configure_optimizers returned a {type(configured).__name__}: {FORMS}.")
+    raise ConfigurationError(f"configure_optimizers returned {kind_of(configured)}: {FORMS}.")
 
 
 def _from_dicts(parts: Sequence[Mapping[str, Any]], automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
@@ -133,7 +133,7 @@ def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> Sched
     scheduler = values["scheduler"]
     if isinstance(scheduler, Optimizer) or not callable(getattr(scheduler, "step", None)):
         raise ConfigurationError(
-            f"lr_scheduler is a {type(scheduler).__name__}, which is no scheduler: give one of torch.optim.lr_scheduler, or an "
+            f"lr_scheduler is {kind_of(scheduler)}, which is no scheduler: give one of torch.optim.lr_scheduler, or an "
             "object with step, state_dict and load_state_dict, and override lr_scheduler_step if it takes arguments."
         )
     values.setdefault("monitor", monitor)
@@ -155,7 +155,7 @@ def _check_optimizers(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"configure_optimizers returned a {type(optimizer).__name__} where an optimizer belongs: {FORMS}."
+                f"configure_optimizers returned {kind_of(optimizer)} where an optimizer belongs: {FORMS}."
             )
 
 

@@ -16,9 +16,11 @@ from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
+from leyden.trainer.datamodule import DataModule
 from leyden.trainer.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
@@ -32,7 +34,7 @@ def precision_of(arguments: Arguments) -> Any:
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
-                f"plugins: a {type(plugin).__name__} is no plugin that this version knows: give a Precision."
+                f"plugins: {kind_of(plugin)} is no plugin that this version knows: {ported(plugin, 'give a Precision')}."
             )
     if len(plugins) + (arguments.precision is not None) > 1:
         raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
@@ -57,7 +59,7 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
             )
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"callbacks holds a {type(callback).__name__}, which is no Callback: subclass Callback."
+                f"callbacks holds {kind_of(callback)}, which is no Callback: {ported(callback, 'subclass leyden.Callback')}."
             )
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same callback twice: give it once.")
@@ -88,9 +90,8 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
     loggers = [] if wanted is False else _as_list(wanted)
     for logger in loggers:
         if not isinstance(logger, Logger):
-            raise ConfigurationError(
-                f"logger={wanted!r}: use True, False, or loggers such as CSVLogger(); a {type(logger).__name__} is none."
-            )
+            fix = f"use True, False, or loggers such as CSVLogger(); {kind_of(logger)} is none"
+            raise ConfigurationError(f"logger={wanted!r}: {ported(logger, fix)}.")
         if all(logger is not callback for callback in callbacks):
             callbacks.append(logger)
     if wanted is False and (arguments.barebones or arguments.fast_dev_run):
@@ -124,7 +125,9 @@ def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
     extra: list[Callback] = _as_list(own)
     for callback in extra:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(f"configure_callbacks returned a {type(callback).__name__}: return callbacks.")
+            raise ConfigurationError(
+                f"configure_callbacks returned {kind_of(callback)}: {ported(callback, 'return callbacks')}."
+            )
     replaced = {type(callback) for callback in extra}
     return [callback for callback in callbacks if type(callback) not in replaced] + extra
 
@@ -139,11 +142,19 @@ def unwrapped(model: Any) -> tuple[TrainModule, Any]:
     inner = getattr(model, "_orig_mod", None)
     compiled, model = (None, model) if inner is None else (model, inner)
     if not isinstance(model, TrainModule):
-        is_class = isinstance(model, type)
-        given = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
-        hint = f"give an instance, {model.__name__}()" if is_class else "subclass leyden.TrainModule"
-        raise ConfigurationError(f"the Trainer needs a TrainModule, and was given {given}: {hint}.")
+        fix = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
+        raise ConfigurationError(
+            f"the Trainer needs a TrainModule, and was given {kind_of(model)}: {ported(model, fix)}."
+        )
     return model, compiled
+
+
+def check_datamodule(datamodule: object) -> None:
+    """Refuses what is no DataModule before anything runs."""
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise ConfigurationError(
+            f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'give an instance of a leyden.DataModule')}."
+        )
 
 
 def check_steps(module: TrainModule, stage: str) -> None:
@@ -208,8 +219,3 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def described(value: object) -> str:
-    """An argument in words, for an error."""
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"

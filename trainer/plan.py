@@ -10,6 +10,7 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, is_out_of_memory
 from leyden.strategies.settings import RunSettings
+from leyden.trainer.given import in_known_names
 from leyden.trainer.hooks import overrides
 from leyden.trainer.module import TrainModule
 
@@ -124,6 +125,9 @@ def in_better_words(trainer: Trainer, error: BaseException) -> BaseException:
     """The error, or a better one that says what to do, where more is known than its message says."""
     if is_out_of_memory(error):
         return out_of_memory(trainer, error)
+    unknown = in_known_names(error, (trainer.module, trainer, *trainer.callbacks))
+    if unknown is not None:
+        return unknown
     hint = _hint(error)
     return error if hint is None else ConfigurationError(f"{hint} The error was: {error}")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.ported import ported
 
 T = TypeVar("T")
 
@@ -220,5 +221,6 @@ def find_profiler(profiler: str | Profiler | None) -> Profiler | None:
         "pytorch": PyTorchProfiler,
     }
     if not isinstance(profiler, str) or profiler not in kinds:
-        raise ConfigurationError(f"profiler={profiler!r}: use 'simple', 'advanced', 'pytorch' or a Profiler.")
+        fix = "use 'simple', 'advanced', 'pytorch' or a Profiler"
+        raise ConfigurationError(f"profiler={profiler!r}: {ported(profiler, fix)}.")
     return kinds[profiler]()

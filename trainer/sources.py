@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.ported import ported
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
@@ -156,6 +157,6 @@ def _flat(loaders: Any) -> list[tuple[Any, int | None]]:
 def _check_iterable(kind: str, loader: Any) -> None:
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise ConfigurationError(
-            f"the {kind} loader is a {type(loader).__name__}, over which nothing can iterate: give a DataLoader, or any iterable "
-            "of batches."
+            f"the {kind} loader is {kind_of(loader)}, over which nothing can iterate: "
+            f"{ported(loader, 'give a DataLoader, or any iterable of batches')}."
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +15,12 @@ from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer import debugging, differences, ending, launching, plan
-from leyden.trainer.arguments import UNSET, resolve
+from leyden.trainer.arguments import resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
+from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.hooks import Hooks
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
@@ -30,6 +31,7 @@ from leyden.trainer.optimization import SchedulerConfig, parse
 from leyden.trainer.parts import (
     accumulation_of,
     build_callbacks,
+    check_datamodule,
     check_steps,
     loggers_of,
     merge_callbacks,
@@ -47,6 +49,11 @@ from leyden.trainer.transfer import transfer_of
 from leyden.trainer.view import TrainerView
 
 if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from typing_extensions import Never
+
+    from leyden.strategies.precision import Precision
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any
@@ -64,7 +71,7 @@ class Trainer(TrainerView):
             started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
         precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine", a
-            short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default "32-true".
+            short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
         plugins: a `Precision`, as another way to give it.
@@ -113,52 +120,53 @@ class Trainer(TrainerView):
         'bf16-mixed'
     """
 
+    @leaves_open
     def __init__(
         self,
         *,
-        accelerator: str = UNSET,
-        strategy: str | Strategy = UNSET,
-        devices: int | str | Sequence[int] = UNSET,
-        num_nodes: int = UNSET,
-        precision: Any = UNSET,
-        logger: bool | Logger | Sequence[Logger] | None = UNSET,
-        callbacks: Callback | Sequence[Callback] | None = UNSET,
-        plugins: Any = UNSET,
-        fast_dev_run: bool | int = UNSET,
-        max_epochs: int | None = UNSET,
-        min_epochs: int | None = UNSET,
-        max_steps: int = UNSET,
-        min_steps: int | None = UNSET,
-        max_time: Any = UNSET,
-        limit_train_batches: float | int = UNSET,
-        limit_val_batches: float | int = UNSET,
-        limit_test_batches: float | int = UNSET,
-        limit_predict_batches: float | int = UNSET,
-        overfit_batches: float | int = UNSET,
-        val_check_interval: Any = UNSET,
-        check_val_every_n_epoch: int | None = UNSET,
-        num_sanity_val_steps: int = UNSET,
-        log_every_n_steps: int = UNSET,
-        enable_checkpointing: bool = UNSET,
-        enable_progress_bar: bool = UNSET,
-        enable_model_summary: bool = UNSET,
-        accumulate_grad_batches: int = UNSET,
-        gradient_clip_val: float | None = UNSET,
-        gradient_clip_algorithm: str | None = UNSET,
-        deterministic: bool | str | None = UNSET,
-        benchmark: bool | None = UNSET,
-        inference_mode: bool = UNSET,
-        use_distributed_sampler: bool = UNSET,
-        profiler: str | Profiler | None = UNSET,
-        detect_anomaly: bool = UNSET,
-        barebones: bool = UNSET,
-        sync_batchnorm: bool = UNSET,
-        reload_dataloaders_every_n_epochs: int = UNSET,
-        default_root_dir: str | Path | None = UNSET,
-        even_batches: bool = UNSET,
-        global_batch_size: int | None = UNSET,
-        sample_rng: bool = UNSET,
-        allow_replay: bool = UNSET,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int | Precision | None = None,
+        logger: bool | Logger | Sequence[Logger] | None = True,
+        callbacks: Callback | Sequence[Callback] | None = None,
+        plugins: Precision | Sequence[Precision] | None = None,
+        fast_dev_run: bool | int = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | Mapping[str, float] | None = None,
+        limit_train_batches: float | int = 1.0,
+        limit_val_batches: float | int = 1.0,
+        limit_test_batches: float | int = 1.0,
+        limit_predict_batches: float | int = 1.0,
+        overfit_batches: float | int = 0.0,
+        val_check_interval: float | int | str | timedelta | Mapping[str, float] = 1.0,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int = 2,
+        log_every_n_steps: int = 50,
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        enable_model_summary: bool = False,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = "norm",
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: str | Profiler | None = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = ".",
+        even_batches: bool = False,
+        global_batch_size: int | None = None,
+        sample_rng: bool = False,
+        allow_replay: bool = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.arguments, self.given = resolve(given)
@@ -213,6 +221,7 @@ class Trainer(TrainerView):
         trust: bool = False,
         max_epochs: int | None = None,
         max_steps: int | None = None,
+        **unknown: Never,
     ) -> None:
         """Trains. Begins anew each time, with the weights as they are, unless `ckpt_path` says otherwise.
 
@@ -227,16 +236,19 @@ class Trainer(TrainerView):
             trust: `ckpt_path` may be a pickle file of another trainer, whose weights are taken.
             max_epochs: in place of the Trainer's.
             max_steps: in place of the Trainer's.
+            **unknown: nothing; an argument by any other name is an error that suggests the nearest.
 
         Raises:
             ConfigurationError: if something is missing or cannot work; names the fix.
             CheckpointError: if the checkpoint is missing or damaged.
             KeyboardInterrupt: after Ctrl-C, when the run has ended in order.
         """
+        refuse(Trainer.fit, unknown)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
         if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
             raise ConfigurationError("fit was given loaders and a datamodule: give one of them.")
+        check_datamodule(datamodule)
         if model is None:
             raise ConfigurationError(
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
@@ -541,6 +553,7 @@ class Trainer(TrainerView):
             loaders, datamodule = None, loaders
         if loaders is not None and datamodule is not None:
             raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
+        check_datamodule(datamodule)
         if model is None:
             if type(self.module) is TrainModule:
                 raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")

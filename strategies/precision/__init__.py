@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.ported import ported
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.strategies.precision.base import Precision
 from leyden.strategies.precision.fp8 import Float8Precision
@@ -52,7 +53,10 @@ def find_precision(precision: str | int | Precision | None) -> Precision:
         from leyden.strategies.precision.transformer_engine import TransformerEnginePrecision
 
         return TransformerEnginePrecision()
-    raise ConfigurationError(f"precision={precision!r} is not known. {nearest(name, (*NAMES, *ALIASES))}")
+    if not isinstance(precision, (str, int)):
+        fix = f"use one of {', '.join(NAMES)}, or a Precision"
+        raise ConfigurationError(f"precision={precision!r}: {ported(precision, fix)}.")
+    raise ConfigurationError(f"precision={precision!r} is not known. {nearest(name, (*NAMES, *ALIASES), NAMES)}")
 
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, with_article
 from leyden.strategies.sharding.policy import Groups, modules_of_classes
 
 
@@ -50,7 +50,7 @@ def compile_blocks(root: nn.Module, groups: Groups, arguments: dict[str, Any]) -
         kind = type(module)
         if kind.__module__.startswith("torch.nn."):
             raise ConfigurationError(
-                f"compile=True: {name!r} is a {kind.__name__} of torch.nn itself, on which torch's Module.compile does nothing. "
+                f"compile=True: {name!r} is {with_article(kind.__name__)} of torch.nn itself, on which torch's Module.compile does nothing. "
                 "Write the block as a class of your own, or give auto_wrap_policy the class of such a block."
             )
         compile_in_place: Callable[..., None] = module.compile

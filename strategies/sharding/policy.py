@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 
 Classes: TypeAlias = "Iterable[type[nn.Module] | str]"
 WrapPolicy: TypeAlias = "Literal['auto'] | int | type[nn.Module] | Classes | Callable[..., bool] | None"
@@ -71,7 +71,7 @@ def choose(root: nn.Module, policy: WrapPolicy, ignored: set[nn.Parameter] | Non
     for name in names:
         if isinstance(modules[name], (nn.ModuleList, nn.ModuleDict)):
             raise ConfigurationError(
-                f"auto_wrap_policy chose {name!r}, a {type(modules[name]).__name__}, which has no forward pass around which "
+                f"auto_wrap_policy chose {name!r}, {kind_of(modules[name])}, which has no forward pass around which "
                 "its parameters could be gathered: choose the modules in it."
             )
     groups = Groups(sorted(names, key=lambda name: -name.count(".")), how=how)

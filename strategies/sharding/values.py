@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.sharding.deferred import Deferred, Recipe
 
 Place: TypeAlias = "tuple[nn.Module, str]"
@@ -53,7 +53,7 @@ class Values:
             reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is None:
                 raise ConfigurationError(
-                    f"{names[0]!r} of a {type(module).__name__} is on the meta device, and nothing tells its values: build the "
+                    f"{names[0]!r} of {kind_of(module)} is on the meta device, and nothing tells its values: build the "
                     "module in configure_model or within `with trainer.init_module():`, or give its class a reset_parameters()."
                 )
             replace([(module, name) for name in names], lambda module, name: _memory(getattr(module, name)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.settings import RunSettings
 
 if TYPE_CHECKING:
@@ -510,7 +510,7 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
         except ValueError as error:
             raise ConfigurationError(f"the DeepSpeed config {path} is no JSON: {error}.") from error
         if not isinstance(config, Mapping):
-            raise ConfigurationError(f"the DeepSpeed config {path} holds a {type(config).__name__}, not a mapping.")
+            raise ConfigurationError(f"the DeepSpeed config {path} holds {kind_of(config)}, not a mapping.")
     return copy.deepcopy(dict(config))
 
 

@@ -70,7 +70,7 @@ def a_loader_that_is_none(ground: Ground) -> None:
     ground.trainer().fit(ground.module(train_dataloader=lambda self: None))
 
 
-@mistake(r"the train loader is a int, over which nothing can iterate: give a DataLoader")
+@mistake(r"the train loader is an int, over which nothing can iterate: give a DataLoader")
 def a_loader_that_is_a_number(ground: Ground) -> None:
     ground.fit(None, 3)
 
@@ -185,7 +185,7 @@ def scheduled(module: nn.Module, make: Callable[[Any], Any] = lambda o: StepLR(o
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make(optimizer), **options}}
 
 
-optimizers("configure_optimizers of no form", r"returned a int: return an optimizer", lambda self: 3)
+optimizers("configure_optimizers of no form", r"returned an int: return an optimizer", lambda self: 3)
 optimizers("a list of no optimizers", r"returned a str where an optimizer belongs", lambda self: ["adam"])
 optimizers("a dict without optimizer", r"a dict without 'optimizer'", lambda self: {"optim": sgd(self)})
 optimizers(

@@ -23,6 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from leyden.strategies.errors import with_article
 from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.tensors import Spec, check_tensor
 
@@ -309,12 +310,12 @@ def _describe(value: Any) -> tuple[str, str]:
     hint = "Save tensors, numbers, strings or nests of them in its place."
     for base in (dict, list, tuple, set, frozenset, str, bytes, int, float):
         if isinstance(value, base):
-            return f"a {kind.__name__}, a subclass of {base.__name__}", f"Save {base.__name__}(...) of it."
+            return f"{with_article(kind.__name__)}, a subclass of {base.__name__}", f"Save {base.__name__}(...) of it."
     if isinstance(value, type):
         return f"the class {value.__qualname__}", "Save its name, a string, in its place."
     name = getattr(value, "__qualname__", None)
     if callable(value) and name:
-        return f"a {kind.__name__}, {name}", "Save its name, a string, in its place."
+        return f"{with_article(kind.__name__)}, {name}", "Save its name, a string, in its place."
     if isinstance(value, torch.nn.Module):
         return f"a module, {kind.__name__}", "Save its state_dict()."
     return f"of the kind {kind.__module__}.{kind.__qualname__}", hint
@@ -435,7 +436,8 @@ class _Decoder:
                 item = field.default_factory()
             else:
                 raise CheckpointError(
-                    self._where, f"holds a {cls.__name__} without the field {field.name!r}. Give the field a default."
+                    self._where,
+                    f"holds {with_article(cls.__name__)} without the field {field.name!r}. Give the field a default.",
                 )
             object.__setattr__(rebuilt, field.name, item)
         return rebuilt

@@ -15,7 +15,7 @@ import click
 import torch
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 from leyden.strategies.precision import ALIASES, NAMES
 from leyden.trainer.cli.checkpoints import size_of
 
@@ -171,7 +171,7 @@ def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[n
             f"{module}:{attribute} cannot be built ({error}): give its arguments as --args '{{…}}'."
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{module}:{attribute} makes a {type(model).__name__}, which is no nn.Module.")
+        raise ConfigurationError(f"{module}:{attribute} makes {kind_of(model)}, which is no nn.Module.")
     return model, note
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.data.rebuild import with_dataset
 from leyden.trainer.data.rng import MAX_SEED
 
@@ -89,7 +89,7 @@ def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
         return mapped(lambda part: with_sample_rng(part, seed))
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"sample_rng=True needs a DataLoader, and this is a {type(loader).__name__}: wrap its data set in "
+            f"sample_rng=True needs a DataLoader, and this is {kind_of(loader)}: wrap its data set in "
             "SampleRNG yourself, or leave sample_rng off."
         )
     return loader if isinstance(loader.dataset, SampleRNG) else with_dataset(loader, SampleRNG(loader.dataset, seed))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer import debugging
 from leyden.trainer.prepared import PreparedOptimizer
 
@@ -42,7 +42,7 @@ class Mistakes:
                 continue
             if not any(model is known for known in (*accelerator.prepared_models, *accelerator.bare_models)):
                 raise ConfigurationError(
-                    f"accumulate was given a {type(model).__name__} that is not prepared: model = accelerator.prepare(model), and "
+                    f"accumulate was given {kind_of(model)} that is not prepared: model = accelerator.prepare(model), and "
                     "use what it returns."
                 )
             if accelerator.num_processes > 1 and not any(model is known for known in accelerator.prepared_models):

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import batch_size_of, map_tensors
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.sharding import block
 
@@ -209,6 +209,6 @@ def join(batches: list[Any]) -> Any:
         parts = [join(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     raise ConfigurationError(
-        f"dispatch_batches=True shares out tensors, and a batch holds a {type(first).__name__}: let every rank read its own share, "
+        f"dispatch_batches=True shares out tensors, and a batch holds {kind_of(first)}: let every rank read its own share, "
         "with dispatch_batches=False."
     )

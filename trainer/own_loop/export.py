@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.spmd.moving import on_host
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -142,7 +142,7 @@ def _not_plain(item: Any, where: str) -> str | None:
     elif type(item) in (list, tuple, set):
         found = (_not_plain(value, f"{where}[{number}]") for number, value in enumerate(item))
     else:
-        return f"{where} is a {type(item).__name__}"
+        return f"{where} is {kind_of(item)}"
     return next((entry for entry in found if entry is not None), None)
 
 

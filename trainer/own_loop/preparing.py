@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.debugging import is_debugging, loader_facts, model_facts, tell
 from leyden.trainer.own_loop.deepspeed import DummyOptim, DummyScheduler, settle
@@ -215,7 +215,7 @@ def scheduler(accelerator: Accelerator, given: Any) -> PreparedScheduler:
     own = [entry for entry in accelerator.prepared_optimizers if owner is entry or owner is entry.optimizer]
     if owner is not None and not own:
         warnings.warn(
-            f"a {type(given).__name__} was prepared whose optimizer is not: prepare the optimizer too, before or in the same call.",
+            f"{kind_of(given)} was prepared whose optimizer is not: prepare the optimizer too, before or in the same call.",
             stacklevel=4,
         )
     with_optimizer = accelerator.options.step_scheduler_with_optimizer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 
 if TYPE_CHECKING:
     from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin
@@ -221,7 +221,7 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
         from torch.utils.data import Subset
 
         return Subset(inputs, numbers)
-    raise ConfigurationError(f"split_between_processes cannot split a {type(inputs).__name__}: give a list or tensor.")
+    raise ConfigurationError(f"split_between_processes cannot split {kind_of(inputs)}: give a list or tensor.")
 
 
 class PartialState(RankControl):

@@ -9,7 +9,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.data.even import EvenBatches, OwnBatches
 from leyden.trainer.data.rebuild import with_dataset, with_index_sampler
 from leyden.trainer.data.sharding import Order, Ranks
@@ -57,7 +57,7 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
     if type(batches) is not BatchSampler:
         if config.split_batches:
             raise ConfigurationError(
-                f"split_batches=True and a {type(batches).__name__} of your own: give the loader a batch_size, or leave it out."
+                f"split_batches=True and {kind_of(batches)} of your own: give the loader a batch_size, or leave it out."
             )
         return with_index_sampler(loader, kind(Order(batches, strategy.broadcast), rank, ranks, None))
     size = _own_size(batches.batch_size, ranks, config)

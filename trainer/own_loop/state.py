@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
@@ -316,5 +316,5 @@ def check_registrable(objects: tuple[Any, ...]) -> None:
             raise ConfigurationError(f"register_for_checkpointing: object {number} is a tensor. Hold it in a module.")
         if not callable(getattr(obj, "state_dict", None)) or not callable(getattr(obj, "load_state_dict", None)):
             raise ConfigurationError(
-                f"register_for_checkpointing: object {number}, a {type(obj).__name__}, has no state_dict and load_state_dict."
+                f"register_for_checkpointing: object {number}, {kind_of(obj)}, has no state_dict and load_state_dict."
             )

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.silent import Silent
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 from leyden.trainer.own_loop.collectives import Collectives
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _check_complete(entry: Any) -> None:
         )
     if isinstance(entry, GeneralTracker) and not entry.name:
         raise ConfigurationError(
-            f'log_with holds a {type(entry).__name__} without a name: write name = "mine" into the class, by which get_tracker '
+            f'log_with holds {kind_of(entry)} without a name: write name = "mine" into the class, by which get_tracker '
             "finds it."
         )
 

@@ -1,0 +1,88 @@
+"""What a caller gave by name: real defaults in the signature, what was left out is known, wrong names get the nearest."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_input.ground import QUIET, Module, loader
+
+import leyden
+from leyden import Trainer
+from leyden.strategies.errors import UnknownArgumentError
+from leyden.strategies.ported import OURS
+from leyden.trainer.arguments import Arguments
+
+
+def test_the_signature_of_the_trainer_has_the_defaults_that_are_used() -> None:
+    declared = {name: p.default for name, p in inspect.signature(Trainer).parameters.items()}
+    used = {field.name: field.default for field in dataclasses.fields(Arguments)}
+    assert declared == used
+
+
+def test_types_are_declared_and_the_trainer_is_offered_first() -> None:
+    parameters = inspect.signature(Trainer).parameters.values()
+    assert [p.name for p in parameters if p.annotation == "Any"] == []
+    assert [name for name in leyden.__all__ if name.startswith("Tr")] == ["Trainer", "TrainModule"]
+
+
+def test_what_was_given_is_known_also_where_it_equals_the_default() -> None:
+    assert Trainer(**QUIET, log_every_n_steps=50).given == {*QUIET, "log_every_n_steps"}
+
+
+def test_a_subclass_of_the_trainer_passes_its_arguments_on() -> None:
+    class Mine(Trainer):
+        def __init__(self, folder: str, **arguments: Any) -> None:
+            super().__init__(default_root_dir=folder, **arguments)
+
+    trainer = Mine("here", **QUIET)
+    assert trainer.given == {*QUIET, "default_root_dir"}
+    with pytest.raises(UnknownArgumentError, match="Trainer has no argument 'max_step'. Did you mean 'max_steps'"):
+        Mine("here", max_step=1)
+
+
+def test_an_unknown_argument_is_a_type_error_as_pythons_own() -> None:
+    with pytest.raises(TypeError):
+        Trainer(max_epoch=1)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("method", ["log", "log_dict"])
+def test_a_misspelt_argument_of_log_names_the_nearest(method: str, tmp_path: Path) -> None:
+    class Misspelt(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if method == "log":
+                self.log("loss", 1.0, progbar=True)  # type: ignore[call-arg]
+            else:
+                self.log_dict({"loss": 1.0}, progbar=True)
+            return self.loss(batch)
+
+    with pytest.raises(
+        UnknownArgumentError, match=r"TrainModule.log has no argument 'progbar'. Did you mean 'prog_bar'"
+    ):
+        Trainer(**QUIET, default_root_dir=tmp_path).fit(Misspelt(), loader())
+
+
+def test_another_type_error_of_a_step_stays_as_it_is(tmp_path: Path) -> None:
+    class Wrong(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return torch.zeros(()).sum(dims=1)  # type: ignore[call-overload]
+
+    with pytest.raises(TypeError) as caught:
+        Trainer(**QUIET, default_root_dir=tmp_path).fit(Wrong(), loader())
+    assert type(caught.value) is TypeError
+
+
+def test_a_missing_hyperparameter_names_save_hyperparameters() -> None:
+    with pytest.raises(AttributeError, match=r"no hyperparameter 'lr'.*call self\.save_hyperparameters\(\) first"):
+        _ = Module().hparams.lr
+
+
+@pytest.mark.parametrize("path", sorted(OURS.values()))
+def test_what_an_error_about_lightnings_objects_names_can_be_imported(path: str) -> None:
+    room, _, name = path.rpartition(".")
+    assert getattr(importlib.import_module(room), name).__name__ == name

@@ -1,0 +1,190 @@
+"""What a caller gave by name: told from what is left at its default; and a name that is no argument gets the nearest that is one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from leyden.strategies.errors import UnknownArgumentError, nearest
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Unset:
+    """Stands in for an argument that was left at its default."""
+
+    def __repr__(self) -> str:
+        return "UNSET"
+
+    def __bool__(self) -> bool:
+        return False
+
+
+UNSET: Any = Unset()
+
+ELSEWHERE: dict[str, dict[str, str]] = {
+    "Trainer": {
+        "epochs": "max_epochs",
+        "num_epochs": "max_epochs",
+        "n_epochs": "max_epochs",
+        "num_train_epochs": "max_epochs",
+        "steps": "max_steps",
+        "gpus": "devices, with accelerator='gpu'",
+        "num_gpus": "devices, with accelerator='gpu'",
+        "auto_select_gpus": "devices='auto'",
+        "tpu_cores": "devices, with accelerator='tpu'",
+        "num_processes": "devices",
+        "nodes": "num_nodes",
+        "nnodes": "num_nodes",
+        "device": "accelerator",
+        "mixed_precision": "precision",
+        "fp16": "precision='16-mixed'",
+        "bf16": "precision='bf16-mixed'",
+        "amp_backend": "precision",
+        "amp_level": "precision",
+        "gradient_accumulation_steps": "accumulate_grad_batches",
+        "grad_accum": "accumulate_grad_batches",
+        "max_grad_norm": "gradient_clip_val",
+        "clip_grad_norm": "gradient_clip_val",
+        "eval_steps": "val_check_interval",
+        "logging_steps": "log_every_n_steps",
+        "checkpoint_callback": "enable_checkpointing, or callbacks=ModelCheckpoint(…)",
+        "progress_bar_refresh_rate": "callbacks=TQDMProgressBar(refresh_rate=…)",
+        "weights_summary": "enable_model_summary",
+        "weights_save_path": "default_root_dir, or callbacks=ModelCheckpoint(dirpath=…)",
+        "output_dir": "default_root_dir",
+        "log_dir": "default_root_dir",
+        "save_dir": "default_root_dir",
+        "resume_from_checkpoint": "trainer.fit(…, ckpt_path=…)",
+        "ckpt_path": "trainer.fit(…, ckpt_path=…)",
+        "replace_sampler_ddp": "use_distributed_sampler",
+        "terminate_on_nan": "detect_anomaly",
+        "multiple_trainloader_mode": "CombinedLoader(loaders, mode=…)",
+        "batch_size": "DataLoader(…, batch_size=…)",
+        "shuffle": "DataLoader(…, shuffle=…)",
+        "num_workers": "DataLoader(…, num_workers=…)",
+        "lr": "configure_optimizers of your TrainModule",
+        "learning_rate": "configure_optimizers of your TrainModule",
+        "optimizer": "configure_optimizers of your TrainModule",
+        "scheduler": "configure_optimizers of your TrainModule",
+        "loss": "training_step of your TrainModule",
+        "metrics": "self.log in the steps of your TrainModule",
+        "seed": "leyden.seed_everything(seed)",
+        "model": "trainer.fit(model, …)",
+        "module": "trainer.fit(module, …)",
+        "datamodule": "trainer.fit(module, datamodule=…)",
+        "train_dataloaders": "trainer.fit(module, train_dataloaders)",
+        "val_dataloaders": "trainer.fit(module, train_dataloaders, val_dataloaders)",
+    },
+    "fit": {
+        "epochs": "max_epochs",
+        "train_loader": "train_dataloaders",
+        "val_loader": "val_dataloaders",
+        "valid_loader": "val_dataloaders",
+        "eval_loader": "val_dataloaders",
+        "test_dataloaders": "trainer.test(module, dataloaders)",
+        "resume_from_checkpoint": "ckpt_path",
+        "resume": "ckpt_path='auto'",
+        "batch_size": "DataLoader(…, batch_size=…)",
+        "precision": "Trainer(precision=…)",
+        "devices": "Trainer(devices=…)",
+        "callbacks": "Trainer(callbacks=…)",
+        "logger": "Trainer(logger=…)",
+    },
+    "log": {"step": "log_metrics of a logger, which takes a step", "progress_bar": "prog_bar"},
+}
+"""What other trainers, and Lightning's older versions, call an argument; and what does it here."""
+
+_UNEXPECTED = re.compile(r"(\w+)\.(\w+)\(\) got an unexpected keyword argument '(\w+)'")
+
+
+def leaves_open(init: Function) -> Function:
+    """Lets an `__init__` declare its real defaults and still know what was left out, which its body gets as UNSET.
+
+    Editors, type checkers and `inspect.signature` read the declaration. An unknown name is refused with the nearest.
+
+    Args:
+        init: takes arguments by name alone.
+
+    Example:
+        >>> class Oven:
+        ...     @leaves_open
+        ...     def __init__(self, *, degrees=180, minutes=30):
+        ...         print(degrees, minutes)
+        >>> inspect.signature(Oven)
+        <Signature (*, degrees=180, minutes=30)>
+        >>> _ = Oven(minutes=30)
+        UNSET 30
+    """
+    owner = init.__qualname__.rpartition(".")[0]
+    left_out = dict.fromkeys(_names(init), UNSET)
+
+    @functools.wraps(init)
+    def with_given(self: object, *args: Any, **given: Any) -> None:
+        if args:
+            raise UnknownArgumentError(f"{owner} takes its arguments by name: {owner}({next(iter(left_out))}=…).")
+        for name in given:
+            if name not in left_out:
+                raise unknown_argument(owner, name, left_out)
+        init(self, **{**left_out, **given})
+
+    return with_given  # type: ignore[return-value]
+
+
+def refuse(function: Callable[..., Any], unknown: Iterable[str]) -> None:
+    """Refuses what a method was given under names that it does not have.
+
+    Args:
+        function: the method.
+        unknown: what its `**unknown` took.
+
+    Raises:
+        UnknownArgumentError: for the first of them.
+    """
+    for name in unknown:
+        raise unknown_argument(function.__qualname__, name, _names(function))
+
+
+def unknown_argument(call: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
+    """The error about an argument that is none.
+
+    Args:
+        call: what was called.
+        name: of the argument.
+        known: the names that it has.
+
+    Example:
+        >>> print(unknown_argument("Trainer", "gpus", ["devices"]))
+        Trainer has no argument 'gpus': use devices, with accelerator='gpu'.
+    """
+    instead = ELSEWHERE.get(call.rpartition(".")[2], {}).get(name)
+    end = f". {nearest(name, known)}" if instead is None else f": use {instead}."
+    return UnknownArgumentError(f"{call} has no argument {name!r}{end}")
+
+
+def in_known_names(error: BaseException, owners: Iterable[object]) -> UnknownArgumentError | None:
+    """Python's error about an unknown argument of a method of ours, with the nearest; None for any other error.
+
+    So a method that is called in every step, such as `self.log`, need not look for such arguments itself.
+
+    Args:
+        error: what was raised.
+        owners: the objects whose methods users call.
+    """
+    found = _UNEXPECTED.match(str(error)) if isinstance(error, TypeError) else None
+    if found is None:
+        return None
+    kind, method, name = found.groups()
+    for base in (base for owner in owners for base in type(owner).__mro__):
+        if base.__name__ == kind and base.__module__.startswith("leyden.") and method in base.__dict__:
+            return unknown_argument(f"{kind}.{method}", name, _names(base.__dict__[method]))
+    return None
+
+
+def _names(function: Callable[..., Any]) -> list[str]:
+    """The arguments that can be given by name, but for `self`."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
