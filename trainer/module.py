@@ -104,6 +104,15 @@ class TrainModule(Hyperparameters, nn.Module):
     def configure_model(self) -> None:
         """Builds parts of the model in the strategy's context (the meta device where it shards). Called once per stage."""
 
+    def run_identity(self) -> Any:
+        """What tells this run from another one, for `ckpt_path="auto"`, which continues no other run's checkpoint.
+
+        Returns:
+            Any plain value, such as the name of a trial: a checkpoint that recorded the same one is this run's, and nothing else is
+            compared. None, the default, compares the module's class, the saved hyperparameters and the optimizers' options.
+        """
+        return None
+
     def configure_callbacks(self) -> Callback | list[Callback]:
         """Callbacks that belong to this module; one of the same type as a Trainer's replaces it."""
         return []

@@ -17,6 +17,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer import debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import resolve
 from leyden.trainer.checkpoint import run as checkpoints
+from leyden.trainer.checkpoint.identity import Identity
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
@@ -192,6 +193,7 @@ class Trainer(TrainerView):
         self.lr_scheduler_configs: list[SchedulerConfig] = []
         self.should_stop = False
         self.last_checkpoint: Path | None = None
+        self.identity: Identity | None = None
         self.transfer: Callable[[Any, int], Any] | None = None
         self.max_epochs, self.max_steps = arguments.max_epochs, arguments.max_steps
         self.max_seconds = seconds_of(arguments.max_time)
@@ -218,6 +220,7 @@ class Trainer(TrainerView):
         ckpt_path: str | Path | None = None,
         *,
         restore: str | Sequence[str] = "all",
+        same_run: bool = False,
         trust: bool = False,
         max_epochs: int | None = None,
         max_steps: int | None = None,
@@ -231,15 +234,16 @@ class Trainer(TrainerView):
             val_dataloaders: one or several.
             datamodule: gives loaders in place of the two.
             ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last if
-                there is one, else anew; "current", where this Trainer's own last fit ended.
+                there is one and this run saved it (see `TrainModule.run_identity`), else anew; "current", where this Trainer's own last fit ended.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
+            same_run: what "auto" finds is this run's own, whatever differs (for a job that is requeued unattended).
             trust: `ckpt_path` may be a pickle file of another trainer, whose weights are taken.
             max_epochs: in place of the Trainer's.
             max_steps: in place of the Trainer's.
             **unknown: nothing; an argument by any other name is an error that suggests the nearest.
 
         Raises:
-            ConfigurationError: if something is missing or cannot work; names the fix.
+            ConfigurationError: if something is missing or cannot work, or "auto" found another run's checkpoint; names the fix.
             CheckpointError: if the checkpoint is missing or damaged.
             KeyboardInterrupt: after Ctrl-C, when the run has ended in order.
         """
@@ -254,7 +258,7 @@ class Trainer(TrainerView):
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
             )
         self._limit(max_epochs, max_steps)
-        goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust)
+        goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust, same_run)
         self._run("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
     def validate(
@@ -441,6 +445,9 @@ class Trainer(TrainerView):
         if debugging.is_debugging():
             debugging.begin(self.accelerator, self.accumulation.length(0) if self.accumulation is not None else 1)
         reader, self._start = checkpoints.open_reader(self, goal)
+        if stage == "fit" and not goal.continues:
+            self.identity = Identity.of(module, datamodule)
+            checkpoints.check_same_run(self, reader, goal)
         check_steps(module, stage)
         if datamodule is not None:
             datamodule.trainer = self
@@ -475,6 +482,9 @@ class Trainer(TrainerView):
             optimizers, self.lr_scheduler_configs = parse(
                 self.module.configure_optimizers(), self.module.automatic_optimization
             )
+            if self.identity is not None:
+                self.identity = self.identity.with_optimizers(optimizers)
+                checkpoints.check_same_run(self, saved.reader, goal)
             self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
             self.strategy.precision.reset()
             self.accelerator.prepare_optimizers([self.module], optimizers)

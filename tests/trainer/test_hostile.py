@@ -32,7 +32,7 @@ NAMES = [
         "optimizer-0.safetensors",
     ),
     *("schedulers.json", "callbacks.json", "callbacks.safetensors", "user.json", "user.safetensors"),
-    *("rank-0.json", "rank-0.safetensors", "hparams.json"),
+    *("rank-0.json", "rank-0.safetensors", "hparams.json", "identity.json"),
 ]
 
 

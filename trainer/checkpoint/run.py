@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from leyden.trainer.checkpoint.codec import check_encodable
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.checkpoint.identity import FILE as IDENTITY
+from leyden.trainer.checkpoint.identity import Difference, Identity
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
@@ -45,11 +48,13 @@ class Goal:
         path: a path, "last", "best", "auto", "current", or None to start anew.
         parts: which parts of it are restored.
         trust: it may be a pickle file of another trainer.
+        same_run: it is this run's own, whatever its record says.
     """
 
     path: str | os.PathLike[str] | None = None
     parts: frozenset[str] = frozenset(PARTS)
     trust: bool = False
+    same_run: bool = False
 
     @property
     def continues(self) -> bool:
@@ -184,6 +189,48 @@ def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
     return path
 
 
+def check_same_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
+    """Compares the run that saved a checkpoint with the one that resumes it: once at the start, and when the optimizers are made.
+
+    Raises:
+        ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the ways out.
+    """
+    identity = trainer.identity
+    resumes = bool(goal.parts & {"progress", "optimizers"})
+    if not isinstance(reader, CheckpointReader) or identity is None or not resumes or not reader.has("user"):
+        return
+    refuses = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
+    before, at_start = Identity.read(reader), identity.optimizers is None
+    if before is None:
+        if refuses and at_start and trainer.is_global_zero:
+            warnings.warn(
+                f"{reader.path} does not say which run saved it: an earlier version did. ckpt_path='auto' takes it for this run's.",
+                stacklevel=2,
+            )
+        return
+    found = [d for d in identity.differences(before) if not d.replaced or "optimizers" in goal.parts]
+    if refuses and any(difference.counts for difference in found):
+        raise ConfigurationError(
+            f"{reader.path} was saved by another run, and ckpt_path='auto' continues none but its own: {_listed(found)}. Give each "
+            "run a folder of its own: Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…). To continue this one all the "
+            f"same: fit(ckpt_path={str(reader.path)!r}), or fit(ckpt_path='auto', same_run=True); for its weights alone: "
+            "restore='weights'."
+        )
+    if found and not at_start and trainer.is_global_zero:
+        what = "The checkpoint's options replace those that configure_optimizers returned"
+        kept = "The run continues with what it has here"
+        warnings.warn(
+            f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. "
+            f"{what if any(d.replaced for d in found) else kept}. For its weights alone: restore='weights'.",
+            stacklevel=2,
+        )
+
+
+def _listed(found: Sequence[Difference]) -> str:
+    shown = [difference.text for difference in found[:12]]
+    return "; ".join(shown) + (f"; and {len(found) - 12} more" if len(found) > 12 else "")
+
+
 # saving -----------------------------------------------------------------------------------------------------------------
 def compose(trainer: Trainer) -> dict[str, Any]:
     """The state of callbacks, DataModule and user hooks, as a checkpoint would hold it now."""
@@ -244,6 +291,8 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
             writer.state("schedulers", _schedulers(trainer))
             writer.state("callbacks", state["callbacks"])
             writer.state("user", state["user"])
+            if trainer.identity is not None:
+                writer.json(IDENTITY, trainer.identity.to_dict())
             buffers = own_buffers(trainer.module, ranks)
             own = {"buffers": buffers, **rank_state(trainer, loop, progress)}
             writer.state(f"rank-{strategy.data_rank}", own, of_rank=True)

@@ -95,6 +95,7 @@ class FitLoop:
         if self._agreement is not None:
             self._agreement.exchange()
         self._resume()
+        self._tell_if_done()
         while not self._is_done():
             self._epoch()
         self.clock.note()
@@ -436,6 +437,17 @@ class FitLoop:
         """True if no further epoch begins."""
         limit = self.trainer.max_epochs
         return (limit is not None and limit != -1 and self._epochs_done() >= limit) or self._stops()
+
+    def _tell_if_done(self) -> None:
+        """Says that a resumed run trains nothing, as its checkpoint has reached the limits already."""
+        trainer, epochs, steps = self.trainer, self.trainer.max_epochs, self.trainer.max_steps
+        limits = [f"max_epochs={epochs}"] if epochs is not None and 0 <= epochs <= self._epochs_done() else []
+        limits += [f"max_steps={steps}"] if 0 <= steps <= self.progress.global_step else []
+        if self.restored is not None and limits and not trainer.arguments.barebones:
+            trainer.print(
+                f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, and has "
+                f"reached {' and '.join(limits)}. Give a higher limit to train on."
+            )
 
     def _stops(self) -> bool:
         """True if a limit, a signal or `should_stop` ends the run here, between two windows."""
