@@ -335,9 +335,20 @@ class Strategy(ABC):
     def end_evaluation(self) -> None:
         """After a pass over evaluation data."""
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backward of a loss that the user has divided already (manual optimisation, the user's own loop)."""
-        self.precision.scale_loss(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+    def backward(self, loss: Tensor, *args: Any, own: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+        """Backward of a loss that the user has divided already (manual optimisation, the user's own loop).
+
+        Args:
+            loss: not scaled yet.
+            *args: handed on to backward.
+            own: what runs backward on the scaled loss in the place of `loss.backward`: the module's own method.
+            **kwargs: handed on to backward.
+        """
+        scaled = self.precision.scale_loss(loss)
+        if own is None:
+            scaled.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+        else:
+            own(scaled, *args, **kwargs)
 
     def sync_gradients(self) -> None:
         """Averages over the ranks the gradients of a window that ended before its last batch was known to be the last."""

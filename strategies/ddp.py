@@ -214,11 +214,11 @@ class DDPStrategy(ProcessGroupStrategy):
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         return super().forward(step_fn, batch, extra)
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         if self._manual and self.ddp is not None and not self._holds_back:
             # DDP would do this when the forward has ended, which here is after every backward in it.
             self.ddp.reducer.prepare_for_backward([loss] if self.ddp.find_unused_parameters else [])
-        super().backward(loss, **kwargs)
+        super().backward(loss, *args, **kwargs)
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         return self._gradient_sync(enabled)

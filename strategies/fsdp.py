@@ -353,8 +353,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             if parameter.grad is not None:
                 parameter.grad.copy_(self.reduce(parameter.grad))
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        super().backward(loss, **kwargs)
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
         if self._ignored and self._syncs:
             self._average_ignored()
 

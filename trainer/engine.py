@@ -19,6 +19,7 @@ from leyden.trainer.gathering import check_gathered, tell_of_rest
 from leyden.trainer.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
+    from leyden.strategies.window import BackwardHooks
     from leyden.trainer.data.sharding import Share
     from leyden.trainer.debugging import Checker
 
@@ -64,6 +65,8 @@ class Engine:
         """An optimizer stepped since the loop cleared this flag."""
         self.before_step: Callable[[Optimizer], Any] | None = None
         """Called in manual optimisation, with unscaled gradients, before each step."""
+        self.backward_hooks: BackwardHooks | None = None
+        """Called around `manual_backward`."""
         self.manual = False
         self.went_backward = True
         """`manual_backward` was called in this batch; True as well where nothing depends on it."""
@@ -168,11 +171,19 @@ class Engine:
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
         self.went_backward = True
-        weight = self.window.weight
+        hooks, weight = self.backward_hooks, self.window.weight
+        # A rank without a sample runs the step for the others: no hook is called, but backward is the module's own.
+        listening = hooks if weight else None
+        for before in listening.on_before_backward if listening is not None else ():
+            before(loss)
         if weight != 1.0:
             # 0 * nan is nan: a loss that counts for nothing is replaced.
             loss = loss * weight if weight else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        if hooks is not None and hooks.backward is not None:
+            kwargs["own"] = hooks.backward
         self.strategy.backward(loss, *args, **kwargs)
+        for after in listening.on_after_backward if listening is not None else ():
+            after()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of a forward pass in the run's precision."""

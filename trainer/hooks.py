@@ -52,6 +52,9 @@ margin are `fit` and the other methods of a Trainer, and the parts that they sha
     error (wherever it came up; then teardown)
         callback.on_exception, datamodule.on_exception
 
+In manual optimisation `manual_backward` calls on_before_backward, backward and on_after_backward, and a step of an optimizer
+on_before_optimizer_step before it; zero_grad, clipping and steps are the module's own calls.
+
 A name without an owner, such as `setup`, is called on everyone who has such a hook: the DataModule first, then callbacks in
 their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints). `main` is all of them
 but the closing callbacks. These come last because they act on metrics: at the end of a training batch, of a training epoch and

@@ -209,7 +209,10 @@ class TrainModule(Hyperparameters, nn.Module):
 
     # optimisation hooks -----------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Runs backward on the loss, already divided for accumulation and scaled for precision."""
+        """Runs backward on the loss, already divided for accumulation and scaled for precision.
+
+        In manual optimisation `manual_backward` calls it, with its own further arguments.
+        """
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
@@ -258,7 +261,12 @@ class TrainModule(Hyperparameters, nn.Module):
         return self._strategy.clip(_unwrapped(optimizer), float(gradient_clip_val), algorithm)  # type: ignore[arg-type]
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimisation, scaled for the precision.
+        """Backward in manual optimisation, scaled for the precision, by `backward` and with the hooks around it.
+
+        Args:
+            loss: as it is; nothing divides it.
+            *args: handed on to `backward`.
+            **kwargs: handed on to `backward`.
 
         Raises:
             ConfigurationError: in automatic optimisation, where the Trainer calls backward.

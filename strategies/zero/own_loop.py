@@ -154,10 +154,10 @@ class OwnLoop(ProcessGroupStrategy):
             "have as many batches (even_batches=True, the default)."
         )
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        if kwargs.pop("create_graph", False) or kwargs.pop("inputs", None) is not None:
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if args or kwargs.pop("create_graph", False) or kwargs.pop("inputs", None) is not None:
             raise ConfigurationError(
-                "backward(create_graph=…, inputs=…) cannot go with DeepSpeed, whose engine runs its own backward: use strategy='ddp'."
+                "backward(gradient, create_graph=…, inputs=…) cannot go with DeepSpeed, whose engine runs its own backward: use strategy='ddp'."
             )
         if self._reduced:
             raise ConfigurationError(

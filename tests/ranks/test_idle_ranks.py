@@ -35,6 +35,7 @@ class Net(TrainModule):
         self.automatic_optimization = not manual
         self.seen: list[int] = []
         self.evaluated: list[int] = []
+        self.backwards = self.batches_done = 0
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         _, x = batch
@@ -46,8 +47,12 @@ class Net(TrainModule):
         self.log("loss", loss, on_step=False, on_epoch=True)
         return result_of(self, loss)
 
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.backwards += 1
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen += batch[0].tolist()
+        self.batches_done += 1
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
@@ -120,6 +125,7 @@ def fitted(strategy: Any, manual: bool, train: Any, held: Any, **arguments: Any)
         "seen": module.seen,
         "evaluated": module.evaluated,
         "passes": int(module.passes),
+        "idle_backwards": module.backwards - module.batches_done,
         "progress": (progress.batches, progress.samples, progress.global_step),
     }
 
@@ -175,6 +181,7 @@ def test_each_sample_counts_once_and_the_weights_are_those_of_one_process() -> N
             assert sorted(ranks[0][key] + ranks[1][key]) == sorted(expected[key]), (name, kind, key)
         for rank, found in enumerate(ranks):
             assert found["progress"] == expected["progress"], (name, kind, rank)
+            assert found["idle_backwards"] == 0, (name, kind, rank)
             # A batch that was run for the others' sake leaves no trace in buffers; all are rank 0's after a validation.
             assert found["passes"] == len([*firsts(ranks[0]["seen"], kind)]), (name, kind, rank)
             for parameter, values in expected["weights"].items():

@@ -32,6 +32,7 @@ class Step(ABC):
         self.strategy = trainer.strategy
         self.window = trainer.accelerator.window
         self.hooks = trainer.hooks
+        self.hooks.backward = self.module.backward if overrides(self.module, "backward", TrainModule) else None
         self.progress = trainer.progress
         self.training_step = training_step
         self.takes_index = step_arguments(self.module.training_step)[0]
@@ -109,7 +110,6 @@ class AutomaticStep(Step):
         """Nothing but `optimizer.step()` belongs to a step."""
         self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         self.hooks_step = self.hooks.listens("on_before_optimizer_step")
-        self.hooks.backward = module.backward if overrides(module, "backward", TrainModule) else None
         self.prepared = self.accelerator.prepared_optimizers
         self.optimizers = self.accelerator.optimizers
         self.closure_optimizer = next((o for o in self.optimizers if needs_closure(o)), None)
@@ -270,6 +270,7 @@ class ManualStep(Step):
                 "gradient_clip_val cannot be used with manual optimisation: call self.clip_gradients(optimizer, value) before "
                 "optimizer.step()."
             )
+        self.accelerator.backward_hooks = self.hooks
         self.accelerator.before_step = self._before_step if self.hooks.listens("on_before_optimizer_step") else None
         self.accelerator.went_backward = True
         self.accelerator.needs_manual_backward = self.strategy.world_size > 1 or self.strategy.precision.scales_loss

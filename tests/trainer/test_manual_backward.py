@@ -1,0 +1,77 @@
+"""`manual_backward`: the hooks around it, and a `backward` of the module's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leyden import Callback, TrainModule
+from leyden.strategies.precision import MixedPrecision
+
+
+class Manual(TrainModule):
+    """Two backward passes a step, the first of which keeps the graph; notes what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(self.net.weight)
+        self.calls: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, loss = self.optimizers(), self.net(batch).mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss, None, retain_graph=True)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.calls.append(("before", loss.item(), self.net.weight.grad is None))
+
+    def on_after_backward(self) -> None:
+        assert self.net.weight.grad is not None
+        self.calls.append(("after", *self.net.weight.grad.flatten().tolist()))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithBackward(Manual):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(("backward", loss.item(), args, kwargs))
+        super().backward(loss, *args, **kwargs)
+
+
+class Listener(Callback):
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+        self.calls.append("before")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.calls.append("after")
+
+
+def test_manual_backward_calls_the_hooks_of_backward(fit: Any, batches: Any) -> None:
+    module, listener = Manual(), Listener()
+    fit(module, batches(1, start=1), callbacks=[listener])
+    assert module.calls == [("before", 2.0, True), ("after", 1.0, 1.0), ("before", 2.0, False), ("after", 2.0, 2.0)]
+    assert listener.calls == ["before", "after"] * 2
+
+
+def test_manual_backward_runs_the_modules_own_backward_on_the_scaled_loss(fit: Any, batches: Any) -> None:
+    module = WithBackward()
+    fit(module, batches(1, start=1), precision=MixedPrecision("16", init_scale=4.0))
+    assert module.calls == [
+        ("before", 2.0, True),
+        ("backward", 8.0, (None,), {"retain_graph": True}),
+        ("after", 4.0, 4.0),
+        ("before", 2.0, False),
+        ("backward", 8.0, (), {}),
+        ("after", 8.0, 8.0),
+    ]
+    assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 * 2))
