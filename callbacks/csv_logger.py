@@ -14,6 +14,7 @@ from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint import staging
 
 METRICS_FILE = "metrics.csv"
 STEP = "step"
@@ -142,7 +143,7 @@ class CSVLogger(FolderLogger):
     @staticmethod
     def _rewrite(path: Path, columns: list[str], rows: int) -> None:
         """Writes the file anew with these columns, of which the file's own are the first, and its first rows."""
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = staging.sibling(path, "tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = _writer(file)
             writer.writerow(columns)

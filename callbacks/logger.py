@@ -18,6 +18,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.plain import as_dict, json_value
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint import staging
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -223,6 +224,8 @@ class FolderLogger(Logger):
             return
         self._leave_claimed_folder(version)
         self._version, self._run = version, run
+        # What a kill in the middle of a write left.
+        staging.sweep(self._folder(version), staging.clock_of(self._folder(version)))
         if self._stage in (None, "fit"):
             self._last_step = int(state["last_step"])
             self._resume(state)
@@ -304,7 +307,7 @@ def _write_hparams(path: Path, hparams: Mapping[str, Any]) -> None:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = staging.sibling(path, "tmp")
     temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(temporary, path)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -26,7 +25,7 @@ from leyden.callbacks.timer import parse_duration
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.folder import delete, identity, is_checkpoint
+from leyden.trainer.checkpoint.folder import delete, identity
 from leyden.trainer.checkpoint.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -318,13 +317,14 @@ class ModelCheckpoint(Callback):
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
         path = self._path(values, ranks) if ranks or self.save_last else None
         # Only the first rank surely sees the folder, so its word counts.
-        ranks, name = trainer.strategy.broadcast((ranks, path and os.path.basename(path)))
+        found = ranks, path and os.path.basename(path), path is not None and os.path.lexists(path)
+        ranks, name, replaces = trainer.strategy.broadcast(found)
         if name is None:
             return
         path = os.path.join(self.dirpath or "", name)
-        with self._rolling_back(), self._making_room(trainer, path):
+        with self._rolling_back():
             self._enter(path, trainer, ranks)
-            written = str(trainer.save_checkpoint(path, weights_only=self.save_weights_only))
+            written = str(trainer.save_checkpoint(path, self.save_weights_only, overwrite=replaces))
             if written != path:
                 self._rename(path, written)
         if self._ranks(trainer).is_keeper:
@@ -492,29 +492,6 @@ class ModelCheckpoint(Callback):
             path = os.path.join(self.dirpath, f"{name}-v{version}")
             version += 1
         return path
-
-    @contextmanager
-    def _making_room(self, trainer: Trainer, path: str) -> Iterator[None]:
-        """Moves aside what is to be replaced, until the new one is committed. If killed, the next run puts it back."""
-        everyone = self._ranks(trainer)
-        aside = everyone.keep(lambda: self._move_aside(path))
-        try:
-            yield
-        except BaseException:
-            if aside is not None and everyone.is_keeper:
-                os.rename(aside, path)
-            raise
-        if aside is not None and everyone.is_keeper:
-            shutil.rmtree(aside, ignore_errors=True)
-
-    def _move_aside(self, path: str) -> Path | None:
-        if not os.path.lexists(path):
-            return None
-        if not is_checkpoint(path):
-            raise CheckpointError(path, "is no checkpoint and is not overwritten. Choose another filename or dirpath.")
-        aside = staging.sibling(Path(path), "old")
-        os.rename(path, aside)
-        return aside
 
     def _link_last(self, written: str, values: Mapping[str, float]) -> None:
         """Points the link to the newest checkpoint, atomically."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, StateError
 from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.checkpoint import staging
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -76,6 +78,8 @@ class TensorBoardLogger(FolderLogger):
         self._default_hp_metric = default_hp_metric
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
+        self._hparams_logged: list[str] = []
+        """Digests of the settings and metrics that this run has logged."""
         self._mark = uuid.uuid4().hex[:8]
 
     @property
@@ -120,10 +124,15 @@ class TensorBoardLogger(FolderLogger):
             return
         from torch.utils.tensorboard.summary import hparams
 
+        flat, values = flatten_hparams(self.hparams), plain_numbers(metrics, self._prefix)
+        told = hashlib.sha256(repr((sorted(flat.items()), sorted(values.items()))).encode()).hexdigest()[:16]
+        if told in self._hparams_logged:
+            # A resumed run has them in its event files.
+            return
+        self._hparams_logged.append(told)
         self.log_metrics(metrics, max(self._last_step, 0))
-        flat = flatten_hparams(self.hparams)
         file_writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
-        named = dict.fromkeys(plain_numbers(metrics, self._prefix), 0)
+        named = dict.fromkeys(values, 0)
         for summary in hparams(flat, named):  # type: ignore[no-untyped-call]
             file_writer.add_summary(summary)
 
@@ -174,6 +183,7 @@ class TensorBoardLogger(FolderLogger):
         if state and self.is_writer:
             self.save()
             state["mark"] = self._mark
+            state["hparams"] = list(self._hparams_logged)
             state["event_files"] = {path.name: path.stat().st_size for path in self._event_files()}
         return state
 
@@ -188,6 +198,8 @@ class TensorBoardLogger(FolderLogger):
         sizes = saved.nested("event_files")
         for name in sizes.entries:
             sizes.integer(name, least=0)
+        if not all(isinstance(told, str) for told in saved.items("hparams", ())):
+            raise StateError("hparams", "must be a list of strings")
 
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
@@ -195,15 +207,42 @@ class TensorBoardLogger(FolderLogger):
             # Of a checkpoint from before there was this entry: the files have no mark, and stay.
             return
         self._mark = state["mark"]
+        self._hparams_logged = list(state.get("hparams", ()))
+        assert self.log_dir is not None
+        staging.sweep(Path(self.log_dir), staging.clock_of(Path(self.log_dir)))
         for path in self._event_files():
             size = state["event_files"].get(path.name, 0)
             # A shorter one was cut by a resume from an earlier checkpoint.
             if path.stat().st_size > size:
-                aside = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
-                os.replace(path, aside)
-                if size:
-                    shutil.copyfile(aside, path)
-                    os.truncate(path, size)
+                _cut(path, size)
+
+
+def _cut(path: Path, size: int) -> None:
+    """Cuts an event file and keeps it aside as it was.
+
+    Its head is written to a new file first, and one rename puts that in its place: a kill at any moment leaves what the checkpoint
+    knows of, for the next resume to cut again.
+    """
+    aside = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
+    if not size:
+        os.replace(path, aside)
+        return
+    # Named after the one aside: TensorBoard reads whatever has "tfevents" in its name.
+    head = staging.sibling(aside, "tmp")
+    with path.open("rb") as source, head.open("xb") as target:
+        while left := size - target.tell():
+            piece = source.read(min(left, 2**20))
+            if not piece:
+                break
+            target.write(piece)
+        target.flush()
+        os.fsync(target.fileno())
+    try:
+        os.link(path, aside)
+    except OSError:
+        # A file system without hard links.
+        shutil.copyfile(path, aside)
+    os.replace(head, path)
 
 
 def _wait_out_the_second(folder: str) -> None:

@@ -322,22 +322,27 @@ class Trainer(TrainerView):
         result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
 
-    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, exact: bool = True) -> Path:
+    def save_checkpoint(
+        self, filepath: str | Path, weights_only: bool = False, *, exact: bool = True, overwrite: bool = True
+    ) -> Path:
         """Writes a checkpoint: a folder, complete or absent.
 
         Args:
-            filepath: its path; a name that is taken gets `-v1` and so on.
+            filepath: its path. A checkpoint that is there is replaced, once the new one is whole.
             weights_only: leave out optimizers, progress and random numbers.
             exact: False lets it be written inside an accumulation window: a resume from it repeats that window.
+            overwrite: False keeps what is there; `-v1` and so on is appended to a name that is taken.
 
         Returns:
             The path that was written.
 
         Raises:
             LeydenError: inside an accumulation window.
-            CheckpointError: if it cannot be written; the previous one stays whole.
+            CheckpointError: if it cannot be written, or something else than a checkpoint is there; the previous one stays whole.
         """
-        path = checkpoints.save(self, self._fit, Path(filepath), weights_only=weights_only, exact=exact)
+        path = checkpoints.save(
+            self, self._fit, Path(filepath), weights_only=weights_only, exact=exact, overwrite=overwrite
+        )
         self.last_checkpoint = path
         return path
 

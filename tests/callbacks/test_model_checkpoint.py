@@ -479,17 +479,37 @@ def test_one_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: 
 
 
 # the books in the checkpoint ----------------------------------------------------------------------------------------------
-def test_the_old_one_is_there_until_the_new_one_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [{}, {"filename": "model", "enable_version_counter": False, "save_last": True}])
+def test_the_old_one_is_there_until_the_new_one_is(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    """Also where it is replaced under its own name."""
     seen: list[list[int]] = []
 
     class Look(Callback):
         def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
             if trainer.global_step:
-                paths = [path for path in (tmp_path / "checkpoints").iterdir() if not path.name.startswith(".")]
+                paths = [
+                    path for path in (tmp_path / "checkpoints").iterdir() if path.name[0] != "." and path.name != "last"
+                ]
                 seen.append(sorted(CheckpointReader(path).progress()["global_step"] for path in paths))
 
-    fit(tmp_path, ModelCheckpoint(), Look(), max_epochs=3)
+    fit(tmp_path, ModelCheckpoint(**arguments), Look(), max_epochs=3)
     assert seen == [[], [4], [8]]
+    assert steps(tmp_path / "checkpoints") == [12]
+
+
+def test_a_second_save_to_one_path_replaces_the_first(tmp_path: Path) -> None:
+    trainer = fit(tmp_path, max_epochs=1)
+    path = tmp_path / "here"
+    path.mkdir()
+    assert trainer.save_checkpoint(path) == path
+    trainer.fit(Scripted(), DATA, DATA, max_epochs=2)
+    assert trainer.save_checkpoint(path) == path
+    assert CheckpointReader(path).progress()["global_step"] == 8
+    assert trainer.save_checkpoint(path, overwrite=False) == tmp_path / "here-v1"
+    assert sorted(entry for entry in os.listdir(tmp_path) if "here" in entry) == ["here", "here-v1"]
+    (tmp_path / "link").symlink_to("here")
+    with pytest.raises(CheckpointError, match="is a link and is not overwritten"):
+        trainer.save_checkpoint(tmp_path / "link")
 
 
 def test_a_checkpoint_counts_itself(tmp_path: Path) -> None:

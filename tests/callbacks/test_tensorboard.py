@@ -141,6 +141,81 @@ def test_a_resume_touches_no_other_run_of_the_same_folder(tmp_path: Path) -> Non
     assert scalars(again, "b") == [(1, 2.0)]
 
 
+# For n = 0, 1, … a forked child resumes, and dies by SIGKILL at the n-th thing it asks of the file system; then another one
+# resumes in peace. Forked, so that TensorBoard is imported once.
+KILLED_IN_ITS_RESUME = """
+import os, shutil, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_tensorboard import TensorBoardLogger, scalars
+
+CALLS = {"open", "write", "flush", "fsync", "__exit__", "link", "replace", "rename", "unlink", "truncate", "listdir", "scandir"}
+
+def die_at(count):
+    left = [count]
+    def before(frame, event, function):
+        left[0] -= event == "c_call" and function.__name__ in CALLS
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    sys.setprofile(before)
+
+os.chdir(sys.argv[1])
+logger = TensorBoardLogger("whole")
+for step in (1, 2):
+    logger.log_metrics({"loss": float(step)}, step)
+state = logger.state_dict()
+logger.log_metrics({"loss": 3.0}, 3)
+logger.finalize("failed")
+del logger
+
+for count in range(1000):
+    shutil.copytree("whole", "run")
+    pid = os.fork()
+    if pid == 0:
+        os.rename("whole", f"whole-{count}"), os.rename("run", "whole")
+        killed = TensorBoardLogger("whole")
+        die_at(count)
+        killed.load_state_dict(state)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    again = TensorBoardLogger("whole")
+    again.load_state_dict(state)
+    assert again.version == 0
+    assert scalars(again, "loss") == [(1, 1.0), (2, 2.0)], (count, scalars(again, "loss"))
+    assert not [name for name in os.listdir(again.log_dir) if name.startswith(".")], os.listdir(again.log_dir)
+    shutil.rmtree("whole"), os.rename(f"whole-{count}", "whole")
+    if os.WIFEXITED(status):
+        break
+print(count)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_resume_loses_no_value(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED_IN_ITS_RESUME, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 5
+
+
+def test_a_resume_logs_the_same_settings_once(tmp_path: Path) -> None:
+    first = in_trainer(tmp_path)
+    first.log_hyperparams({"lr": 0.1})
+    first.log_metrics({"loss": 1.0}, 1)
+    state = first.state_dict()
+    first.finalize("failed")
+    second = in_trainer(tmp_path)
+    second.load_state_dict(state)
+    second.log_hyperparams({"lr": 0.1})
+    second.log_metrics({"loss": 2.0}, 2)
+    second.finalize("success")
+    assert scalars(second, "hp_metric") == [(0, -1.0)]
+    third = in_trainer(tmp_path)
+    third.load_state_dict(state)
+    third.log_hyperparams({"lr": 0.2})
+    third.finalize("success")
+    assert scalars(third, "hp_metric") == [(0, -1.0), (1, -1.0)]
+
+
 def test_a_state_of_before_event_files_were_in_it(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)

@@ -100,10 +100,13 @@ def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
         names = sorted(os.listdir(folder))
     except OSError:
         return []
+    aside = {path.name for path, _ in staging.set_aside(folder)}
     for name in names:
         path = folder / name
+        if staging.is_staging(name) and name not in aside:
+            continue
         # A link such as "last" leads to one that is listed by its own name.
-        if staging.is_staging(name) or path.is_symlink() or not path.is_dir() or not _looks_like_one(path):
+        if path.is_symlink() or not path.is_dir() or not _looks_like_one(path):
             continue
         try:
             manifest = read_manifest(path)

@@ -60,10 +60,7 @@ class CheckpointReader:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
-        if not os.path.lexists(self.path):
-            # After a kill in the middle of an overwrite the old checkpoint is still set aside, and is put back now.
-            staging.sweep(self.path.parent)
+        self.path = staging.standing(Path(path))
         if not self.path.is_dir():
             what = "is a file, and a checkpoint is a folder" if self.path.exists() else "is not there"
             raise CheckpointError(self.path, f"{what}. A file of another trainer is read by load_foreign.")

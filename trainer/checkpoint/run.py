@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.checks import check_callbacks
 from leyden.trainer.checkpoint.codec import check_encodable
 from leyden.trainer.checkpoint.errors import CheckpointError
@@ -182,7 +183,7 @@ def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
     if goal.path is None:
         return None
     path = Path(os.fspath(goal.path))
-    if not os.path.lexists(path) and path.name == str(goal.path):
+    if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
         raise CheckpointError(
             path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"
         )
@@ -261,7 +262,9 @@ def check_composable(trainer: Trainer) -> dict[str, Any]:
     return state
 
 
-def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bool, exact: bool) -> Path:
+def save(
+    trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bool, exact: bool, overwrite: bool
+) -> Path:
     """Writes a checkpoint of the run; see `Trainer.save_checkpoint`."""
     if trainer.module._trainer is None:
         raise LeydenError("save_checkpoint has no module to save: fit one first.")
@@ -272,7 +275,7 @@ def save(trainer: Trainer, loop: FitLoop | None, path: Path, *, weights_only: bo
         )
     strategy, progress = trainer.strategy, trainer.progress
     ranks = Ranks(strategy, path, trainer.saves_on_each_node)
-    with CheckpointWriter(path, ranks=ranks) as writer:
+    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
         if loop is not None and trainer.state.stage == "fit":
             loop.send_ahead()
         for logger in trainer.loggers:

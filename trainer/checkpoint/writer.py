@@ -59,7 +59,8 @@ class CheckpointWriter:
 
     Args:
         path: the folder to be. If it is there already, `-v1`, `-v2`, … is appended.
-        overwrite: replace a checkpoint of that name; the old one is deleted only after the new one is in place.
+        overwrite: replace a checkpoint of that name, or an empty folder; the old one is deleted only after the new one is in
+            place.
         ranks: those that write it together. All make a writer and call the same methods of it; what each writes goes into one
             temporary folder, and rank 0 commits when all of them are done. If one fails, all raise and nothing is there.
 
@@ -84,6 +85,7 @@ class CheckpointWriter:
         self._files: dict[str, FileEntry] = {}
         self._plan: dict[str, str] = {}
         self._open = False
+        self._heartbeat: staging.Heartbeat | None = None
         self._ranks = Ranks() if ranks is None else ranks
         self._folder = self._ranks.keep(self._begin)
         self._open = True
@@ -95,13 +97,15 @@ class CheckpointWriter:
                 raise
 
     def _begin(self) -> Path:
-        if self._overwrite and os.path.lexists(self._target) and not is_checkpoint(self._target):
-            raise CheckpointError(self._target, "is no checkpoint and is not overwritten. Choose another path.")
+        if self._overwrite and os.path.lexists(self._target) and not _may_go(self._target):
+            what = "is a link" if self._target.is_symlink() else "is no checkpoint"
+            raise CheckpointError(self._target, f"{what} and is not overwritten. Choose another path.")
         with self._writing(self._target):
             self._target.parent.mkdir(parents=True, exist_ok=True)
-            staging.sweep(self._target.parent)
             folder = staging.sibling(self._target, "tmp")
             folder.mkdir()
+            self._heartbeat = staging.Heartbeat(folder)
+            staging.sweep(self._target.parent, self._heartbeat.began)
         return folder
 
     def _look(self) -> None:
@@ -337,6 +341,7 @@ class CheckpointWriter:
             write_file(self._folder / MANIFEST, [manifest.to_bytes()])
             for folder in {(self._folder / name).parent for name in manifest.files} | {self._folder}:
                 staging.fsync_folder(folder)
+            self._rest()
             if self._overwrite and os.path.lexists(self._target):
                 path = self._replace()
             else:
@@ -362,8 +367,14 @@ class CheckpointWriter:
         """Removes what was written. After `commit` it does nothing."""
         if self._open:
             self._open = False
+            self._rest()
             if self._ranks.is_keeper:
                 shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _rest(self) -> None:
+        """Nothing more is written into the temporary folder."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
 
     def _place(self, anew: bool) -> Path:
         """Renames into the first free name. Another writer may take it in between; then the rename fails."""
@@ -383,7 +394,7 @@ class CheckpointWriter:
         raise AssertionError("unreachable: itertools.count does not end")
 
     def _replace(self) -> Path:
-        """Killed between the two renames, the next `sweep` puts the old one back."""
+        """Killed between the two renames, readers find the old one aside, and the next `sweep` puts it back."""
         aside = staging.sibling(self._target, "old")
         os.rename(self._target, aside)
         try:
@@ -424,6 +435,11 @@ class CheckpointWriter:
             if self._ranks.size == 1:
                 self.abort()
             raise CheckpointError(path, f"cannot be written: {error.strerror or error}. {_advice(error)}") from error
+
+
+def _may_go(path: Path) -> bool:
+    """True for what an overwrite may replace: a checkpoint, or a folder with nothing in it."""
+    return is_checkpoint(path) or (path.is_dir() and not path.is_symlink() and not os.listdir(path))
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -10,6 +10,7 @@ import click
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.manifest import LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.staging import set_aside
 
 
 @click.group("checkpoint")
@@ -140,11 +141,12 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def found_in(folder: str | Path) -> list[Path]:
-    """The checkpoints of a folder by name, damaged ones too. A link such as "last" leads to one that is listed itself."""
+    """The checkpoints of a folder by name, damaged ones too, first those that a killed overwrite left aside. A link such as "last" leads to one that is listed itself."""
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(root, "is no folder: give the one that holds the checkpoints.")
-    return [
+    aside = [path for path, _ in set_aside(root)]
+    return aside + [
         path
         for path in sorted(root.iterdir())
         if not path.is_symlink() and not path.name.startswith(".") and is_checkpoint(path)

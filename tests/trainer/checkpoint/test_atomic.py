@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.manifest import CHUNK, read_manifest
@@ -121,6 +123,73 @@ def test_an_overwrite_that_was_killed_is_healed_by_opening_it(tmp_path: Path, re
         assert float(read(tmp_path / str(number) / "old")["model"]["weight"][0, 0]) == 1.0
 
 
+def moved_aside(path: Path) -> Path:
+    """A checkpoint as an overwrite leaves it that was killed between its two renames, on a host that is gone."""
+    aside = path.with_name(f".{path.name}.old-1-1-gone_host-00000000")
+    return path.rename(aside)
+
+
+def test_one_that_another_host_had_moved_aside_is_found(tmp_path: Path, write: Any, read: Any) -> None:
+    """Its process cannot be seen from here, so it stays where it is, and is read there."""
+    write(tmp_path / "old", 1)
+    aside = moved_aside(write(tmp_path / "same", 2))
+    assert newest(tmp_path, strict=True) == aside
+    assert float(read(tmp_path / "same")["model"]["weight"][0, 0]) == 2.0
+    assert aside.is_dir()
+    assert read_manifest(write(tmp_path / "next", 3)).save_counter == 3
+    write(tmp_path / "same", 4)
+    assert float(read(tmp_path / "same")["model"]["weight"][0, 0]) == 4.0
+    assert aside not in all_checkpoints(tmp_path)
+
+
+def test_a_link_to_one_that_was_moved_aside_leads_to_it(tmp_path: Path, write: Any, read: Any) -> None:
+    (tmp_path / "last").symlink_to("same")
+    aside = moved_aside(write(tmp_path / "same", 2))
+    assert not (tmp_path / "last").exists()
+    assert CheckpointReader(tmp_path / "last").path == aside
+    assert float(read(tmp_path / "last")["model"]["weight"][0, 0]) == 2.0
+
+
+def test_what_another_host_left_is_cleared_when_it_has_been_silent(tmp_path: Path, write: Any) -> None:
+    aside = moved_aside(write(tmp_path / "same", 1))
+    left = tmp_path / ".half.tmp-1-1-gone_host-00000000"
+    left.mkdir()
+    (left / "part").touch()
+    link = tmp_path / ".last.tmp-1-1-gone_host-00000000"
+    link.symlink_to("same")
+    now = staging.clock_of(tmp_path)
+    assert now is not None
+    for silent in (None, now, now + staging.SILENT - 60):
+        staging.sweep(tmp_path, silent)
+        assert aside.exists() and left.exists() and link.is_symlink()
+    staging.sweep(tmp_path, now + staging.SILENT + 60)
+    assert os.listdir(tmp_path) == ["same"]
+
+
+def test_a_writer_shows_other_hosts_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "BEAT", 0.01)
+    with CheckpointWriter(tmp_path / "new") as writer:
+        os.utime(writer.folder, (1, 1))
+        deadline = time.monotonic() + 60
+        while writer.folder.stat().st_mtime == 1:
+            assert time.monotonic() < deadline
+        writer.commit(progress={})
+
+
+def test_links_and_files_of_killed_processes_are_cleared_too(tmp_path: Path, write: Any) -> None:
+    script = """
+        import os, sys
+        from pathlib import Path
+        from leyden.trainer.checkpoint import staging
+        os.symlink("x", staging.sibling(Path(sys.argv[1], "last"), "tmp"))
+        staging.sibling(Path(sys.argv[1], "metrics.csv"), "tmp").touch()
+    """
+    run(script, tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
+    write(tmp_path / "new")
+    assert os.listdir(tmp_path) == ["new"]
+
+
 def test_the_files_of_a_live_writer_are_left_alone(tmp_path: Path, write: Any) -> None:
     writer = CheckpointWriter(tmp_path / "slow")
     writer.json("a", 1)
@@ -170,6 +239,7 @@ def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint and is not overwritten"):
         CheckpointWriter(tmp_path / "file", overwrite=True)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").touch()
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         CheckpointWriter(tmp_path / "folder", overwrite=True)
 
