@@ -101,6 +101,13 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     return arguments, named
 
 
+def check_limits(max_epochs: Any, max_steps: Any) -> None:
+    """Refuses an end of fit that is none."""
+    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
+            raise ConfigurationError(f"fit({name}={value!r}): use a whole number from -1, where -1 means without end.")
+
+
 def _barebones(values: dict[str, Any]) -> None:
     """Turns everything off that a benchmark of the bare loop should not measure."""
     for name in BAREBONES:

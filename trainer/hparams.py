@@ -100,6 +100,12 @@ class Hyperparameters:
         return bool(self.__dict__.get("_log_hyperparams", False))
 
 
+def logged_hparams(*owners: Hyperparameters | None) -> dict[str, Any]:
+    """What the loggers get of several owners, of which the last one's values win."""
+    kept = [owner.hparams for owner in owners if owner is not None and owner.logs_hparams]
+    return {name: value for hparams in kept for name, value in hparams.items()}
+
+
 def _as_mapping(values: Any) -> dict[str, Any]:
     if isinstance(values, argparse.Namespace):
         return dict(vars(values))

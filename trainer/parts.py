@@ -149,8 +149,10 @@ def unwrapped(model: Any) -> tuple[TrainModule, Any]:
     return model, compiled
 
 
-def check_datamodule(datamodule: object) -> None:
-    """Refuses what is no DataModule before anything runs."""
+def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
+    """Refuses what is no DataModule, and one beside loaders, before anything runs."""
+    if datamodule is not None and any(loader is not None for loader in loaders):
+        raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
         raise ConfigurationError(
             f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'give an instance of a leyden.DataModule')}."

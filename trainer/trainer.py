@@ -15,7 +15,7 @@ from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer import debugging, differences, ending, launching, plan
-from leyden.trainer.arguments import resolve
+from leyden.trainer.arguments import check_limits, resolve
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.checkpoint.identity import Identity
 from leyden.trainer.datamodule import DataModule
@@ -23,6 +23,7 @@ from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.hooks import Hooks
+from leyden.trainer.hparams import logged_hparams
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
@@ -250,9 +251,7 @@ class Trainer(TrainerView):
         refuse(Trainer.fit, unknown)
         if isinstance(train_dataloaders, DataModule):
             train_dataloaders, datamodule = None, train_dataloaders
-        if datamodule is not None and (train_dataloaders is not None or val_dataloaders is not None):
-            raise ConfigurationError("fit was given loaders and a datamodule: give one of them.")
-        check_datamodule(datamodule)
+        check_datamodule(datamodule, "fit", train_dataloaders, val_dataloaders)
         if model is None:
             raise ConfigurationError(
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
@@ -340,11 +339,9 @@ class Trainer(TrainerView):
             LeydenError: inside an accumulation window.
             CheckpointError: if it cannot be written, or something else than a checkpoint is there; the previous one stays whole.
         """
-        path = checkpoints.save(
-            self, self._fit, Path(filepath), weights_only=weights_only, exact=exact, overwrite=overwrite
-        )
-        self.last_checkpoint = path
-        return path
+        what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
+        self.last_checkpoint = checkpoints.save(self, self._fit, Path(filepath), **what)
+        return self.last_checkpoint
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the main process, above a progress bar if there is one on the screen. Takes what Python's `print` takes."""
@@ -507,12 +504,7 @@ class Trainer(TrainerView):
             state = checkpoints.check_composable(self)
             if restored is None and not self._initial_states:
                 self._initial_states = copy.deepcopy(state["callbacks"])
-        hparams = {
-            name: value
-            for owner in (self.datamodule, self.module)
-            if owner is not None and owner.logs_hparams
-            for name, value in owner.hparams.items()
-        }
+        hparams = logged_hparams(self.datamodule, self.module)
         for logger in self.loggers if hparams and self.is_global_zero else ():
             logger.log_hyperparams(hparams)
         return restored
@@ -566,9 +558,7 @@ class Trainer(TrainerView):
         """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
-        if loaders is not None and datamodule is not None:
-            raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
-        check_datamodule(datamodule)
+        check_datamodule(datamodule, stage, loaders)
         if model is None:
             if type(self.module) is TrainModule:
                 raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")
@@ -603,10 +593,6 @@ class Trainer(TrainerView):
         arguments = self.arguments
         self.max_steps = arguments.max_steps if max_steps is None else max_steps
         self.max_epochs = arguments.max_epochs if max_epochs is None else max_epochs
-        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
-                raise ConfigurationError(
-                    f"fit({name}={value!r}): use a whole number from -1, where -1 means without end."
-                )
+        check_limits(max_epochs, max_steps)
         if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
             self.max_epochs = 1000
