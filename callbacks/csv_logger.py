@@ -18,13 +18,16 @@ from leyden.trainer.checkpoint import staging
 
 METRICS_FILE = "metrics.csv"
 STEP = "step"
+LOGGED_STEP = "logged_step"
+"""The column of a metric that is called "step" itself."""
 
 
 class CSVLogger(FolderLogger):
     """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row a call, and settings to `hparams.json`.
 
     A metric that first appears later in the run gets a column of its own and leaves it empty in the rows above. On a resume
-    the rows after the checkpoint are cut, so the file ends as that of a run that was never interrupted.
+    the rows after the checkpoint are cut, so the file ends as that of a run that was never interrupted. The column "step" is the step;
+    a metric of that name, handed to `log_metrics`, is in the column "logged_step".
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`.
@@ -77,7 +80,10 @@ class CSVLogger(FolderLogger):
         if not self.is_writer:
             return
         number = self._next_step(step)
-        self._buffer.append({STEP: number, **plain_numbers(metrics, self._prefix)})
+        values = plain_numbers(metrics, self._prefix)
+        if STEP in values:
+            values[LOGGED_STEP] = values.pop(STEP)
+        self._buffer.append({STEP: number, **values})
         if number < self._flushed_at or number - self._flushed_at >= self._flush_every:
             self._flushed_at = number
             self._flush(durable=False)

@@ -6,7 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from leyden.trainer.hooks import Hooks
 if TYPE_CHECKING:
     from leyden.trainer.epoch_values import EpochValues, Key
 
+K = TypeVar("K")
 Value: TypeAlias = "Tensor | float"
 Reduction: TypeAlias = "str | Callable[[Tensor], Tensor]"
 REDUCTIONS = ("mean", "sum", "max", "min")
@@ -217,6 +218,8 @@ class Logs:
         """Index of the loader, where there are several."""
         self.discards = False
         """True while logged values are to be ignored (a rank without a sample runs a batch for the others)."""
+        self.stepping: set[str] = set()
+        """The groups in which loggers are given values of single steps."""
         self._ranks = ranks
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
@@ -285,6 +288,8 @@ class Logs:
         entry = Entry(self.hooks.current, name, options)
         entry.loader = -1 if self.dataloader_idx is None else self.dataloader_idx
         self._entries[entry.event, name] = entry
+        if entry.on_step and entry.logger:
+            self.stepping.add(entry.group)
         return entry
 
     def _unusual(self, entry: Entry, value: Any) -> Value | None:
@@ -357,6 +362,11 @@ class Logs:
             and entry.logger
             and entry.value is not None
         }
+
+    def names_since(self, group: str, tick: int) -> set[str]:
+        """The names of epoch values that were logged with a batch after that number."""
+        found = (entry for entry in self._entries.values() if entry.group == group and entry.has_batch)
+        return {entry.epoch_name for entry in found if entry.on_epoch and entry.tick > tick}
 
     def reduce_epoch(self, group: str, keep: bool = False) -> tuple[dict[str, Value], dict[str, Value]]:
         """Ends the epoch of a group: its values become visible, and its sums start over.
@@ -441,10 +451,10 @@ class Logs:
             self._entries[key] = entry
 
 
-def read_back(values: Mapping[str, Value]) -> dict[str, float]:
+def read_back(values: Mapping[K, Value]) -> dict[K, float]:
     """Turns values into Python floats, with one transfer for each device they lie on."""
-    result: dict[str, float] = {}
-    by_device: dict[torch.device, list[str]] = {}
+    result: dict[K, float] = {}
+    by_device: dict[torch.device, list[K]] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             by_device.setdefault(value.device, []).append(name)

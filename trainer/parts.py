@@ -204,6 +204,19 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
             os.environ.pop(CUBLAS, None)
 
 
+def with_changes(base: list[Callback], known: list[Callback], now: list[Callback]) -> list[Callback]:
+    """The Trainer's own callbacks, once what was added to `trainer.callbacks` since the last run, or taken out, is taken over.
+
+    Args:
+        base: its own before.
+        known: all that took part in the last run, those of the module among them.
+        now: all that are there.
+    """
+    there, before = {id(callback) for callback in now}, {id(callback) for callback in known}
+    kept = [callback for callback in base if id(callback) in there or id(callback) not in before]
+    return kept + [callback for callback in now if id(callback) not in before]
+
+
 def loggers_of(callbacks: list[Callback]) -> list[Logger]:
     return [callback for callback in callbacks if isinstance(callback, Logger)]
 

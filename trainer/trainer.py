@@ -41,9 +41,11 @@ from leyden.trainer.parts import (
     runtime_settings,
     seconds_of,
     unwrapped,
+    with_changes,
 )
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.progress import Progress
+from leyden.trainer.rows import send_rows
 from leyden.trainer.signals import Signals
 from leyden.trainer.sources import Sources
 from leyden.trainer.state import RunState
@@ -434,7 +436,7 @@ class Trainer(TrainerView):
     def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Saved:
         """Everything up to the weights; returns the rest of the checkpoint that the run resumes."""
         module, datamodule = self.module, self.datamodule
-        self._note_changed_callbacks()
+        self._base_callbacks = with_changes(self._base_callbacks, self._known_callbacks, self.callbacks)
         self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
         self._known_callbacks = list(self.callbacks)
         self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
@@ -468,15 +470,6 @@ class Trainer(TrainerView):
         saved = checkpoints.restore_weights(self, reader, goal)
         self.strategy.synchronize(module)
         return saved
-
-    def _note_changed_callbacks(self) -> None:
-        """Takes what was added to `trainer.callbacks`, or taken out of it, since the last run."""
-        now, before = (
-            {id(callback) for callback in self.callbacks},
-            {id(callback) for callback in self._known_callbacks},
-        )
-        kept = [callback for callback in self._base_callbacks if id(callback) in now or id(callback) not in before]
-        self._base_callbacks = kept + [callback for callback in self.callbacks if id(callback) not in before]
 
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
@@ -579,10 +572,8 @@ class Trainer(TrainerView):
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Sends values to the loggers, read back from the device all at once."""
-        if values and self.loggers and self.is_global_zero:
-            numbers = {**read_back(values), "epoch": float(self.progress.epoch)}
-            for logger in self.loggers:
-                logger.log_metrics(numbers, step=self.progress.global_step if step is None else step)
+        if values:
+            send_rows(self, [(self.progress.global_step if step is None else step, values)])
 
     def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
         """Python numbers of logged values, with one read-back for all of them."""

@@ -31,6 +31,13 @@ def in_trainer(root: Path, stage: str = "fit", **arguments: Any) -> CSVLogger:
     return logger
 
 
+def test_a_metric_called_step_leaves_the_column_of_steps_alone(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path)
+    logger.log_metrics({"step": 40, "loss": 0.5}, step=7)
+    logger.save()
+    assert Path(logger.metrics_file_path).read_text() == "step,loss,logged_step\n7,0.5,40\n"
+
+
 def test_a_column_that_appears_late_loses_no_row(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from leyden import Callback, ConfigurationError, Trainer
-from leyden.callbacks import CSVLogger
+from leyden.callbacks import CSVLogger, TensorBoardLogger
 
 
 def rows(trainer: Trainer) -> list[dict[str, float]]:
@@ -218,6 +218,71 @@ def test_steps_of_a_validation_count_on_from_pass_to_pass(Tiny: Any, quiet: Any,
 
     path = run(1).save_checkpoint(tmp_path / "one")
     assert [row["step"] for row in rows(run(3, ckpt_path=path)) if "val" in row] == [*range(1, 10)]
+
+
+@pytest.mark.parametrize("count", [3, 250])
+def test_every_step_of_an_evaluation_is_logged(count: int, Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val", batch.mean(), on_step=True, on_epoch=True)
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test", batch.mean(), on_step=True)
+
+    trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1)
+    trainer.fit(Logging(), batches(1), batches(count))
+    found = [(row["step"], row["val_step"]) for row in rows(trainer) if "val_step" in row]
+    assert found == [(number + 1, number) for number in range(count)]
+    assert rows(trainer)[-1]["val_epoch"] == (count - 1) / 2
+    trainer.test(dataloaders=batches(count), verbose=False)
+    assert [row["test_step"] for row in rows(trainer) if "test_step" in row] == [*range(count)]
+
+
+def test_the_rows_of_a_loader_hold_no_values_of_another(Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("val", batch.mean(), on_step=True, on_epoch=False)
+
+    trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1)
+    trainer.validate(Logging(), [DataLoader(part, None) for part in (batches(1), batches(2, start=5))], verbose=False)
+    names = ("val/dataloader_idx_0", "val/dataloader_idx_1")
+    assert [[row.get(name) for name in names] for row in rows(trainer)] == [[0.0, None], [None, 5.0], [None, 6.0]]
+
+
+def test_a_value_logged_as_step_is_the_loggers_step(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log_dict({"x": batch.mean(), "step": 10.0 * batch_idx})
+            return self(batch).mean()
+
+        def on_train_epoch_end(self) -> None:
+            self.log_dict({"whole": 7.0, "step": 3.0, "epoch": 9.0})
+
+    loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
+    trainer = Trainer(**{**quiet, "logger": loggers}, max_epochs=1, log_every_n_steps=1)
+    trainer.fit(Logging(), batches(2))
+    assert rows(trainer) == [
+        {"step": 0.0, "epoch": 0.0, "x": 0.0},
+        {"step": 10.0, "epoch": 0.0, "x": 1.0},
+        {"step": 3.0, "epoch": 9.0, "whole": 7.0},
+    ]
+    events = EventAccumulator(str(loggers[1].log_dir)).Reload()
+    assert [event.step for event in events.Scalars("x")] == [0, 10]
+    assert [(event.step, event.value) for event in events.Scalars("epoch")][-1] == (3, 9.0)
+    assert "step" not in events.Tags()["scalars"]
+
+
+def test_a_step_that_is_no_number_is_refused(Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("step", float("nan"))
+            return self(batch).mean()
+
+    trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
+    with pytest.raises(ConfigurationError, match=r"self.log\('step', nan\): .* log a finite number"):
+        trainer.fit(Logging(), batches(1))
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -14,9 +14,10 @@ from leyden.trainer.agreement import Pass
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.hooks import overrides
-from leyden.trainer.logs import LOADER_SUFFIX, Value, read_back
+from leyden.trainer.logs import Value, read_back
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.module import TrainModule, step_arguments
+from leyden.trainer.rows import StepRows
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -44,6 +45,9 @@ class EvaluationLoop:
         own = getattr(trainer.module, self.step_name)
         self._done = 0
         """Batches done, in fit those of former passes too: the step under which loggers are given the values of one."""
+        self._rows: StepRows | None = None
+        self._names: list[set[str]] = []
+        """By loader, the names that were logged with its batches."""
         self.takes_index, self.takes_loader = step_arguments(own, several=len(loaders) > 1)
         if len(loaders) > 1 and not self.takes_loader:
             raise ConfigurationError(
@@ -58,21 +62,24 @@ class EvaluationLoop:
             limit: at most so many batches of each loader, for the sanity check.
 
         Returns:
-            For each loader the values that were logged for it; None if a signal broke the pass off.
+            For each loader the values that were logged for it, and in fit nothing; None if a signal broke the pass off.
         """
         engine = self.trainer.accelerator
         # The share of the training batch after which fit validates is put back afterwards.
         share, engine.share = engine.share, None
         self._done = self.trainer.progress.validation_batches if self.trainer.state.stage == "fit" else 0
+        self._rows, self._names = self._step_rows(), []
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
                 self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
+                before = self._done
                 if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
                     self.logs.dataloader_idx = None
                     self.logs.forget(self.stage)
                     return None
+                self._names.append(self.logs.names_since(self.stage, before))
             self.logs.dataloader_idx = None
             values = self._end()
         engine.share = share
@@ -83,7 +90,7 @@ class EvaluationLoop:
         if limit == 0:
             return True
         trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
-        which, every = (index,) if len(self.loaders) > 1 else (), trainer.log_every_n_steps
+        which, rows = (index,) if len(self.loaders) > 1 else (), self._rows
         logs.tick = -1
         ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
@@ -100,7 +107,7 @@ class EvaluationLoop:
                 continue
             if transfer is not None:
                 batch = transfer(batch, index)
-            logs.batch, logs.tick = batch, batch_idx
+            logs.batch, logs.tick = batch, self._done
             if listens_start:
                 self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *which)
             self.hooks.current = self.step_name
@@ -110,8 +117,8 @@ class EvaluationLoop:
             if listens_end:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
             self._take(index, outputs)
-            if trainer.loggers and every and not trainer.sanity_checking and (batch_idx + 1) % every == 0:
-                trainer.send(logs.step_values(self.stage), step=self._done)
+            if rows is not None:
+                rows.add(self._done)
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
             outputs = batch = logs.batch = None
@@ -154,9 +161,17 @@ class EvaluationLoop:
     def _take(self, index: int, outputs: Any) -> None:
         """Keeps a batch's outputs, where the stage returns them."""
 
+    def _step_rows(self) -> StepRows | None:
+        """What collects the values of single batches for the loggers; None where they are given none."""
+        trainer = self.trainer
+        wanted = trainer.loggers and trainer.log_every_n_steps and not trainer.sanity_checking
+        return StepRows(trainer, self.stage) if wanted and trainer.is_global_zero else None
+
     def _end(self) -> dict[str, Value]:
         """Ends the pass: closing callbacks see reduced metrics and, in fit, a progress in which the pass is done."""
         trainer, stage = self.trainer, self.stage
+        if self._rows is not None:
+            self._rows.send()
         self.hooks.fire(f"on_{stage}_epoch_end")
         values, logged = self.logs.reduce_epoch(stage)
         if not trainer.sanity_checking:
@@ -173,13 +188,17 @@ class EvaluationLoop:
         self.hooks.fire_all(f"on_{self.stage}_{moment}")
 
     def _by_loader(self, values: dict[str, Value]) -> list[dict[str, float]]:
+        if self.trainer.state.stage == "fit":
+            # Nobody asks for them, and to read them back waits for the device.
+            return []
         numbers = read_back(values)
         if len(self.loaders) == 1:
             return [numbers]
-        return [
-            {name: value for name, value in numbers.items() if _belongs(name, index)}
-            for index in range(len(self.loaders))
-        ]
+        # A rank may have had no batch of a loader.
+        told = self.trainer.strategy.all_gather_object(self._names)
+        own = [set[str]().union(*names) for names in zip(*told, strict=True)]
+        of_all = numbers.keys() - set[str]().union(*own)
+        return [{name: value for name, value in numbers.items() if name in names | of_all} for names in own]
 
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
@@ -209,8 +228,3 @@ class EvaluationLoop:
 
 def _smaller(limit: int, other: int | None) -> int:
     return limit if other is None else min(limit, other)
-
-
-def _belongs(name: str, index: int) -> bool:
-    """True for values of this loader, and for those that were logged for all of them."""
-    return LOADER_SUFFIX not in name or name.endswith(f"{LOADER_SUFFIX}{index}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from leyden import Callback
+from leyden import Callback, Trainer
 from leyden.callbacks import ModelCheckpoint
 
 
@@ -120,6 +120,28 @@ def test_several_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
         "both": 2.0,
         "whole": 7.0,
     }
+
+
+def test_the_values_of_a_loader_are_those_that_its_batches_logged(Tiny: Any, quiet: Any) -> None:
+    class Several(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log(f"own{dataloader_idx}", batch.mean(), add_dataloader_idx=False)
+            self.log("suffixed", batch.mean())
+            self.log("pooled", batch.mean(), add_dataloader_idx=False)
+
+        def on_validation_epoch_start(self) -> None:
+            self.log("start", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("end", 2.0)
+
+    of_all = {"pooled": 1.5, "start": 1.0, "end": 2.0}
+    trainer = Trainer(**quiet)
+    for _ in range(2):
+        assert trainer.validate(Several(), several(4, 4), verbose=False) == [
+            {"own0": 1.0, "suffixed/dataloader_idx_0": 1.0, **of_all},
+            {"own1": 2.0, "suffixed/dataloader_idx_1": 2.0, **of_all},
+        ]
 
 
 def test_a_dict_of_loaders_is_read_one_after_the_other(Tiny: Any, fit: Any, batches: Any) -> None:
