@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
@@ -35,6 +35,23 @@ class Callback:
     def state_key(self) -> str:
         """The key of this callback's state in a checkpoint: unlike that of every other callback of the run."""
         return type(self).__qualname__
+
+    _logs_through: TrainModule | None = None
+
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Records a value as `TrainModule.log` does, from any hook in which the module could; takes the same arguments."""
+        if self._logs_through is not None:
+            self._logs_through.log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Records several values as `TrainModule.log_dict` does."""
+        if self._logs_through is not None:
+            self._logs_through.log_dict(dictionary, *args, **kwargs)
+
+    def _log_through(self, module: TrainModule | None) -> None:
+        """A run begins, in which `log` records through this module; None at its end."""
+        # Not by assignment, which a frozen dataclass refuses.
+        vars(self)["_logs_through"] = module
 
     def state_dict(self) -> dict[str, Any]:
         """What the callback needs to continue after a resume; empty if nothing."""

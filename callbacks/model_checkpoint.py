@@ -113,7 +113,7 @@ class ModelCheckpoint(Callback):
         save_on_each_node: bool = False,
     ) -> None:
         _check(monitor, mode, save_top_k, save_last)
-        self._given_dirpath = None if dirpath is None else os.path.abspath(os.fspath(dirpath))
+        self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
         self.dirpath = self._given_dirpath
         self.filename = "{epoch}-{step}" if filename is None else filename
         check_template(self.filename)

@@ -44,7 +44,7 @@ class OnExceptionCheckpoint(Callback):
             raise ConfigurationError(
                 f"OnExceptionCheckpoint(filename={filename!r}): give one name, and folders in dirpath."
             )
-        self.dirpath = os.fspath(dirpath)
+        self.dirpath = os.path.expanduser(os.fspath(dirpath))
         self.filename = filename
         self.saved_path: Path | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -97,15 +98,8 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
         _fast_dev_run(arguments)
     if arguments.overfit_batches:
         arguments.limit_train_batches = arguments.limit_val_batches = arguments.overfit_batches
-    arguments.default_root_dir = str(arguments.default_root_dir)
+    arguments.default_root_dir = os.path.expanduser(str(arguments.default_root_dir))
     return arguments, named
-
-
-def check_limits(max_epochs: Any, max_steps: Any) -> None:
-    """Refuses an end of fit that is none."""
-    for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
-            raise ConfigurationError(f"fit({name}={value!r}): use a whole number from -1, where -1 means without end.")
 
 
 def _barebones(values: dict[str, Any]) -> None:
@@ -127,7 +121,7 @@ def _fast_dev_run(arguments: Arguments) -> None:
     arguments.limit_train_batches = arguments.limit_val_batches = count
     arguments.limit_test_batches = arguments.limit_predict_batches = count
     arguments.num_sanity_val_steps, arguments.val_check_interval, arguments.check_val_every_n_epoch = 0, 1.0, 1
-    arguments.logger = arguments.enable_checkpointing = False
+    arguments.enable_checkpointing = False
 
 
 def _check(arguments: Arguments) -> None:

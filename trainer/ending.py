@@ -17,7 +17,7 @@ def in_order(trainer: Trainer, stage: str) -> None:
     if interruption is None:
         _finalize(trainer, "success")
         return
-    trainer.hooks.fire_all("on_exception", interruption)
+    _tell_listeners(trainer, interruption)
     _finalize(trainer, "interrupted")
     if stage == "fit":
         last = trainer.last_checkpoint
@@ -37,10 +37,7 @@ def by_error(trainer: Trainer, error: BaseException) -> None:
         return
     better = plan.in_better_words(trainer, error)
     is_first = trainer.strategy.report_failure(better, plan.where(trainer))
-    try:
-        _tell_listeners(trainer, error)
-    except Exception as second:
-        _warn_of_second(second)
+    _tell_listeners(trainer, error)
     try:
         _finalize(trainer, "failed")
     except Exception as second:
@@ -51,14 +48,39 @@ def by_error(trainer: Trainer, error: BaseException) -> None:
         raise better from error
 
 
-def _tell_listeners(trainer: Trainer, error: BaseException) -> None:
-    trainer.hooks.fire_all("on_exception", error)
+def teardown(trainer: Trainer, stage: str, run_error: BaseException | None) -> None:
+    """Calls everybody's `teardown`, the DataModule's first; one that raises keeps nobody else from theirs.
+
+    Args:
+        trainer: of the run.
+        stage: what ran.
+        run_error: what ended the run, if it failed: that is what its user must see, so others are only warned of.
+    """
+    errors: list[Exception] = []
     if trainer.datamodule is not None:
-        trainer.datamodule.on_exception(error)
+        try:
+            trainer.datamodule.teardown(stage)
+        except Exception as error:
+            errors.append(error)
+    errors += trainer.hooks.fire_each("teardown", stage)
+    for second in errors[run_error is None :]:
+        _warn_of_second(second, "was torn down")
+    if errors and run_error is None:
+        raise errors[0]
 
 
-def _warn_of_second(error: Exception) -> None:
-    warnings.warn(f"while the run failed, {type(error).__name__} was raised too: {error}", stacklevel=3)
+def _tell_listeners(trainer: Trainer, error: BaseException) -> None:
+    for second in trainer.hooks.fire_each("on_exception", error):
+        _warn_of_second(second)
+    if trainer.datamodule is not None:
+        try:
+            trainer.datamodule.on_exception(error)
+        except Exception as second:
+            _warn_of_second(second)
+
+
+def _warn_of_second(error: Exception, what: str = "failed") -> None:
+    warnings.warn(f"while the run {what}, {type(error).__name__} was raised too: {error}", stacklevel=3)
 
 
 def _finalize(trainer: Trainer, status: str) -> None:

@@ -125,7 +125,15 @@ class Hooks:
         """The module's `backward`, where it overrides it."""
         self._main: dict[str, tuple[Call, ...]] = {}
         self._closing: dict[str, tuple[Call, ...]] = {}
+        self._trainer, self._module, self._base, self._wrap = trainer, module, base, wrap
+        self.listen(callbacks)
+
+    def listen(self, callbacks: Iterable[Callback]) -> None:
+        """Takes these callbacks, and the module, for those who listen. Loops look once who does: not to be called in a loop."""
+        trainer, module, base, wrap = self._trainer, self._module, self._base, self._wrap
         ordered = list(in_order(list(callbacks)))
+        self._main.clear()
+        self._closing.clear()
 
         def of_callbacks(event: str) -> list[tuple[int, Call]]:
             return [
@@ -172,6 +180,16 @@ class Hooks:
         result = self.fire(event, *args)
         self.close(event, *args)
         return result
+
+    def fire_each(self, event: str, *args: Any) -> list[Exception]:
+        """Calls everyone, in order, also after one has raised; returns what was raised."""
+        errors: list[Exception] = []
+        for call in self._all(event):
+            try:
+                self._call(event, (call,), args)
+            except Exception as error:
+                errors.append(error)
+        return errors
 
     def load_into_module(self, checkpoint: dict[str, Any]) -> None:
         """Calls the module's `on_load_checkpoint`, before the weights are loaded."""

@@ -100,10 +100,36 @@ class Hyperparameters:
         return bool(self.__dict__.get("_log_hyperparams", False))
 
 
-def logged_hparams(*owners: Hyperparameters | None) -> dict[str, Any]:
-    """What the loggers get of several owners, of which the last one's values win."""
-    kept = [owner.hparams for owner in owners if owner is not None and owner.logs_hparams]
-    return {name: value for hparams in kept for name, value in hparams.items()}
+def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
+    """The hyperparameters that loggers are given: those of the DataModule and of the module, under one name each.
+
+    Raises:
+        ConfigurationError: if two owners have different values by one name, of which only one could be logged.
+    """
+    found: dict[str, tuple[object, Any]] = {}
+    for owner in owners:
+        if owner is None or not owner.logs_hparams:
+            continue
+        for name, value in owner.hparams.items():
+            other, before = found.setdefault(name, (owner, value))
+            if not _equal(before, value):
+                raise ConfigurationError(
+                    f"{type(other).__name__} and {type(owner).__name__} both have a hyperparameter {name!r}, with different "
+                    f"values ({before!r} and {value!r}), and loggers know one: rename it in one of them, or let one call "
+                    "save_hyperparameters(logger=False)."
+                )
+    return {name: value for name, (_, value) in found.items()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    try:
+        same = one == other
+        # Tensors and arrays compare by element; nan is not equal to itself.
+        return bool(same.all() if hasattr(same, "all") else same) or (one != one and other != other) is True
+    except Exception:
+        return False
 
 
 def _as_mapping(values: Any) -> dict[str, Any]:

@@ -68,6 +68,8 @@ def _script(trainer: Trainer) -> NoReturn:
 def _on_rank(trainer: Trainer, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
     """The run itself; rank 0 returns what the caller's Trainer and module take over."""
     trainer.strategy.join(rank_environment())
+    # Those that the caller knows; a `setup` may add others.
+    callbacks = list(trainer.callbacks)
     result = trainer._run(*run, **loaders)
     weights = trainer.strategy.full_state_dict(trainer.module)
     if not trainer.is_global_zero:
@@ -77,7 +79,7 @@ def _on_rank(trainer: Trainer, run: tuple[Any, ...], loaders: dict[str, Any]) ->
         "weights": weights,
         "progress": trainer.progress.to_dict(),
         "logs": trainer.logs.state_dict(trainer.module),
-        "callbacks": [_plain_attributes(callback) for callback in trainer._base_callbacks],
+        "callbacks": [_plain_attributes(callback) for callback in callbacks],
         "attributes": _plain_attributes(trainer.module),
         "last_checkpoint": trainer.last_checkpoint,
         "should_stop": trainer.should_stop,
@@ -97,7 +99,7 @@ def _take_back(trainer: Trainer, module: Any, found: dict[str, Any]) -> None:
     trainer.logs.load_state_dict(found["logs"], module)
     trainer.last_checkpoint, trainer.should_stop = found["last_checkpoint"], found["should_stop"]
     vars(module).update(found["attributes"])
-    for callback, attributes in zip(trainer._base_callbacks, found["callbacks"], strict=True):
+    for callback, attributes in zip(trainer.callbacks, found["callbacks"], strict=True):
         vars(callback).update(attributes)
 
 

@@ -407,7 +407,7 @@ class TrainModule(Hyperparameters, nn.Module):
         """Prints on the main process; takes what Python's `print` takes."""
         self.trainer.print(*args, **kwargs)
 
-    def _join(self, trainer: Trainer, logs: Logs | None = None) -> None:
+    def _join(self, trainer: Trainer | None, logs: Logs | None = None) -> None:
         """Takes part in a run, with every TrainModule inside it: each can log, and knows the Trainer."""
         for part in self.modules():
             if isinstance(part, TrainModule):
@@ -422,7 +422,7 @@ class TrainModule(Hyperparameters, nn.Module):
     # where the module runs --------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Trainer:
-        """The Trainer that runs this module.
+        """The Trainer that runs this module, or ran it last. Another one, or None, may be assigned between runs.
 
         Raises:
             LeydenError: if no Trainer does.
@@ -430,6 +430,10 @@ class TrainModule(Hyperparameters, nn.Module):
         if self._trainer is None:
             raise LeydenError(f"{type(self).__name__} is not attached to a Trainer: hand it to Trainer.fit first.")
         return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        self._join(trainer, self._logs)
 
     @property
     def _strategy(self) -> Strategy:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,16 +14,21 @@ from torch import nn
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
+from leyden.callbacks.silent import SilentLogger
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
+from leyden.trainer.callback_list import check_callbacks
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -52,15 +57,7 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
         ConfigurationError: if something is no callback, or is asked for twice.
     """
     callbacks = _as_list(arguments.callbacks)
-    for callback in callbacks:
-        if isinstance(callback, type):
-            raise ConfigurationError(
-                f"callbacks holds the class {callback.__name__}: give an instance, {callback.__name__}()."
-            )
-        if not isinstance(callback, Callback):
-            raise ConfigurationError(
-                f"callbacks holds {kind_of(callback)}, which is no Callback: {ported(callback, 'subclass leyden.Callback')}."
-            )
+    check_callbacks(callbacks, "callbacks")
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same callback twice: give it once.")
     _add_accumulation(callbacks, arguments)
@@ -81,21 +78,37 @@ def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
 
 def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
     wanted = arguments.logger
-    if wanted is True:
-        if not any(isinstance(callback, Logger) for callback in callbacks):
-            from leyden.callbacks.tensorboard import TensorBoardLogger
+    loggers = [] if isinstance(wanted, bool) else _as_list(wanted)
+    check_loggers(loggers, f"logger={wanted!r}")
+    loggers = loggers_of(callbacks) + [one for one in loggers if all(one is not callback for callback in callbacks)]
+    if wanted is True and not loggers:
+        from leyden.callbacks.tensorboard import TensorBoardLogger
 
-            callbacks.append(TensorBoardLogger())
-        return
-    loggers = [] if wanted is False else _as_list(wanted)
+        loggers = [TensorBoardLogger()]
+    if arguments.barebones:
+        loggers = []
+    elif arguments.fast_dev_run:
+        loggers = [SilentLogger() for _ in loggers]
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)] + loggers
+
+
+def check_loggers(loggers: Sequence[Any], where: str) -> None:
+    """Refuses what is no logger.
+
+    Raises:
+        ConfigurationError: names the first one.
+    """
     for logger in loggers:
         if not isinstance(logger, Logger):
             fix = f"use True, False, or loggers such as CSVLogger(); {kind_of(logger)} is none"
-            raise ConfigurationError(f"logger={wanted!r}: {ported(logger, fix)}.")
-        if all(logger is not callback for callback in callbacks):
-            callbacks.append(logger)
-    if wanted is False and (arguments.barebones or arguments.fast_dev_run):
-        callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)]
+            raise ConfigurationError(f"{where}: {ported(logger, fix)}.")
+
+
+def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silent: bool) -> list[Callback]:
+    """The callbacks with other loggers in place of those among them; with silent ones in a run that writes nothing."""
+    check_loggers(loggers, "trainer.logger")
+    others = [callback for callback in callbacks if not isinstance(callback, Logger)]
+    return list(in_order(others + ([SilentLogger() for _ in loggers] if silent else list(loggers))))
 
 
 def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
@@ -118,18 +131,6 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
 
         if not any(isinstance(callback, ModelSummary) for callback in callbacks):
             callbacks.append(ModelSummary())
-
-
-def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
-    """Those of the Trainer and of the module, in order; the module's replace the Trainer's of the same class."""
-    extra: list[Callback] = _as_list(own)
-    for callback in extra:
-        if not isinstance(callback, Callback):
-            raise ConfigurationError(
-                f"configure_callbacks returned {kind_of(callback)}: {ported(callback, 'return callbacks')}."
-            )
-    replaced = {type(callback) for callback in extra}
-    return [callback for callback in callbacks if type(callback) not in replaced] + extra
 
 
 def unwrapped(model: Any) -> tuple[TrainModule, Any]:
@@ -157,6 +158,20 @@ def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
         raise ConfigurationError(
             f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'give an instance of a leyden.DataModule')}."
         )
+
+
+def to_evaluate(trainer: Trainer, stage: str, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+    """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, loaders
+    check_datamodule(datamodule, stage, loaders)
+    if model is None:
+        if type(trainer.module) is TrainModule:
+            raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")
+        model = trainer.module
+        if datamodule is None and loaders is None:
+            datamodule = trainer.datamodule
+    return model, loaders, datamodule
 
 
 def check_steps(module: TrainModule, stage: str) -> None:
@@ -202,19 +217,6 @@ def runtime_settings(arguments: Arguments) -> Iterator[None]:
         torch.backends.cudnn.benchmark = was[2]
         if variable is None:
             os.environ.pop(CUBLAS, None)
-
-
-def with_changes(base: list[Callback], known: list[Callback], now: list[Callback]) -> list[Callback]:
-    """The Trainer's own callbacks, once what was added to `trainer.callbacks` since the last run, or taken out, is taken over.
-
-    Args:
-        base: its own before.
-        known: all that took part in the last run, those of the module among them.
-        now: all that are there.
-    """
-    there, before = {id(callback) for callback in now}, {id(callback) for callback in known}
-    kept = [callback for callback in base if id(callback) in there or id(callback) not in before]
-    return kept + [callback for callback in now if id(callback) not in before]
 
 
 def loggers_of(callbacks: list[Callback]) -> list[Logger]:

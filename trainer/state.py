@@ -15,11 +15,13 @@ class RunState:
         stage: the method that was called: "fit", "validate", "test" or "predict"; None when none runs.
         pass_of: the evaluation that runs now, also within fit: "validation", "test" or "predict".
         sanity_checking: the evaluation is the sanity check before training.
+        is_set_up: who takes part in the run is settled: everybody's `setup` was called.
     """
 
     stage: str | None = None
     pass_of: str | None = None
     sanity_checking: bool = False
+    is_set_up: bool = False
 
     @contextmanager
     def evaluating(self, pass_of: str) -> Iterator[None]:

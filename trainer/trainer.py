@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,20 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.base import Callback
+from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer import debugging, differences, ending, launching, plan
-from leyden.trainer.arguments import check_limits, resolve
+from leyden.trainer.arguments import resolve
+from leyden.trainer.callback_list import CallbackList
 from leyden.trainer.checkpoint import run as checkpoints
 from leyden.trainer.checkpoint.identity import Identity
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import Engine
 from leyden.trainer.epoch_values import over_ranks
+from leyden.trainer.fit_limits import FitLimits
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.hooks import Hooks
-from leyden.trainer.hparams import logged_hparams
+from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logs import Logs, Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
@@ -35,13 +37,11 @@ from leyden.trainer.parts import (
     build_callbacks,
     check_datamodule,
     check_steps,
-    loggers_of,
-    merge_callbacks,
     precision_of,
     runtime_settings,
     seconds_of,
+    to_evaluate,
     unwrapped,
-    with_changes,
 )
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.progress import Progress
@@ -185,7 +185,6 @@ class Trainer(TrainerView):
         if arguments.sync_batchnorm:
             self.strategy.synchronize_batchnorm()
         self.callbacks = build_callbacks(arguments)
-        self.loggers = loggers_of(self.callbacks)
         self.accumulation = accumulation_of(self.callbacks)
         self.profiler = find_profiler(arguments.profiler)
         self.signals = Signals()
@@ -198,14 +197,14 @@ class Trainer(TrainerView):
         self.last_checkpoint: Path | None = None
         self.identity: Identity | None = None
         self.transfer: Callable[[Any, int], Any] | None = None
-        self.max_epochs, self.max_steps = arguments.max_epochs, arguments.max_steps
+        self.fit_loop = FitLimits(arguments)
         self.max_seconds = seconds_of(arguments.max_time)
         self.val_check_seconds = seconds_of(arguments.val_check_interval)
-        self._base_callbacks, self._known_callbacks = list(self.callbacks), list(self.callbacks)
-        self._initial_states: dict[str, Any] = {}
+        self._callback_list = CallbackList(self.callbacks)
         self._compiled: Any = None
         self._fit = None
         self._kept: dict[str, Any] | None = None
+        self._ckpt_path = None
         self._start = "anew"
         self._writer_folder = None
         self.sources = Sources(self)
@@ -258,7 +257,7 @@ class Trainer(TrainerView):
             raise ConfigurationError(
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
             )
-        self._limit(max_epochs, max_steps)
+        self.fit_loop.begin(max_epochs, max_steps)
         goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust, same_run)
         self._run("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
@@ -318,7 +317,7 @@ class Trainer(TrainerView):
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
         keeps = keeping(return_predictions, gather)
-        module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, "predict")
+        module, loaders, datamodule = to_evaluate(self, "predict", model, dataloaders, datamodule)
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
         result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
@@ -342,7 +341,7 @@ class Trainer(TrainerView):
             CheckpointError: if it cannot be written, or something else than a checkpoint is there; the previous one stays whole.
         """
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
-        self.last_checkpoint = checkpoints.save(self, self._fit, Path(filepath), **what)
+        self.last_checkpoint = checkpoints.save(self, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -383,7 +382,7 @@ class Trainer(TrainerView):
         goal = checkpoints.settled(self, goal)
         self._attach(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
-            stack.callback(self._teardown, stage)
+            stack.push(lambda kind, error, trace: self._teardown(stage, error))
             self.signals.has_ranks = self.world_size > 1
             stack.enter_context(self.signals)
             stack.enter_context(runtime_settings(self.arguments))
@@ -424,31 +423,27 @@ class Trainer(TrainerView):
             )
         if stage == "fit" and not goal.continues:
             self.progress, self._kept = Progress(), None
-            for callback in self._base_callbacks:
-                # One that served an earlier fit starts as it did then; a logger keeps its run folder.
-                if callback.state_key in self._initial_states and not isinstance(callback, Logger):
-                    callback.load_state_dict(copy.deepcopy(self._initial_states[callback.state_key]))
+            self._callback_list.start_over()
         self.state = RunState(stage)
         self.module, self.datamodule = module, datamodule
         self.sources = Sources(self, **loaders)
-        self.should_stop = False
+        self.should_stop, self._ckpt_path = False, None
 
     def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Saved:
         """Everything up to the weights; returns the rest of the checkpoint that the run resumes."""
         module, datamodule = self.module, self.datamodule
-        self._base_callbacks = with_changes(self._base_callbacks, self._known_callbacks, self.callbacks)
-        self.callbacks = merge_callbacks(self._base_callbacks, module.configure_callbacks())
-        self._known_callbacks = list(self.callbacks)
-        self.loggers, self.accumulation = loggers_of(self.callbacks), accumulation_of(self.callbacks)
+        self.callbacks = self._callback_list.of_run(self.callbacks, module.configure_callbacks())
         self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
         self.logs = Logs(self.hooks, over_ranks(self.strategy))
         module._join(self, self.logs)
+        self._cast(self.callbacks)
         if self.profiler is not None:
             self.profiler.begin(self.default_root_dir)
         self.strategy.setup_environment()
         if debugging.is_debugging():
             debugging.begin(self.accelerator, self.accumulation.length(0) if self.accumulation is not None else 1)
         reader, self._start = checkpoints.open_reader(self, goal)
+        self._ckpt_path = None if reader is None else str(reader.path)
         if stage == "fit" and not goal.continues:
             self.identity = Identity.of(module, datamodule)
             checkpoints.check_same_run(self, reader, goal)
@@ -460,6 +455,7 @@ class Trainer(TrainerView):
         if datamodule is not None:
             datamodule.setup(stage)
         self.hooks.fire_all("setup", stage)
+        self._set_up_added(stage)
         with self.strategy.model_context():
             module.configure_model()
         # With the modules that it has made.
@@ -470,6 +466,23 @@ class Trainer(TrainerView):
         saved = checkpoints.restore_weights(self, reader, goal)
         self.strategy.synchronize(module)
         return saved
+
+    def _set_up_added(self, stage: str) -> None:
+        """Sets up what a `setup` added to `trainer.callbacks`; from here on it takes part, and what was taken out does not."""
+        while added := self._callback_list.take_added(self.callbacks):
+            self._cast(added)
+            for callback in added:
+                callback.setup(self, self.module, stage)
+        self.callbacks = list(in_order(self.callbacks))
+        self._cast(self.callbacks)
+        self.hooks.listen(self.callbacks)
+        self.state.is_set_up = True
+
+    def _cast(self, callbacks: Sequence[Callback]) -> None:
+        """Gives callbacks their part in the run."""
+        for callback in callbacks:
+            callback._log_through(self.module)
+        self.accumulation = accumulation_of(self.callbacks)
 
     def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
@@ -495,9 +508,9 @@ class Trainer(TrainerView):
             restored = checkpoints.restore_run(self, saved, goal)
         if not self.arguments.barebones:
             state = checkpoints.check_composable(self)
-            if restored is None and not self._initial_states:
-                self._initial_states = copy.deepcopy(state["callbacks"])
-        hparams = logged_hparams(self.datamodule, self.module)
+            if restored is None:
+                self._callback_list.note_states(state["callbacks"])
+        hparams = hparams_to_log(self.datamodule, self.module) if self.loggers else {}
         for logger in self.loggers if hparams and self.is_global_zero else ():
             logger.log_hyperparams(hparams)
         return restored
@@ -521,21 +534,21 @@ class Trainer(TrainerView):
         self._kept = checkpoints.rank_state(self, loop, self.progress)
         self.hooks.fire_all("on_fit_end")
 
-    def _teardown(self, stage: str) -> None:
+    def _teardown(self, stage: str, error: BaseException | None) -> None:
         try:
-            if self.datamodule is not None:
-                self.datamodule.teardown(stage)
-            self.hooks.fire_all("teardown", stage)
+            ending.teardown(self, stage, error)
         finally:
             self.accelerator.teardown()
             self.state = RunState()
             self.logs.batch = None
             self.module._leave()
+            for callback in self._callback_list.seen:
+                callback._log_through(None)
 
     def _evaluate(
         self, stage: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: Any, verbose: bool, datamodule: Any
     ) -> list[dict[str, float]]:
-        module, loaders, datamodule = self._evaluated(model, dataloaders, datamodule, stage)
+        module, loaders, datamodule = to_evaluate(self, stage, model, dataloaders, datamodule)
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._run(stage, module, datamodule, goal, **{kind: loaders}) or []
@@ -544,21 +557,6 @@ class Trainer(TrainerView):
                 for name, value in values.items():
                     self.print(f"{name:<24} {value:.6g}")
         return results
-
-    def _evaluated(
-        self, model: nn.Module | None, loaders: Loaders, datamodule: Any, stage: str
-    ) -> tuple[nn.Module, Any, Any]:
-        """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
-        if isinstance(loaders, DataModule):
-            loaders, datamodule = None, loaders
-        check_datamodule(datamodule, stage, loaders)
-        if model is None:
-            if type(self.module) is TrainModule:
-                raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")
-            model = self.module
-            if datamodule is None and loaders is None:
-                datamodule = self.datamodule
-        return model, loaders, datamodule
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
@@ -578,12 +576,3 @@ class Trainer(TrainerView):
     def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
         """Python numbers of logged values, with one read-back for all of them."""
         return read_back(values)
-
-    def _limit(self, max_epochs: int | None, max_steps: int | None) -> None:
-        """Sets where a fit ends: by its own arguments, else the Trainer's, else after 1000 epochs."""
-        arguments = self.arguments
-        self.max_steps = arguments.max_steps if max_steps is None else max_steps
-        self.max_epochs = arguments.max_epochs if max_epochs is None else max_epochs
-        check_limits(max_epochs, max_steps)
-        if self.max_epochs is None and self.max_steps == -1 and arguments.max_time is None:
-            self.max_epochs = 1000

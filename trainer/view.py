@@ -1,7 +1,8 @@
-"""The properties of a Trainer, all in one place: what callbacks and modules may read while it runs. None changes anything."""
+"""The properties of a Trainer, all in one place: what callbacks and modules may read while it runs. Reading changes nothing."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,9 @@ from torch.optim import Optimizer
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.base import Strategy
+from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
+from leyden.trainer.parts import loggers_of, with_loggers
 
 if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.progress_bar import ProgressBar
     from leyden.trainer.arguments import Arguments
     from leyden.trainer.engine import Engine
+    from leyden.trainer.fit_limits import FitLimits
     from leyden.trainer.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
@@ -35,7 +39,7 @@ class TrainerView:
     accelerator: Engine
     arguments: Arguments
     callbacks: list[Callback]
-    loggers: list[Logger]
+    fit_loop: FitLimits
     logs: Logs
     lr_scheduler_configs: list[SchedulerConfig]
     module: TrainModule
@@ -43,8 +47,7 @@ class TrainerView:
     signals: Signals
     sources: Sources
     state: RunState
-    max_epochs: int | None
-    max_steps: int
+    _ckpt_path: str | None
     _fit: FitLoop | None
     _writer_folder: str | None
 
@@ -191,15 +194,39 @@ class TrainerView:
         return [config.scheduler for config in self.lr_scheduler_configs]
 
     @property
+    def loggers(self) -> list[Logger]:
+        """The loggers among the callbacks. Others may be assigned before a run, or in a `setup` of it."""
+        return loggers_of(self.callbacks)
+
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Logger] | None) -> None:
+        if self.state.is_set_up:
+            raise LeydenError("trainer.logger was assigned within a run: assign it before, or in a setup hook.")
+        self.callbacks = with_loggers(self.callbacks, loggers or (), silent=self.fast_dev_run)
+
+    @property
     def logger(self) -> Logger | None:
-        """The first logger."""
-        return self.loggers[0] if self.loggers else None
+        """The first logger. Another may be assigned in place of all there are, or None; see `loggers`."""
+        return next(iter(self.loggers), None)
+
+    @logger.setter
+    def logger(self, logger: Logger | None) -> None:
+        self.loggers = [logger] if logger else []
 
     @property
     def log_dir(self) -> str | None:
-        """Folder of the first logger that has one; on a rank that does not write, what the first rank has told of its own."""
+        """Folder of the first logger that has one; without loggers `default_root_dir`.
+
+        On a rank that does not write, it is what the first rank has told of its own. None until a logger such as W&B has made its
+        folder.
+        """
         own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
-        return next(own, self._writer_folder)
+        return next(own, self._writer_folder if self.loggers else self.default_root_dir)
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the run has begun from, as does its last one after its end; None where it began without."""
+        return self._ckpt_path
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
@@ -356,12 +383,30 @@ class TrainerView:
         return self.arguments.check_val_every_n_epoch
 
     @property
+    def max_epochs(self) -> int | None:
+        """Epochs after which a fit ends; also what is assigned here or to `fit_loop.max_epochs`."""
+        return self.fit_loop.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self.fit_loop.max_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps after which a fit ends; -1 for no end."""
+        return self.fit_loop.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self.fit_loop.max_steps = value
+
+    @property
     def min_epochs(self) -> int | None:
-        return self.arguments.min_epochs
+        return self.fit_loop.min_epochs
 
     @property
     def min_steps(self) -> int | None:
-        return self.arguments.min_steps
+        return self.fit_loop.min_steps
 
     @property
     def gradient_clip_val(self) -> float | None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from leyden import ConfigurationError, DataModule, Trainer, TrainModule
+from leyden.callbacks import CSVLogger
 
 
 @dataclass
@@ -194,3 +195,38 @@ def test_to_onnx(quiet: Any, tmp_path: Path) -> None:
     module.example_input_array = torch.ones(1, 2)
     module.to_onnx(tmp_path / "m.onnx")
     assert (tmp_path / "m.onnx").stat().st_size > 0 and module.training
+
+
+def test_hyperparameters_of_module_and_datamodule_must_agree_where_a_logger_takes_both(
+    quiet: Any, tmp_path: Path
+) -> None:
+    class Net(Base):
+        def __init__(self, rate: Any = 0.1, logs: bool = True) -> None:
+            TrainModule.__init__(self)
+            self.save_hyperparameters(ignore="logs", logger=logs)
+            self.net = torch.nn.Linear(2, 1)
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    class Data(DataModule):
+        def __init__(self, rate: Any = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return [torch.ones(1, 2)]
+
+    def fit(net: Net, data: Data, logger: Any) -> None:
+        Trainer(**{**quiet, "logger": logger}, max_epochs=1).fit(net, datamodule=data)
+
+    with pytest.raises(ConfigurationError, match=r"Data and Net both have .* 'rate'.*\(0\.2 and 0\.1\)"):
+        fit(Net(), Data(0.2), CSVLogger(tmp_path))
+    for one, other in ((torch.ones(2), torch.zeros(2)), (torch.ones(2), torch.ones(3)), (float("nan"), 1.0)):
+        with pytest.raises(ConfigurationError, match="different values"):
+            fit(Net(one), Data(other), CSVLogger(tmp_path))
+    for one, other in ((torch.ones(2), torch.ones(2)), (float("nan"), float("nan")), ([1], [1])):
+        fit(Net(one), Data(other), CSVLogger(tmp_path))
+    # Each checkpoint keeps them apart, and where only one is logged they do not meet.
+    fit(Net(), Data(0.2), False)
+    fit(Net(logs=False), Data(0.2), CSVLogger(tmp_path))

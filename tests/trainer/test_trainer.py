@@ -13,8 +13,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Callback, LeydenError, Trainer, TrainModule
-from leyden.callbacks import CSVLogger, EarlyStopping, LambdaCallback, ModelCheckpoint, Timer, TQDMProgressBar
+from leyden import Callback, ConfigurationError, LeydenError, Trainer, TrainModule
+from leyden.callbacks import (
+    CSVLogger,
+    EarlyStopping,
+    LambdaCallback,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    TensorBoardLogger,
+    Timer,
+    TQDMProgressBar,
+)
+from leyden.callbacks.silent import SilentLogger
 
 
 # how much is read -------------------------------------------------------------------------------------------------------
@@ -69,7 +79,32 @@ def test_fast_dev_run(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, given
     module = Tiny()
     trainer.fit(module, batches(8), batches(8))
     assert module.trained == [*range(count)] == module.validated
-    assert trainer.fast_dev_run and trainer.loggers == []
+    assert trainer.fast_dev_run and [type(logger) for logger in trainer.loggers] == [SilentLogger]
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("logger", "count"), [(True, 1), (CSVLogger(), 1), ([CSVLogger(), CSVLogger(name="b")], 2), (False, 0), ([], 0)]
+)
+def test_in_a_fast_dev_run_what_is_logged_by_hand_goes_nowhere(
+    Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, logger: Any, count: int
+) -> None:
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            assert len(self.loggers) == count and (self.logger is None) == (count == 0)
+            for own in self.loggers:
+                own.experiment.add_scalar("x", 1.0, 0)
+                own.experiment.config.update({"x": 1})
+                own.experiment["x"].append(1)
+                own.experiment["x"] = 1
+                own.log_image("x", [])
+                own.log_metrics({"x": 1.0}, step=1)
+                own.log_hyperparams({"x": 1})
+                assert own.log_dir == self.trainer.log_dir == str(tmp_path)
+            self.log("x", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    Trainer(**{**quiet, "logger": logger}, fast_dev_run=True).fit(Logging(), batches(2))
     assert [*tmp_path.iterdir()] == []
 
 
@@ -585,3 +620,150 @@ def test_a_compiled_module(backend: str, quiet: Any) -> None:
     assert compiled.compiling[0] is True and plain.compiling[0] is False
     for name, weight in plain.named_parameters():
         assert torch.allclose(weight, compiled.get_parameter(name))
+
+
+# what Lightning's users set and read on a Trainer ------------------------------------------------------------------------
+def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(Tiny: Any, quiet: Any, batches: Any) -> None:
+    trainer = Trainer(**quiet, max_epochs=1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(Tiny(), batches(2))
+    assert trainer.global_step == 6 == 2 * (trainer.max_epochs or 0)
+    trainer.fit(Tiny(), batches(2), max_epochs=1)
+    assert trainer.global_step == 2 and trainer.max_epochs == 1
+    trainer.fit(Tiny(), batches(2))
+    assert trainer.global_step == 6
+
+    class Shortens(Tiny):
+        def on_train_epoch_start(self) -> None:
+            self.trainer.fit_loop.max_epochs = 2
+
+    trainer.fit(Shortens(), batches(2))
+    assert trainer.global_step == 4
+    trainer.max_steps = 1
+    trainer.fit(Tiny(), batches(2))
+    assert trainer.global_step == 1 == trainer.fit_loop.max_steps
+
+
+def test_min_epochs_set_on_fit_loop_keep_a_run_from_stopping(Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Stops(Tiny):
+        def on_train_start(self) -> None:
+            self.trainer.should_stop = True
+
+    trainer = Trainer(**quiet, max_epochs=4)
+    trainer.fit_loop.min_epochs, trainer.fit_loop.min_steps = 1, 5
+    trainer.fit(Stops(), batches(2))
+    assert trainer.global_step == 5 and (trainer.min_epochs, trainer.min_steps) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_epochs", "3"), ("max_epochs", -2), ("max_steps", None), ("min_epochs", -1), ("min_steps", 1.5)],
+)
+def test_an_impossible_limit_is_refused_where_it_is_set(quiet: Any, name: str, value: Any) -> None:
+    limits = Trainer(**quiet).fit_loop
+    before = getattr(limits, name)
+    with pytest.raises(ConfigurationError, match=f"{name}=.*use a whole number"):
+        setattr(limits, name, value)
+    assert getattr(limits, name) == before
+
+
+def test_log_dir_without_a_logger_is_the_root(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+    class Looks(Tiny):
+        def on_train_start(self) -> None:
+            assert self.trainer.log_dir == str(tmp_path)
+
+    assert fit(Looks(), batches(1)).log_dir == str(tmp_path)
+
+
+def test_a_tilde_is_the_home_folder(
+    Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    trainer = Trainer(**{**quiet, "default_root_dir": "~/runs", "enable_checkpointing": True}, max_epochs=1)
+    trainer.fit(Tiny(), batches(1))
+    assert trainer.default_root_dir == str(tmp_path / "runs")
+    saved = trainer.save_checkpoint("~/saved")
+    assert saved == tmp_path / "saved" and saved.is_dir()
+    trainer.test(Tiny(), batches(1), ckpt_path="~/saved", verbose=False)
+    assert trainer.ckpt_path == str(saved)
+    assert type(Tiny.load_from_checkpoint("~/saved")) is Tiny
+    assert ModelCheckpoint("~/mine").dirpath == str(tmp_path / "mine")
+    assert OnExceptionCheckpoint("~/mine").ckpt_path == str(tmp_path / "mine" / "on_exception")
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "saved"}
+
+
+def test_ckpt_path_is_what_the_last_run_began_from(Tiny: Any, quiet: Any, batches: Any) -> None:
+    trainer, seen = Trainer(**{**quiet, "enable_checkpointing": True}, max_epochs=1), []
+
+    class Looks(Tiny):
+        def setup(self, stage: str) -> None:
+            seen.append(self.trainer.ckpt_path)
+
+    assert trainer.ckpt_path is None
+    trainer.fit(Looks(), batches(1))
+    best = trainer.checkpoint_callbacks[0].best_model_path
+    trainer.test(Looks(), batches(1), ckpt_path="best", verbose=False)
+    assert trainer.ckpt_path == best
+    trainer.fit(Looks(), batches(1), ckpt_path="last", max_epochs=2)
+    trainer.predict(Looks(), batches(1))
+    assert trainer.ckpt_path is None and seen == [None, best, best, None]
+
+
+def test_another_logger_may_be_assigned_between_runs(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+    first, second = CSVLogger(tmp_path, "first"), CSVLogger(tmp_path, "second")
+    trainer = Trainer(**{**quiet, "logger": first}, max_epochs=1, log_every_n_steps=1)
+    trainer.logger = second
+    assert trainer.loggers == [second] and first not in trainer.callbacks
+
+    class Logging(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("x", 1.0)
+            return super().training_step(batch, batch_idx)
+
+    trainer.fit(Logging(), batches(2))
+    assert not (tmp_path / "first").exists() and Path(second.metrics_file_path).exists()
+    trainer.loggers = [first, second]
+    trainer.fit(Logging(), batches(2))
+    assert (tmp_path / "first").exists() and trainer.logger is first
+    trainer.logger = None
+    trainer.fit(Logging(), batches(2))
+    assert trainer.loggers == [] and trainer.logger is None
+    with pytest.raises(ConfigurationError, match=r"trainer\.logger: use .*; a str is none"):
+        trainer.logger = "csv"  # type: ignore[assignment]
+
+
+def test_a_logger_may_be_assigned_in_setup_and_not_later(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+    mine = CSVLogger(tmp_path)
+
+    class Assigns(Tiny):
+        def setup(self, stage: str) -> None:
+            self.trainer.logger = mine
+
+        def on_train_start(self) -> None:
+            assert self.logger is mine
+            with pytest.raises(LeydenError, match="assigned within a run: assign it before"):
+                self.trainer.logger = None
+
+    assert fit(Assigns(), batches(1)).logger is mine
+    assert mine.log_dir is not None and Path(mine.log_dir).is_relative_to(tmp_path)
+
+
+def test_a_logger_assigned_in_a_fast_dev_run_writes_nothing(
+    Tiny: Any, quiet: Any, batches: Any, tmp_path: Path
+) -> None:
+    trainer = Trainer(**quiet, fast_dev_run=True)
+    trainer.logger = TensorBoardLogger(tmp_path)
+    trainer.fit(Tiny(), batches(1))
+    assert type(trainer.logger) is SilentLogger and [*tmp_path.iterdir()] == []
+
+
+def test_a_trainer_may_be_assigned_to_a_module(Tiny: Any, quiet: Any, batches: Any) -> None:
+    module, trainer = Tiny(), Trainer(**quiet, max_epochs=1)
+    module.trainer = trainer
+    assert module.trainer is trainer and module.global_step == 0
+    module.trainer = None
+    with pytest.raises(LeydenError, match="not attached"):
+        _ = module.trainer
+    trainer.fit(module, batches(1))
+    assert module.trainer is trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +30,7 @@ def load_module(
     given: dict[str, Any],
 ) -> M:
     """See `TrainModule.load_from_checkpoint`."""
-    path = Path(path)
+    path = Path(os.path.expanduser(path))
     reader = ForeignWeights(path, trust) if path.is_file() else CheckpointReader(path)
     saved = _read_hparams(Path(hparams_file)) if hparams_file is not None else _saved_hparams(reader, cls)
     module = cls(**_accepted(cls, {**saved, **given}, given))

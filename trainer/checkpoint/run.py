@@ -182,7 +182,7 @@ def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
         return found
     if goal.path is None:
         return None
-    path = Path(os.fspath(goal.path))
+    path = Path(os.path.expanduser(os.fspath(goal.path)))
     if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
         raise CheckpointError(
             path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"

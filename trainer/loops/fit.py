@@ -48,6 +48,7 @@ class FitLoop:
         self.logs = trainer.logs
         self.progress = trainer.progress
         self.accelerator = trainer.accelerator
+        self.limits = trainer.fit_loop
         self.restored: dict[str, Any] | None = None
         """Loader state and random numbers from the checkpoint that the run resumes; None for a new run."""
         self.cursor: LoaderCursor | None = None
@@ -343,7 +344,7 @@ class FitLoop:
             # No step was done, so these would be further values of the last one.
             return
         step = self.progress.global_step
-        if self.trainer.loggers and every and step % every == 0:
+        if every and step % every == 0 and self.trainer.loggers:
             values = self.logs.step_values("train")
             if self._row[0] == step:
                 # `send_ahead` has sent the others already.
@@ -423,8 +424,8 @@ class FitLoop:
 
     def estimated_steps(self) -> float:
         """Optimizer steps of the whole fit; inf where it has no end."""
-        limit = self.trainer.max_steps if self.trainer.max_steps != -1 else float("inf")
-        epochs = self.trainer.max_epochs
+        limit = self.limits.max_steps if self.limits.max_steps != -1 else float("inf")
+        epochs = self.limits.max_epochs
         if epochs in (None, -1) or self.num_batches is None:
             return limit
         accumulation, total = self.trainer.accumulation, 0
@@ -435,7 +436,7 @@ class FitLoop:
     # stopping ---------------------------------------------------------------------------------------------------------
     def _is_done(self) -> bool:
         """True if no further epoch begins."""
-        limit = self.trainer.max_epochs
+        limit = self.limits.max_epochs
         return (limit is not None and limit != -1 and self._epochs_done() >= limit) or self._stops()
 
     def _tell_if_done(self) -> None:
@@ -454,7 +455,7 @@ class FitLoop:
         trainer = self.trainer
         if trainer.signals.received is not None:
             return True
-        if trainer.max_steps != -1 and self.progress.global_step >= trainer.max_steps:
+        if self.limits.max_steps != -1 and self.progress.global_step >= self.limits.max_steps:
             return True
         agreement = self._agreement
         if agreement is None:
@@ -469,9 +470,7 @@ class FitLoop:
 
     def _past_minimum(self) -> bool:
         """True if `min_epochs` and `min_steps` are reached, before which `should_stop` has no effect."""
-        arguments = self.trainer.arguments
-        steps = self.progress.global_step
-        return self._epochs_done() >= (arguments.min_epochs or 0) and steps >= (arguments.min_steps or 0)
+        return self.limits.past_minimum(self._epochs_done(), self.progress.global_step)
 
     def _epochs_done(self) -> int:
         return self.progress.epoch + (self.progress.phase == "epoch_end")

@@ -1,0 +1,150 @@
+"""Who takes part in a run: callbacks added on the way, those that fail at its end, and what a callback logs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from leyden import Callback, ConfigurationError, DataModule, Trainer, TrainModule
+from leyden.callbacks import LambdaCallback, ModelCheckpoint, Timer
+
+
+class Heard(Callback):
+    """Notes its hooks, and adds another callback in `setup`."""
+
+    def __init__(self, name: str, notes: list[str], adds: Callback | None = None) -> None:
+        self.name, self.notes, self.adds = name, notes, adds
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.notes.append(f"{self.name} setup {stage}")
+        if self.adds is not None and self.adds not in trainer.callbacks:
+            trainer.callbacks.append(self.adds)
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.notes.append(f"{self.name} trains")
+        self.log_dict({f"{self.name} began": 1.0})
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self.notes.append(f"{self.name} teardown")
+
+
+def test_a_callback_added_in_a_setup_takes_part(Tiny: Any, quiet: Any, batches: Any) -> None:
+    notes: list[str] = []
+    third = Heard("c", notes)
+    first = Heard("a", notes, Heard("b", notes, third))
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[first])
+    trainer.fit(Tiny(), batches(1))
+    names = ("a", "b", "c")
+    expected = [*(f"{name} setup fit" for name in names), *(f"{name} trains" for name in names)]
+    assert notes == expected + [f"{name} teardown" for name in names]
+    assert {f"{name} began" for name in names} <= set(trainer.callback_metrics)
+    notes.clear()
+    trainer.callbacks.remove(third)
+    first.adds = None
+    trainer.fit(Tiny(), batches(1))
+    assert notes[:3] == ["a setup fit", "b setup fit", "c setup fit"]
+
+
+def test_a_callback_removed_in_a_setup_takes_no_part(Tiny: Any, quiet: Any, batches: Any) -> None:
+    notes: list[str] = []
+    other = Heard("b", notes)
+
+    class Removes(Tiny):
+        def setup(self, stage: str) -> None:
+            self.trainer.callbacks.remove(other)
+
+    Trainer(**quiet, max_epochs=1, callbacks=[Heard("a", notes), other]).fit(Removes(), batches(1))
+    assert notes == ["a setup fit", "b setup fit", "a trains", "a teardown"]
+
+
+def test_what_is_added_and_no_callback_is_named(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Adds(Tiny):
+        def setup(self, stage: str) -> None:
+            self.trainer.callbacks.append(Timer)  # type: ignore[arg-type]
+
+    with pytest.raises(
+        ConfigurationError, match=r"trainer\.callbacks holds the class Timer: give an instance, Timer\(\)"
+    ):
+        fit(Adds(), batches(1))
+
+
+class Breaks(Callback):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @property
+    def state_key(self) -> str:
+        return self.name
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        raise ValueError(f"teardown of {self.name}")
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        raise ValueError(f"on_exception of {self.name}")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_theirs(
+    Tiny: Any, quiet: Any, batches: Any, fails: bool
+) -> None:
+    notes: list[str] = []
+
+    class Data(DataModule):
+        def train_dataloader(self) -> Any:
+            return batches(2)
+
+        def teardown(self, stage: str) -> None:
+            raise ValueError("teardown of the data")
+
+        def on_exception(self, exception: BaseException) -> None:
+            notes.append("data heard")
+
+    class Noting(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if fails:
+                raise RuntimeError("the run's own error")
+            return super().training_step(batch, batch_idx)
+
+        def teardown(self, stage: str) -> None:
+            notes.append("module torn down")
+
+    heard = LambdaCallback(
+        teardown=lambda *_: notes.append("callback torn down"), on_exception=lambda *_: notes.append("callback heard")
+    )
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[Breaks("a"), Breaks("b"), heard])
+    with warnings.catch_warnings(record=True) as caught, pytest.raises((ValueError, RuntimeError)) as error:
+        warnings.simplefilter("always")
+        trainer.fit(Noting(), datamodule=Data())
+    told = [str(w.message).partition("raised too: ")[2] for w in caught if "raised too" in str(w.message)]
+    torn = ["teardown of the data", "teardown of a", "teardown of b"]
+    if fails:
+        assert str(error.value) == "the run's own error"
+        assert told == ["on_exception of a", "on_exception of b", *torn]
+        assert notes == ["callback heard", "data heard", "callback torn down", "module torn down"]
+    else:
+        assert str(error.value) == torn[0] and told == torn[1:]
+        assert notes == ["callback torn down", "module torn down"]
+    assert trainer.state.stage is None
+
+
+def test_a_callback_logs_as_its_module_does(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Logs(Callback):
+        def on_train_batch_end(
+            self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
+            self.log("first", float(batch_idx), True)
+            self.log_dict({"second": 2.0 * batch_idx}, on_step=False, on_epoch=True, reduce_fx="sum")
+
+        def on_validation_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            self.log("score", 0.5)
+
+    callback = Logs()
+    saving = ModelCheckpoint(monitor="score")
+    trainer = fit(Tiny(), batches(3), batches(2), callbacks=[callback, saving], enable_checkpointing=True)
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found == {"first": 2.0, "second": 6.0, "score": 0.5}
+    assert set(trainer.progress_bar_metrics) == {"first"}
+    # Outside of a run there is nothing to log to, as for a module.
+    callback.log("first", 1.0)

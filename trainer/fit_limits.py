@@ -1,0 +1,98 @@
+"""Where a fit ends: after how many epochs and steps, and before which of them nobody can stop it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.trainer.arguments import Arguments
+
+
+class FitLimits:
+    """The limits of a fit. A Trainer has them as `trainer.fit_loop`, where Lightning's users set them.
+
+    What is set here holds from now on, in a run that is under way and in later ones. What is given to `fit` holds for that fit.
+
+    Args:
+        arguments: the Trainer's.
+
+    Example:
+        >>> from leyden import Trainer
+        >>> trainer = Trainer(max_epochs=3, accelerator="cpu", logger=False)
+        >>> trainer.fit_loop.max_epochs = 10
+        >>> trainer.max_epochs
+        10
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._lasting = (arguments.max_epochs, arguments.max_steps)
+        """What later fits begin with."""
+        self._max_epochs, self._max_steps = self._lasting
+        self._min_epochs, self._min_steps = arguments.min_epochs, arguments.min_steps
+        self._has_time_limit = arguments.max_time is not None
+
+    def begin(self, max_epochs: int | None, max_steps: int | None) -> None:
+        """A fit begins, with limits of its own; None for the lasting ones."""
+        for name, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+            if value is not None:
+                _check(f"fit({name}={value!r})", value, -1)
+        epochs, steps = self._lasting
+        self._max_epochs = epochs if max_epochs is None else max_epochs
+        self._max_steps = steps if max_steps is None else max_steps
+        if self._max_epochs is None and self._max_steps == -1 and not self._has_time_limit:
+            self._max_epochs = 1000
+
+    @property
+    def max_epochs(self) -> int | None:
+        """Epochs after which a fit ends; -1 for no end, None where something else ends it."""
+        return self._max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        if value is not None:
+            _check(f"max_epochs={value!r}", value, -1)
+        self._max_epochs, self._lasting = value, (value, self._lasting[1])
+
+    @property
+    def max_steps(self) -> int:
+        """Optimizer steps after which a fit ends; -1 for no end."""
+        return self._max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        _check(f"max_steps={value!r}", value, -1)
+        self._max_steps, self._lasting = value, (self._lasting[0], value)
+
+    @property
+    def min_epochs(self) -> int | None:
+        """Epochs before which `should_stop` has no effect."""
+        return self._min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, value: int | None) -> None:
+        if value is not None:
+            _check(f"min_epochs={value!r}", value, 0)
+        self._min_epochs = value
+
+    @property
+    def min_steps(self) -> int | None:
+        """Optimizer steps before which `should_stop` has no effect."""
+        return self._min_steps
+
+    @min_steps.setter
+    def min_steps(self, value: int | None) -> None:
+        if value is not None:
+            _check(f"min_steps={value!r}", value, 0)
+        self._min_steps = value
+
+    def past_minimum(self, epochs: int, steps: int) -> bool:
+        """True if so many epochs and steps are enough for `should_stop` to have its effect."""
+        return epochs >= (self._min_epochs or 0) and steps >= (self._min_steps or 0)
+
+
+def _check(what: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        end = ", where -1 means without end" if least == -1 else ""
+        raise ConfigurationError(f"{what}: use a whole number from {least}{end}.")
