@@ -21,7 +21,7 @@ from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.sharding.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.sharding.fsdp1_names import Translation
 from leyden.strategies.sharding.gradients import check_optimizer, clip_norm, multiply
-from leyden.strategies.sharding.guard import guard_shards
+from leyden.strategies.sharding.guard import guard_exports, guard_shards
 from leyden.strategies.sharding.plan import Plan, offload_of, policy_of
 from leyden.strategies.sharding.policy import WrapPolicy, choose
 from leyden.strategies.sharding.restart import restart
@@ -262,6 +262,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if settings["forward_prefetch"]:
             prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
         self._replaced.after(module, before)
+        guard_exports(module)
         shape, form = tuple(self.device_mesh.shape), self.precision.form
         self.plan = Plan.of(module, groups, checkpointed, policy, shape, form)
         module.__dict__["_leyden_plan"] = self.plan

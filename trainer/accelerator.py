@@ -18,7 +18,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.own_loop import checks, preparing
 from leyden.trainer.own_loop import state as states
 from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin
-from leyden.trainer.own_loop.export import save_object, write_weights
+from leyden.trainer.own_loop.export import check_object, save_object, write_weights
 from leyden.trainer.own_loop.loader import PreparedLoader, skip_first_batches
 from leyden.trainer.own_loop.options import Options
 from leyden.trainer.own_loop.plugins import (
@@ -78,7 +78,8 @@ class Accelerator(Stepping):
         >>> accelerator = Accelerator(cpu=True)
         >>> model = nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, [torch.ones(4, 2)])
+        >>> loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> for batch in loader:
         ...     with accelerator.accumulate(model):
         ...         loss = model(batch).mean()
@@ -196,7 +197,8 @@ class Accelerator(Stepping):
         """Brings models, optimizers, loaders and schedulers to where they run.
 
         Args:
-            *args: in any order and number, in one call or several; other objects come back as they are.
+            *args: in any order and number, in one call or several; other objects come back as they are, lists too:
+                `prepare_data_loader` takes a list of batches.
             device_placement: for each of them, whether it goes to `device`.
 
         Returns:
@@ -416,7 +418,11 @@ class Accelerator(Stepping):
             f: the file.
             save_on_each_node: once per machine.
             safe_serialization: True for safetensors whatever the name.
+
+        Raises:
+            LeydenError: on every rank, for what is no tensor or plain value, and for shards: `get_state_dict` gathers them.
         """
+        check_object(obj)
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             save_object(obj, f, safe_serialization or None)
 

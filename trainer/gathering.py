@@ -39,15 +39,32 @@ def check_gathered(strategy: Strategy, share: Share | None, data: Any, group: An
             f"all_gather in a step: this global batch has {share.total} sample{'s'[: share.total != 1]} for {strategy.data_size} "
             f"ranks, and a rank without one cannot take part. {FIX}"
         )
+    check_shapes(strategy, data, group, "all_gather", FIX, known_to_differ=share is not None and not share.even)
+
+
+def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str, known_to_differ: bool = False) -> None:
+    """Raises where ranks bring tensors of different shapes, rather than read what lies beside them, or abort.
+
+    Args:
+        strategy: of this rank.
+        data: what is to be gathered.
+        group: the process group in which it is gathered; None for all ranks.
+        name: of the method that gathers.
+        fix: what to do.
+        known_to_differ: compare in any case.
+
+    Raises:
+        ConfigurationError: on every rank that gathers.
+    """
     tensors: list[Tensor] = []
     map_tensors(data, tensors.append)
-    if (share is None or share.even) and not strategy.aborts_on_shapes(tensors, group):
+    if not known_to_differ and not strategy.aborts_on_shapes(tensors, group):
         return
     found = strategy.differing(", ".join(map(_shape, tensors)), group)
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(
-            f"all_gather needs tensors of one shape: rank 0 has {found[0]}, and rank {rank} has {other}. {FIX}"
+            f"{name} needs tensors of one shape: rank 0 has {found[0]}, and rank {rank} has {other}. {fix}"
         )
 
 

@@ -387,7 +387,7 @@ def streamed() -> dict[str, Any]:
         ),
     ):
         accelerator = Accelerator(cpu=True, dataloader_config=config)
-        prepared, own, seen = accelerator.prepare(loader), [], []
+        prepared, own, seen = accelerator.prepare_data_loader(loader), [], []
         for batch in prepared:
             own.append(batch.flatten().tolist())
             if name != "own":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.gathering import check_shapes
 from leyden.trainer.own_loop.ranks import RankControl
 
 if TYPE_CHECKING:
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from leyden.trainer.own_loop.loader import PreparedLoader
 
 T = TypeVar("T")
+UNEVEN = (
+    "accelerator.pad_across_processes brings them to one shape; gather_for_metrics takes a batch's rows as they are; "
+    "Accelerator(even_batches=True), the default, fills last batches."
+)
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
@@ -41,13 +47,22 @@ class Collectives(RankControl):
         self.strategy.barrier()
 
     def gather(self, tensor: T) -> T:
-        """Puts the tensors of all ranks together along their first dimension; single numbers become (num_processes,).
+        """Puts the tensors of all ranks together along their first dimension; those of no dimension become (num_processes,).
 
         Args:
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
+
+        Raises:
+            TypeError: on several ranks, for a Python number and whatever else is no tensor.
+            ConfigurationError: where shapes differ by rank, and the exchange would read memory that is not theirs.
         """
+        if self.num_processes == 1:
+            return tensor
+        check_tensors(tensor, "gather")
         self._announce("gather", tensor)
-        return tensor if self.num_processes == 1 else map_tensors(tensor, self._gather_one)
+        if self.checker is None:
+            check_shapes(self.strategy, tensor, None, "gather", UNEVEN)
+        return map_tensors(tensor, self._gather_one)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         stacked = self.strategy.all_gather(tensor)  # (ranks, *shape)
@@ -65,8 +80,11 @@ class Collectives(RankControl):
 
         Args:
             input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry for each
-                sample, or a nested structure of these. Single numbers are gathered as they are.
+                sample, or a nested structure of these. Tensors of no dimension become (num_processes,).
             use_gather_object: gather whatever it is as objects: lists are put together.
+
+        Raises:
+            TypeError: on several ranks, for a Python number or object that stands for no sample.
         """
         self._announce("gather_for_metrics", None if use_gather_object else input_data, alike=False)
         if use_gather_object:
@@ -85,6 +103,8 @@ class Collectives(RankControl):
                 return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
             gathered = self._gather_list(list(data))
             return gathered if isinstance(data, list) else type(data)(gathered)
+        if self.num_processes > 1:
+            check_tensors(data, "gather_for_metrics")
         return data
 
     def _gather_list(self, entries: list[Any]) -> list[Any]:
@@ -123,12 +143,18 @@ class Collectives(RankControl):
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
             reduction: "sum", "mean", "max", "min", or "none" to leave them.
             scale: what the result is multiplied by.
+
+        Raises:
+            TypeError: for a Python number and whatever else is no tensor.
         """
+        check_tensors(tensor, "reduce")
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduce(reduction={reduction!r}) is not known. {nearest(reduction, REDUCTIONS)}")
         self._announce("reduce", tensor)
         if reduction == "none":
             return tensor
+        if self.num_processes > 1 and self.checker is None:
+            check_shapes(self.strategy, tensor, None, "reduce", UNEVEN)
 
         def one(part: Tensor) -> Tensor:
             total = self.strategy.reduce(part, reduction=reduction)
@@ -177,6 +203,32 @@ class Collectives(RankControl):
         if raised:
             self._trigger = False
         return raised
+
+
+def check_tensors(data: Any, name: str) -> None:
+    """Raises TypeError where something in a nested structure is no tensor: every rank would keep its own of it.
+
+    Example:
+        >>> check_tensors({"loss": 0.5}, "gather")
+        Traceback (most recent call last):
+        TypeError: gather was given a value of the type float, and exchanges tensors: give torch.tensor(value, device=accelerator.device), or use \
+gather_object([value]) for other objects.
+    """
+    if data is None or isinstance(data, Tensor):
+        return
+    if isinstance(data, Mapping):
+        entries: Any = data.values()
+    elif isinstance(data, (list, tuple, set, frozenset)):
+        entries = data
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        entries = vars(data).values()
+    else:
+        raise TypeError(
+            f"{name} was given a value of the type {type(data).__name__}, and exchanges tensors: give torch.tensor(value, "
+            "device=accelerator.device), or use gather_object([value]) for other objects."
+        )
+    for entry in entries:
+        check_tensors(entry, name)
 
 
 def _is_objects(data: Any) -> bool:

@@ -163,22 +163,29 @@ class Dispatched:
             count = batch_size_of(whole)
             sizes = [len(range(count)[block(count, number, ranks)]) for number in range(ranks)]
             starts = [block(count, number, ranks).start for number in range(ranks)]
-            self.counts.append(
-                [(size, max(0, min(size, true - start))) for size, start in zip(sizes, starts, strict=True)]
-            )
-            if not sizes[rank]:
+            if sizes[rank]:
+                self.counts.append(
+                    [(size, max(0, min(size, true - start))) for size, start in zip(sizes, starts, strict=True)]
+                )
+                yield _rows(whole, block(count, rank, ranks))
+            if not all(sizes):
+                # A rank that was given nothing asks for nothing more, so this round is the last one for all.
+                if rounds is not None and next(rounds, END) is not END:
+                    raise ConfigurationError(
+                        f"dispatch_batches=True: a batch of {count} came for {ranks} ranks, and more after it. Give batches of at least "
+                        f"{ranks} samples, or leave even_batches at True."
+                    )
                 return
-            own = block(count, rank, ranks)
-            yield _rows(whole, own)
 
     def _rounds(self) -> Iterator[Any]:
         """What is handed out at once, and how many of its samples are no repeats."""
-        batches, first = iter(self.loader), None
+        batches, first, ranks = iter(self.loader), None, self.strategy.data_size
         while drawn := list(itertools.islice(batches, self.each)):
             whole = join(drawn)
             true = batch_size_of(whole)
             first = whole if first is None else first
-            wanted = batch_size_of(first)
+            # Where the first round is short as well, its ranks have as many samples each all the same.
+            wanted = -(-batch_size_of(first) // ranks) * ranks
             missing = max(0, wanted - true) if self.even else 0
             while missing:
                 piece = _rows(first, slice(missing))

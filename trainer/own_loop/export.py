@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.sharding.guard import ShardPickleError, is_part
 from leyden.strategies.spmd.moving import on_host
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -104,14 +106,22 @@ def _own(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format) if shares else tensor.detach().contiguous()
 
 
-def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> None:
-    """Writes what a file's name asks for.
+def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors that one rank holds as its only shard, as they are; those that are tied stay one."""
+    done: dict[int, Any] = {}
+    for value in state.values():
+        done[id(value)] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {name: done[id(value)] for name, value in state.items()}
+
+
+def check_object(obj: Any) -> None:
+    """Every rank calls this before one of them writes, so that all of them stop.
 
     Raises:
         ConfigurationError: if it is no nest of tensors and plain values, which alone load without running code.
+        ShardPickleError: if it holds shards. They are not gathered here: scripts call `save` on the main rank alone, too, and
+            that rank would wait for ever.
     """
-    target = Path(path)
-    safe = target.suffix == ".safetensors" if safe is None else safe
     if isinstance(obj, nn.Module):
         raise ConfigurationError(
             "save writes tensors, and was given a module: give its state_dict(), or use save_model."
@@ -122,13 +132,30 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> No
             f"save writes tensors and plain values, and {where}, which could only be loaded by running code: take it out, or "
             "register it for save_state with register_for_checkpointing."
         )
+    map_tensors(obj, _refuse_part)
+
+
+def _refuse_part(tensor: Tensor) -> Tensor:
+    if is_part(tensor):
+        raise ShardPickleError(
+            f"save was given a tensor of the shape {tuple(tensor.shape)} that is sharded over the ranks. Call state = "
+            "accelerator.get_state_dict(model) on every rank, then accelerator.save(state, path); or accelerator.save_model(model, "
+            "folder)."
+        )
+    return tensor
+
+
+def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> None:
+    """Writes what a file's name asks for, of an object that was checked."""
+    target = Path(path)
+    safe = target.suffix == ".safetensors" if safe is None else safe
     target.parent.mkdir(parents=True, exist_ok=True)
     if not safe:
         save_tensors(whole_state(obj) if isinstance(obj, Mapping) else obj, target, safe=False)
         return
     if not isinstance(obj, Mapping) or not all(isinstance(value, Tensor) for value in obj.values()):
         raise ConfigurationError(f"{target.name}: safetensors hold a dict of tensors. Use a name that ends in .bin.")
-    save_tensors(_distinct(on_host(obj)), target, safe=True)
+    save_tensors(_distinct(on_host(_unwrapped(obj))), target, safe=True)
 
 
 def _not_plain(item: Any, where: str) -> str | None:
@@ -174,4 +201,4 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]
     return shards
 
 
-__all__ = ["parse_size", "save_object", "whole_state", "write_weights"]
+__all__ = ["check_object", "parse_size", "save_object", "whole_state", "write_weights"]

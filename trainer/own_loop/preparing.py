@@ -89,11 +89,9 @@ def is_scheduler(entry: Any) -> bool:
 
 
 def is_loader(entry: Any) -> bool:
-    """torch's loaders and their like, loaders put together, and lists of batches."""
+    """torch's loaders and their like, and loaders put together. A list of batches might hold anything, and is left alone."""
     if isinstance(entry, (PreparedLoader, Composite, DataLoader)):
         return True
-    if isinstance(entry, (list, tuple)):
-        return bool(entry) and isinstance(entry[0], (torch.Tensor, dict, list, tuple))
     return isinstance(entry, Iterable) and hasattr(entry, "dataset")
 
 

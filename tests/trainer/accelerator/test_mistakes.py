@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from leyden import (
     Accelerator,
@@ -118,7 +119,7 @@ def test_an_optimizer_of_another_model() -> None:
 
 def test_a_model_that_was_moved_away() -> None:
     accelerator = Accelerator(cpu=True)
-    model, loader = accelerator.prepare(nn.Linear(2, 1), [torch.ones(1, 2)])
+    model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(1, 2)))
     model.to("meta")
     with pytest.raises(ConfigurationError, match=r"was moved to meta after prepare.*leave out .to\(...\)"):
         next(iter(loader))
@@ -177,12 +178,12 @@ def test_compiled_models_keep_their_names() -> None:
 def test_debug_mode_says_what_a_rank_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
-    accelerator.prepare(nn.Linear(2, 1), [torch.ones(1, 2)])
+    accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(1, 2)))
     first, model, loader = capsys.readouterr().err.splitlines()
     assert first.startswith("leyden: rank 0 of 1 (local 0), device cpu, ")
     assert first.endswith("precision bf16-mixed, accumulation 2")
     assert model == "leyden: rank 0: model Linear no wrapper, Parameter of torch.float32 on cpu"
-    assert loader == "leyden: rank 0: loader of 1 batches by list, batch_size None"
+    assert loader == "leyden: rank 0: loader of 1 batches by BatchSampler, batch_size 1"
 
 
 def test_leyden_launch_fills_what_is_left_open(

@@ -1,0 +1,104 @@
+"""The edges of a loop of one's own on two ranks: what would hang, or exchange what is not there, is an error on every rank."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.world import run_world
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def error_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing raised"
+
+
+class WithExport(nn.Linear):
+    """As a transformers model: it writes what its state dict holds."""
+
+    def save_pretrained(self, folder: str, state_dict: Any = None, is_main_process: bool = True) -> None:
+        if is_main_process:
+            torch.save(state_dict if state_dict is not None else self.state_dict(), folder)
+
+
+def export_shards(folder: str) -> list[str]:
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    model = accelerator.prepare(WithExport(4, 4))
+    bare, main = accelerator.unwrap_model(model), accelerator.is_main_process
+    found = [
+        error_of(lambda: accelerator.save(bare.state_dict(), f"{folder}/weights.bin")),
+        error_of(lambda: accelerator.save({"model": bare.state_dict()}, f"{folder}/weights.safetensors")),
+        # The main rank alone, as many scripts do it: nothing may wait for the other.
+        error_of(lambda: bare.save_pretrained(f"{folder}/exported")) if main else "get_state_dict",
+        error_of(lambda: torch.save(bare.state_dict(), f"{folder}/weights.pt")) if main else "get_state_dict",
+    ]
+    whole = accelerator.get_state_dict(model)
+    bare.save_pretrained(f"{folder}/whole", state_dict=whole, is_main_process=main)
+    accelerator.save(whole, f"{folder}/whole.safetensors")
+    accelerator.wait_for_everyone()
+    return found
+
+
+def test_a_state_dict_of_shards_is_refused_on_every_rank_and_leaves_no_file(tmp_path: Path) -> None:
+    for found in run_world(2, export_shards, str(tmp_path), timeout=60):
+        assert all("get_state_dict" in words for words in found), found
+    assert sorted(os.listdir(tmp_path)) == ["whole", "whole.safetensors"]
+    assert torch.load(tmp_path / "whole")["weight"].shape == (4, 4)
+
+
+def exchange() -> list[Any]:
+    from leyden import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    found: list[Any] = [
+        error_of(lambda: accelerator.gather(0.8)),
+        error_of(lambda: accelerator.gather({"loss": torch.ones(1), "step": 3})),
+        error_of(lambda: accelerator.reduce([0.5])),
+        error_of(lambda: accelerator.gather_for_metrics({"loss": 0.5})),
+        error_of(lambda: accelerator.gather(torch.zeros(2 + rank))),
+        error_of(lambda: accelerator.reduce(torch.zeros(2 + rank))),
+        [None if part is None else part.tolist() for part in accelerator.gather((torch.tensor(float(rank)), None))],
+    ]
+    for config, data in (({"even_batches": True}, 7), ({"even_batches": False}, 5), ({"even_batches": False}, 9)):
+        other = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True, **config))
+        loader = other.prepare(DataLoader(torch.arange(float(data)), 4))
+        found.append([batch.tolist() for batch in loader])
+        # Nobody waits in the loader's own exchange now.
+        found.append(other.gather(torch.tensor([rank])).tolist())
+    given = [torch.ones(2), torch.zeros(2)]
+    found.append(accelerator.prepare(given) is given)
+    return found
+
+
+def test_what_ranks_exchange_is_theirs() -> None:
+    first, second = run_world(2, exchange, timeout=60)
+    for found in (first, second):
+        assert [words.partition(":")[0] for words in found[:6]] == ["TypeError"] * 4 + ["ConfigurationError"] * 2
+        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in found[4]
+        assert found[6] == [[0.0, 1.0], None]
+        assert found[8] == found[10] == found[12] == [0, 1]
+        assert found[13] is True
+    # 7 samples in batches of 4: the second rank's three are filled from the start.
+    assert (first[7], second[7]) == ([[0.0, 1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0, 0.0]])
+    assert (first[9], second[9]) == ([[0.0, 1.0, 2.0]], [[3.0, 4.0]])
+    assert (first[11], second[11]) == ([[0.0, 1.0, 2.0, 3.0], [8.0]], [[4.0, 5.0, 6.0, 7.0]])
+
+
+@pytest.mark.parametrize("value", [0.5, [1], "text"])
+def test_a_reduction_of_what_is_no_tensor_is_refused_on_one_process_too(value: Any) -> None:
+    """As Accelerate does, since a scale would be left out."""
+    from leyden import Accelerator
+
+    with pytest.raises(TypeError, match=r"give torch\.tensor"):
+        Accelerator(cpu=True).reduce(value)
