@@ -353,11 +353,17 @@ class Strategy(ABC):
     def sync_gradients(self) -> None:
         """Averages over the ranks the gradients of a window that ended before its last batch was known to be the last."""
 
+    def _stepped(self) -> Iterable[Tensor]:
+        """The parameters that optimizers step; all of the modules', where a loop of one's own steps an optimizer by itself."""
+        if not self.optimizers:
+            return {id(p): p for module in self.modules for p in module.parameters()}.values()
+        return {
+            id(p): p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
+        }.values()
+
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiplies the gradients of every parameter that an optimizer steps by a factor, on the device."""
-        groups = [group["params"] for optimizer in self.optimizers for group in optimizer.param_groups]
-        stepped = {id(p): p for params in groups for p in params}
-        grads = [p.grad for p in stepped.values() if p.grad is not None]
+        """Multiplies the gradients of every parameter that is stepped by a factor, on the device."""
+        grads = [p.grad for p in self._stepped() if p.grad is not None]
         if not grads:
             return
         if isinstance(factor, Tensor):

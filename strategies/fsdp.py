@@ -370,8 +370,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().before_step(optimizer)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        stepped = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
-        grads = [local(p.grad) for p in stepped.values() if p.grad is not None]
+        grads = [local(p.grad) for p in self._stepped() if p.grad is not None]
         multiply(grads, factor)
 
     def clip_parameters(

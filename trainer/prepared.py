@@ -9,8 +9,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from leyden.strategies.batch import map_tensors
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -128,15 +131,19 @@ class PreparedScheduler:
         self.optimizers = list(optimizers)
         self._accelerator = accelerator
         self._with_optimizer = with_optimizer
+        self._told_of_end = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["scheduler"], name)
+        if "scheduler" not in vars(self):
+            # A copy that is being made asks before it has anything.
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
 
     def __repr__(self) -> str:
         return repr(self.scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps, if the accumulation window closes and no optimizer's step was skipped."""
+        """Steps, if the accumulation window closes, no optimizer's step was skipped and its `total_steps` are not done."""
         if self._with_optimizer:
             accelerator = self._accelerator
             if not accelerator.sync_gradients:
@@ -146,13 +153,31 @@ class PreparedScheduler:
                 return
             if any(optimizer.step_was_skipped for optimizer in self.optimizers):
                 return
-        self.scheduler.step(*args, **kwargs)
+        total = getattr(self.scheduler, "total_steps", None)
+        if total is not None and self.scheduler.last_epoch >= total:
+            self._tell_of_end(total)
+        else:
+            self.scheduler.step(*args, **kwargs)
+
+    def _tell_of_end(self, total: int) -> None:
+        """torch's own raises an error here, in the last step of a run whose length was rounded down."""
+        if not self._told_of_end:
+            self._told_of_end = True
+            warnings.warn(
+                f"{type(self.scheduler).__name__} has done its total_steps={total}; the learning rate stays where it is.",
+                stacklevel=4,
+            )
 
 
-def run_in_context(module: nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+def run_in_context(
+    module: nn.Module, context: Callable[[], AbstractContextManager[Any]], outputs_in_float32: bool = False
+) -> None:
     """Lets a module's forward run in a context, whoever calls it; class, names and hooks stay as they are.
 
-    What comes out keeps its dtype: a loss in half precision is computed in float32 under `accelerator.autocast()`.
+    Args:
+        module: whose forward it is.
+        context: makes the context of one forward.
+        outputs_in_float32: convert what comes out in half precision, so that a loss is computed in float32 anywhere.
     """
     if getattr(module.forward, "_leyden_context", False):
         return
@@ -164,10 +189,26 @@ def run_in_context(module: nn.Module, context: Callable[[], AbstractContextManag
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with context():
             # A copy of the module has a forward of its own, bound to the copy.
-            return own(*args, **kwargs) if own is not None else function(self, *args, **kwargs)
+            outputs = own(*args, **kwargs) if own is not None else function(self, *args, **kwargs)
+        return map_tensors(outputs, _in_float32) if outputs_in_float32 else outputs
 
     forward._leyden_context = True  # type: ignore[attr-defined]
+    forward._leyden_own = own  # type: ignore[attr-defined]
     module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def run_without_context(module: nn.Module) -> None:
+    """Takes back what `run_in_context` did."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, types.MethodType) and getattr(forward, "_leyden_context", False):
+        del module.forward
+        own = forward.__func__._leyden_own  # type: ignore[attr-defined]
+        if own is not None:
+            vars(module)["forward"] = own
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -32,8 +32,9 @@ class WithExport(nn.Linear):
 def export_shards(folder: str) -> list[str]:
     from leyden import Accelerator
 
-    accelerator = Accelerator(cpu=True, strategy="fsdp")
+    accelerator = Accelerator(cpu=True, strategy="fsdp", mixed_precision="bf16")
     model = accelerator.prepare(WithExport(4, 4))
+    assert model(torch.ones(1, 4)).dtype == torch.float32
     bare, main = accelerator.unwrap_model(model), accelerator.is_main_process
     found = [
         error_of(lambda: accelerator.save(bare.state_dict(), f"{folder}/weights.bin")),
@@ -78,6 +79,11 @@ def exchange() -> list[Any]:
         found.append(other.gather(torch.tensor([rank])).tolist())
     given = [torch.ones(2), torch.zeros(2)]
     found.append(accelerator.prepare(given) is given)
+    found.append(error_of(lambda: accelerator.save_state(f"run-{rank}")))
+    half = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
+    model = half.prepare(nn.Linear(2, 2))
+    bare = half.unwrap_model(model)
+    found.append((str(model(torch.ones(1, 2)).dtype), type(bare).__name__, type(bare._orig_mod).__name__))
     return found
 
 
@@ -89,6 +95,8 @@ def test_what_ranks_exchange_is_theirs() -> None:
         assert found[6] == [[0.0, 1.0], None]
         assert found[8] == found[10] == found[12] == [0, 1]
         assert found[13] is True
+        assert "save_state was given 'run-0' on rank 0 and 'run-1' on rank 1" in found[14]
+        assert found[15] == ("torch.float32", "OptimizedModule", "Linear")
     # 7 samples in batches of 4: the second rank's three are filled from the start.
     assert (first[7], second[7]) == ([[0.0, 1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0, 0.0]])
     assert (first[9], second[9]) == ([[0.0, 1.0, 2.0]], [[3.0, 4.0]])

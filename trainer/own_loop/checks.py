@@ -16,6 +16,11 @@ from leyden.trainer.prepared import PreparedOptimizer
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
 
+ADVICE = (
+    "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it steps at the "
+    "ends of accumulation windows, with unscaled gradients; or step and clear your own under `if accelerator.sync_gradients`."
+)
+
 
 class Mistakes:
     """The checks of an Accelerator, each made once at its place.
@@ -29,6 +34,8 @@ class Mistakes:
         self._checked: set[int] = set()
         self._backwards = 0
         self._told: set[str] = set()
+        self._versions: list[int] | None = None
+        """Of the trained parameters, how often each had been changed when the first window began."""
 
     def in_pass(self) -> None:
         """At the start of a pass over a loader."""
@@ -53,23 +60,46 @@ class Mistakes:
             self._checked.add(id(model))
 
     def in_backward(self) -> None:
-        """In the first two calls of `backward`: a model and an optimizer must be prepared."""
+        """In `backward`: a model must be prepared, and an optimizer too, or be stepped at the ends of windows alone."""
         self._backwards += 1
-        if self._backwards > 2:
-            return
         accelerator = self._accelerator
         if not accelerator.prepared_models:
-            self._warn_or_raise(
-                "backward was called and no model was prepared: model, optimizer = accelerator.prepare(model, optimizer)."
-            )
-        elif self._backwards == 2 and not accelerator.prepared_optimizers:
-            text = (
-                "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it "
-                "steps at the ends of accumulation windows, with unscaled gradients."
-            )
-            if accelerator.precision.may_skip or accelerator.gradient_accumulation_steps > 1:
+            if self._backwards <= 2:
+                self._warn_or_raise(
+                    "backward was called and no model was prepared: model, optimizer = accelerator.prepare(model, optimizer)."
+                )
+        elif not accelerator.prepared_optimizers:
+            self._with_own_optimizer()
+
+    def _with_own_optimizer(self) -> None:
+        """No optimizer is prepared: the loop may step its own, under `if accelerator.sync_gradients`."""
+        accelerator, text = self._accelerator, ADVICE
+        accumulates = accelerator.gradient_accumulation_steps > 1
+        if self._backwards < 2 and not accumulates:
+            return
+        may_step_own = not accelerator.strategy.drives_one and not accelerator.precision.may_skip
+        if accumulates and accelerator.window.is_open and may_step_own:
+            self._in_own_window()
+        elif self._backwards == 2:
+            if accelerator.precision.may_skip or accumulates:
                 raise ConfigurationError(text)
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
+
+    def _in_own_window(self) -> None:
+        """In the first window: weights and gradients must be left alone until it closes."""
+        accelerator = self._accelerator
+        if self._backwards > 1 and self._versions is None:
+            return
+        trained = [p for model in accelerator.bare_models for p in model.parameters() if p.requires_grad]
+        if self._backwards == 1:
+            self._versions = [parameter._version for parameter in trained]
+        elif accelerator.window.index > 0:
+            if [parameter._version for parameter in trained] != self._versions:
+                raise ConfigurationError(f"weights changed inside of an accumulation window: {ADVICE}")
+            if accelerator.strategy.replicates and all(parameter.grad is None for parameter in trained):
+                raise ConfigurationError(f"gradients were cleared inside of an accumulation window: {ADVICE}")
+            if accelerator.window.closes:
+                self._versions = None
 
     def in_step(self, prepared: PreparedOptimizer) -> None:
         """At an optimizer's first step: its parameters must be those of a model that was prepared."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,25 @@ class PreparedLoader:
         self._ended = True
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["given"], name)
+        return getattr(_held(self, "given", name), name)
+
+    def __copy__(self) -> PreparedLoader:
+        return self._again(copy.copy(self.given), self.loader)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedLoader:
+        # Its Accelerator and the ranks' strategy are those of the run, not parts of the loader.
+        for shared in (self._accelerator, self._accelerator.strategy):
+            memo[id(shared)] = shared
+        return self._again(copy.deepcopy(self.given, memo), copy.deepcopy(self.loader, memo))
+
+    def _again(self, given: Any, loader: Iterable[Any]) -> PreparedLoader:
+        made = PreparedLoader(loader, self._accelerator, self._move, given)
+        made.set_epoch(self.iteration)
+        return made
+
+    def __reduce__(self) -> Any:
+        """It is pickled as the loader that was prepared, since ranks and devices are those of one process."""
+        return _as_it_is, (self.given,)
 
     def __repr__(self) -> str:
         return f"PreparedLoader({self.given!r})"
@@ -204,7 +223,7 @@ class SkippedLoader:
         self.skip = skip
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["loader"], name)
+        return getattr(_held(self, "loader", name), name)
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.skip)
@@ -221,7 +240,7 @@ class SkippedBatches:
         self.skip = skip
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["loader"], name)
+        return getattr(_held(self, "loader", name), name)
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self.skip)  # type: ignore[arg-type]
@@ -249,3 +268,10 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _held(outer: Any, part: str, name: str) -> Any:
+    """What an attribute is looked for in; an object that is just being copied has nothing yet."""
+    if part not in vars(outer):
+        raise AttributeError(name)
+    return vars(outer)[part]

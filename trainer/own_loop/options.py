@@ -53,6 +53,7 @@ class Options:
         self.device_placement: bool = given["device_placement"]
         self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
         self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
+        self._converts_outputs: bool = given["convert_outputs"]
         self.handlers = Handlers(given["kwargs_handlers"])
         self.data = _data(given)
         self.accumulation = _accumulation(given)
@@ -93,6 +94,10 @@ class Options:
         return torch.autocast(
             device.type, dtype, enabled=handler.enabled and dtype is not None, cache_enabled=handler.cache_enabled
         )
+
+    def converts_outputs(self, strategy: Strategy) -> bool:
+        """What models return in half precision is converted to float32; an engine's own outputs are left, as elsewhere."""
+        return self._converts_outputs and isinstance(strategy.precision, MixedPrecision) and not strategy.drives_one
 
     def engine_arguments(self) -> dict[str, Any]:
         """Those of `Engine`."""

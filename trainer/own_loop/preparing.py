@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,11 +25,14 @@ from leyden.trainer.prepared import (
     PreparedScheduler,
     parameters_of,
     run_in_context,
+    run_without_context,
     warn_of_multiplied_schedules,
 )
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
+
+WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[bool]) -> Any:
@@ -117,7 +119,7 @@ def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_m
     strategy.modules = [*before, bare]
     context = strategy.precision.forward_context
     if context is not None:
-        run_in_context(bare, context)
+        run_in_context(bare, context, accelerator.options.converts_outputs(strategy))
     prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
     backend = accelerator.options.backend
     if backend is not None:
@@ -159,19 +161,21 @@ def _repoint(accelerator: Accelerator) -> None:
 
 
 def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Module:
-    """The model itself."""
-    compiled = getattr(module, "_orig_mod", None)
-    if isinstance(compiled, nn.Module) and not keep_compiled:
-        module = compiled
-    wrapped = isinstance(module, nn.parallel.DistributedDataParallel) or getattr(type(module), "wraps_module", False)
-    bare: Any = module.module if wrapped else module
+    """The model itself, still compiled if it was and `keep_compiled`."""
+    compiled: Any = module if isinstance(getattr(module, "_orig_mod", None), nn.Module) else None
+    outer: Any = module if compiled is None else compiled._orig_mod
+    wrapped = isinstance(outer, WRAPPERS) or getattr(type(outer), "wraps_module", False)
+    bare: Any = outer.module if wrapped else outer
     inner = getattr(bare, "_orig_mod", None)
-    if isinstance(inner, nn.Module) and not keep_compiled:
-        bare = inner
-    forward = vars(bare).get("forward")
-    if not keep_context and isinstance(forward, types.MethodType) and getattr(forward, "_leyden_context", False):
-        del bare.forward
-    return bare  # type: ignore[no-any-return]
+    plain = inner if isinstance(inner, nn.Module) else bare
+    if not keep_context:
+        run_without_context(plain)
+    if not keep_compiled:
+        return plain  # type: ignore[no-any-return]
+    if compiled is None or not wrapped:
+        return bare if compiled is None else compiled  # type: ignore[no-any-return]
+    # What was compiled is the wrapper, which must stay as it is for training.
+    return type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore[no-any-return]
 
 
 # optimizers and schedulers ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
@@ -74,6 +74,41 @@ class StateHooks:
         return Handle(hooks, hook)
 
 
+LOAD_ARGUMENTS = ("strict", "map_location", "weights_only")
+PLACES = (None, "cpu", "on_device")
+
+
+def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: Any) -> bool:
+    """Whether names of weights must fit.
+
+    Raises:
+        ConfigurationError: for an argument that would be without effect.
+    """
+    for name in given or {}:
+        if name not in LOAD_ARGUMENTS:
+            raise ConfigurationError(
+                f"load_state(load_kwargs={{{name!r}: …}}) is not known. {nearest(name, LOAD_ARGUMENTS)}"
+            )
+    place = (given or {}).get("map_location", map_location)
+    if place not in PLACES:
+        raise ConfigurationError(
+            f"load_state(map_location={place!r}): tensors go to where the prepared model's are. Leave it out; 'cpu' and "
+            "'on_device' are taken, as Accelerate takes them."
+        )
+    return strict and bool((given or {}).get("strict", True))
+
+
+def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
+    """A checkpoint is one folder, which all ranks write and read together."""
+    found = accelerator.strategy.differing(str(path))
+    if found:
+        rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
+        raise ConfigurationError(
+            f"{name} was given {found[0]!r} on rank 0 and {other!r} on rank {rank}: give every rank the same folder, without its rank "
+            "or a time of its own in the name."
+        )
+
+
 def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
     """Where a save goes; all ranks are told what rank 0 finds.
 
@@ -93,6 +128,7 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
             "ProjectConfiguration(automatic_checkpoint_naming=True))."
         )
     path = Path(os.path.expanduser(os.fspath(output_dir)))
+    _check_alike(accelerator, "save_state", path)
     Ranks(accelerator.strategy, path).first(lambda: _make_way(path))
     return path
 
@@ -226,7 +262,9 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
         CheckpointError: if there is none.
     """
     if input_dir is not None:
-        return Path(os.path.expanduser(os.fspath(input_dir)))
+        path = Path(os.path.expanduser(os.fspath(input_dir)))
+        _check_alike(accelerator, "load_state", path)
+        return path
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigurationError("load_state() needs a folder: load_state('path').")
     folder = checkpoint_folder(accelerator)

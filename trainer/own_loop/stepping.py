@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.engine import Engine, needs_closure
 from leyden.trainer.own_loop.gradient_state import GradientState
 from leyden.trainer.own_loop.plugins import AutocastKwargs, GradientAccumulationPlugin
@@ -125,9 +126,17 @@ class Stepping(Tracked, Engine):
             # Gradients are exchanged in it.
             self.checker.compare("backward", None)
         self.flush_scaler()
+        if num_items is not None and self._is_settled and self.window.index > 0:
+            raise ConfigurationError(
+                "backward(num_items=…) came after this window's gradients were divided by its items: call it once for each batch, or "
+                "before the first optimizer is stepped."
+            )
         if num_items is not None or self.window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, self.window)
         self.manual_backward(loss, **kwargs)
+        if not self.prepared_optimizers:
+            # The loop steps an optimizer of its own, which asks nobody.
+            self._settle()
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if not self.sync_gradients:

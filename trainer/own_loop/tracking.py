@@ -264,6 +264,11 @@ class Tracked(Collectives):
         self._log_with = chosen(log_with)
         self.trackers = []
 
+    @property
+    def log_with(self) -> list[Any]:
+        """What is tracked with, as the Accelerator was given it: names, classes, loggers and trackers."""
+        return list(self._log_with)
+
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:

@@ -1,0 +1,169 @@
+"""Scripts that were written for Accelerate: what their calls return and do here."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from leyden import Accelerator, ConfigurationError
+
+
+class Several(nn.Module):
+    """Returns more than a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: Any) -> dict[str, Any]:
+        return {"logits": self.layer(x), "hidden": (self.layer(x), torch.arange(2), torch.ones(1, dtype=torch.float64))}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_prepared_model_returns_float32_under_mixed_precision(precision: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    model = accelerator.prepare(Several())
+    found = model(torch.ones(1, 2))
+    assert found["logits"].dtype == found["hidden"][0].dtype == torch.float32
+    assert (found["hidden"][1].dtype, found["hidden"][2].dtype) == (torch.int64, torch.float64)
+    # Computed in half precision all the same.
+    half = torch.bfloat16 if precision == "bf16" else torch.float16
+    assert torch.equal(found["logits"], found["logits"].to(half).float())
+    found["logits"].sum().backward()
+    assert model.layer.weight.grad.dtype == torch.float32
+    left = Accelerator(cpu=True, mixed_precision=precision, convert_outputs=False).prepare(Several())
+    assert left(torch.ones(1, 2))["logits"].dtype == half
+
+
+def test_unwrapping_takes_the_conversion_off_and_leaves_a_forward_of_ones_own() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = nn.Linear(2, 2)
+    own = model.forward
+    vars(model)["forward"] = lambda x: own(x) * 0
+    prepared = accelerator.prepare(model)
+    assert prepared(torch.ones(1, 2)).dtype == torch.float32
+    bare = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+    assert bare(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+def test_unwrapping_keeps_a_model_compiled_and_takes_data_parallel_off() -> None:
+    accelerator = Accelerator(cpu=True)
+    compiled = torch.compile(nn.Linear(2, 1), backend="eager")
+    prepared = accelerator.prepare(compiled)
+    assert accelerator.unwrap_model(prepared) is compiled
+    assert accelerator.unwrap_model(prepared, keep_torch_compile=False) is compiled._orig_mod
+    module = nn.Linear(2, 1)
+    assert accelerator.unwrap_model(nn.DataParallel(module)) is module
+
+
+class Stream(IterableDataset[Any]):
+    """Batches without a number: the last window closes early, and is known to only then."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from torch.arange(10.0).view(5, 2, 1)
+
+
+def trained(prepares: bool, items: bool) -> torch.Tensor:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.001)
+    model, loader = accelerator.prepare(model, DataLoader(Stream(), None))
+    if prepares:
+        optimizer = accelerator.prepare(optimizer)
+    for x in loader:
+        with accelerator.accumulate(model):
+            loss = F.mse_loss(model(x), x, reduction="sum" if items else "mean")
+            accelerator.backward(loss, **({"num_items": len(x)} if items else {}))
+            if accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("items", [False, True])
+def test_an_optimizer_of_ones_own_steps_under_sync_gradients_as_a_prepared_one(items: bool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(trained(False, items), trained(True, items))
+
+
+@pytest.mark.parametrize(("mistake", "words"), [("step", "weights changed"), ("zero_grad", "gradients were cleared")])
+def test_an_optimizer_of_ones_own_that_disregards_the_window_is_named(mistake: str, words: str) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+
+    def one_batch() -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            getattr(optimizer, mistake)()
+
+    one_batch()
+    with pytest.raises(ConfigurationError, match=words):
+        one_batch()
+
+
+def test_load_state_refuses_what_would_be_without_effect(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved", map_location="cpu", load_kwargs={"strict": True, "weights_only": True})
+    with pytest.raises(TypeError, match="map_locatoin"):
+        accelerator.load_state(tmp_path / "saved", map_locatoin="cpu")  # type: ignore[call-arg]
+    with pytest.raises(ConfigurationError, match="'strict'"):
+        accelerator.load_state(tmp_path / "saved", load_kwargs={"strickt": False})
+    with pytest.raises(ConfigurationError, match="where the prepared model's are"):
+        accelerator.load_state(tmp_path / "saved", map_location="cuda:1")
+    assert model.weight.dtype == torch.float32
+
+
+def test_a_prepared_loader_copies_and_pickles() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(6.0), 2))
+    expected = [batch.tolist() for batch in loader]
+    for again in (copy.copy(loader), copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))):
+        assert [batch.tolist() for batch in again] == expected
+    deep = copy.deepcopy(loader)
+    assert type(deep) is type(loader) and deep.dataset is not loader.dataset and deep.iteration == 1
+    skipped = accelerator.skip_first_batches(loader, 2)
+    assert [batch.tolist() for batch in copy.copy(skipped)] == expected[2:]
+
+
+def test_a_scheduler_with_total_steps_stops_at_its_end() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=3)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule)
+    rates = []
+
+    def one_step() -> None:
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+
+    for _ in range(3):
+        one_step()
+    with pytest.warns(UserWarning, match="OneCycleLR has done its total_steps=3"):
+        one_step()
+    one_step()
+    assert rates[2:] == [rates[2]] * 3 and rates[1] != rates[2]
+    assert copy.copy(scheduler).scheduler is schedule
+
+
+def test_log_with_is_what_was_given(tmp_path: Path) -> None:
+    assert Accelerator(cpu=True).log_with == []
+    assert Accelerator(cpu=True, log_with="csv", project_dir=tmp_path).log_with == ["csv"]
