@@ -74,9 +74,9 @@ def guard_exports(root: nn.Module) -> None:
     gather it here would wait for ever, since scripts call `save_pretrained` on the main rank alone.
     """
     for module in root.modules():
-        plain = getattr(module, "save_pretrained", None)
+        plain = getattr(type(module), "save_pretrained", None)
         if callable(plain) and "save_pretrained" not in vars(module):
-            vars(module)["save_pretrained"] = types.MethodType(_whole_or_refused(type(module).save_pretrained), module)
+            vars(module)["save_pretrained"] = types.MethodType(_whole_or_refused(plain), module)
 
 
 def _whole_or_refused(plain: Callable[..., Any]) -> Callable[..., Any]:
