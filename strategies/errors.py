@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 
@@ -57,6 +58,14 @@ class MissingExtraError(LeydenError, ImportError):
     def __init__(self, package: str, extra: str | None, purpose: str) -> None:
         install = f"'leyden[{extra}]'" if extra else package
         super().__init__(f"{purpose} needs the package '{package}': pip install {install}")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Ends the traceback with a line of ours; before Python 3.11 errors take no notes, and it stands above the traceback."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        print(note, file=sys.stderr)
 
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from leyden.trainer import plan
+from leyden.trainer import advice
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -35,8 +35,10 @@ def by_error(trainer: Trainer, error: BaseException) -> None:
     """
     if error is trainer.signals.interruption:
         return
-    better = plan.in_better_words(trainer, error)
-    is_first = trainer.strategy.report_failure(better, plan.where(trainer))
+    better, place = advice.in_better_words(trainer, error), advice.where(trainer)
+    is_first = trainer.strategy.report_failure(better, place)
+    # Where there are several ranks, the report has told the place.
+    advice.annotate(trainer, better, place if trainer.world_size == 1 else "")
     _tell_listeners(trainer, error)
     try:
         _finalize(trainer, "failed")

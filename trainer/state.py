@@ -27,7 +27,6 @@ class RunState:
     def evaluating(self, pass_of: str) -> Iterator[None]:
         """An evaluation runs within the block."""
         self.pass_of = pass_of
-        try:
-            yield
-        finally:
-            self.pass_of = None
+        yield
+        # Not after an error: whoever tells of it says that it came up here. The next run has a state of its own.
+        self.pass_of = None

@@ -14,7 +14,7 @@ from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.trainer import debugging, differences, ending, launching, plan
+from leyden.trainer import advice, debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import resolve
 from leyden.trainer.callback_list import CallbackList
 from leyden.trainer.checkpoint import run as checkpoints
@@ -565,7 +565,7 @@ class Trainer(TrainerView):
             function = self._compiled.dynamo_ctx(function)
         function = self.strategy.setup_step(function, self.module)
         if self.arguments.detect_anomaly and name == "training_step":
-            function = plan.checked_for_nan(function, self)
+            function = advice.checked_for_nan(function, self)
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:

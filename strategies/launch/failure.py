@@ -15,6 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from leyden.strategies.errors import add_note
 from leyden.strategies.launch.engine import AGENT
 from leyden.strategies.launch.environment import STARTER
 
@@ -110,7 +111,7 @@ class FirstFailure:
         if first:
             _write_error_file(text, error, lost)
         if self.told:
-            _add_note(error, f"leyden: this was {place}; the other ranks are ended.")
+            add_note(error, f"leyden: this was {place}; the other ranks are ended.")
         return self.told
 
     def close(self) -> None:
@@ -181,14 +182,6 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, DistNetworkError) or (
         isinstance(error, RuntimeError) and any(words in text for words in LOST) and "imed out" not in text
     )
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    """Ends the traceback with a line of ours; before Python 3.11 errors take no notes, and it stands above the traceback."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        print(note, file=sys.stderr)
 
 
 def _last_line(error: BaseException) -> str:

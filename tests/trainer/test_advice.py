@@ -1,0 +1,115 @@
+"""An error in a step keeps its type and words, and says besides where it came up, with which batch, and what to try."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_input.ground import QUIET, Module, loader
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import ConfigurationError, Trainer
+
+STEPS: dict[str, tuple[Callable[[Module, Any], Any], type[Exception], str]] = {
+    "features": (
+        lambda m, b: m.net(b[0][:, :3]).sum(),
+        RuntimeError,
+        "Linear layer made for 4 features got 3: .*in_features",
+    ),
+    "dtype": (lambda m, b: m.net(b[0].double()).sum(), RuntimeError, r"x\.float\(\)"),
+    "class": (lambda m, b: F.cross_entropy(m.net(b[0]), b[1] + 5), IndexError, "as many outputs as there are classes"),
+    "samples": (
+        lambda m, b: F.cross_entropy(m.net(b[0]), b[1][:1]),
+        ValueError,
+        r"DataLoader puts the samples in front",
+    ),
+    "addends": (lambda m, b: (b[0] + torch.ones(3)).sum(), RuntimeError, r"compare the two shapes"),
+    "channels": (lambda m, b: nn.Conv2d(3, 1, 1)(b[0][None]).sum(), RuntimeError, "images are \\(samples, channels"),
+    "token": (lambda m, b: nn.Embedding(2, 2)(b[1] + 7).sum(), IndexError, "num_embeddings"),
+    "of their own": (lambda m, b: {}["x"], KeyError, ""),
+}
+
+
+def told_of(run: Callable[[], Any], error: type[Exception], capsys: pytest.CaptureFixture[str]) -> str:
+    """What an error that ends a run says at its end; before Python 3.11 this stands above the traceback."""
+    with pytest.raises(error) as caught:
+        run()
+    assert type(caught.value) is error
+    return "".join(traceback.format_exception_only(caught.value)) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_an_error_in_a_step_tells_epoch_batch_shapes_and_what_to_try(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, error, fix = STEPS[name]
+
+    class Wrong(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return step(self, batch) if self.current_epoch == 1 and batch_idx == 2 else self.loss(batch)
+
+    trainer = Trainer(**{**QUIET, "max_epochs": 2}, default_root_dir=tmp_path)
+    told = told_of(lambda: trainer.fit(Wrong(), loader()), error, capsys)
+    assert "this was step 6 (epoch 1, batch 2) in fit; the batch was [(2, 4) float32, (2,) int64]." in told
+    assert re.search(fix, told), told
+
+
+class FailsInValidation(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            raise ZeroDivisionError
+
+
+def test_an_error_in_a_validation_tells_its_own_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = {**QUIET, "default_root_dir": tmp_path}
+    fit = Trainer(**quiet, num_sanity_val_steps=0)
+    told = told_of(lambda: fit.fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
+    assert "this was batch 1 in validation, at step 4 (epoch 0, batch 4); the batch was [(2, 4)" in told
+    told = told_of(lambda: Trainer(**quiet).fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
+    assert "this was batch 1 in the sanity check; the batch was" in told
+    told = told_of(lambda: Trainer(**quiet).validate(FailsInValidation(), loader()), ZeroDivisionError, capsys)
+    assert "this was batch 1 in validation; the batch was" in told
+
+
+def test_samples_of_different_shapes_are_told_with_the_place_in_the_epoch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Uneven(Dataset[Any]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.randn(4 if index < 5 else 3), torch.tensor(1)
+
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path)
+    told = told_of(lambda: trainer.fit(Module(), DataLoader(Uneven(), batch_size=2)), RuntimeError, capsys)
+    assert "this was step 2 (epoch 0, batch 2) in fit." in told
+    assert "give the DataLoader a collate_fn" in told
+
+
+def test_a_nan_that_autograd_finds_says_what_to_try(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Root(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            zero = self.net(batch[0]).sum() * 0
+            return zero.sqrt() * 0
+
+    with torch.autograd.set_detect_anomaly(True):
+        trainer = Trainer(**QUIET, default_root_dir=tmp_path)
+        told = told_of(lambda: trainer.fit(Root(), loader()), RuntimeError, capsys)
+    assert "gradient_clip_val" in told and "add an eps" in told
+
+
+def test_an_error_from_before_the_loop_has_no_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class NoForm(Module):
+        def configure_optimizers(self) -> Any:
+            return 3
+
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path)
+    assert "leyden: this was" not in told_of(lambda: trainer.fit(NoForm(), loader()), ConfigurationError, capsys)

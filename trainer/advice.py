@@ -1,0 +1,187 @@
+"""What an error that ends a run says beyond its own words: where in the run, with which batch, and what to try."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
+from leyden.trainer.given import in_known_names
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+
+def shapes_of(batch: Any) -> str:
+    """Shapes and dtypes of a batch, in one line."""
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{key}: {shapes_of(value)}" for key, value in batch.items()) + "}"
+    if isinstance(batch, (list, tuple)):
+        return "[" + ", ".join(shapes_of(value) for value in batch) + "]"
+    return type(batch).__name__
+
+
+def where(trainer: Trainer) -> str:
+    """Where a run stands, in a few words."""
+    state, progress, logs = trainer.state, trainer.progress, trainer.logs
+    trained = f"step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch})"
+    if state.pass_of is None:
+        return f"{trained} in {state.stage}"
+    loader = "" if logs.dataloader_idx is None else f" of loader {logs.dataloader_idx}"
+    evaluation = "the sanity check" if state.sanity_checking else state.pass_of
+    evaluated = f"batch {max(logs.tick, 0)}{loader} in {evaluation}"
+    return f"{evaluated}, at {trained}" if state.stage == "fit" and not state.sanity_checking else evaluated
+
+
+def annotate(trainer: Trainer, error: BaseException, place: str) -> None:
+    """Adds to an error, whose type and words stay, where it happened, the shapes of the batch, and what to try.
+
+    Args:
+        trainer: whose run it ends.
+        error: from inside the loop; one from before it says by itself what is wrong.
+        place: where that was, by `where`; empty where the strategy tells it.
+    """
+    batch = trainer.logs.batch
+    trains = trainer.state.stage == "fit" and trainer.sources.train_loader is not None
+    if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
+        return
+    shapes = "" if batch is None else f"the batch was {shapes_of(batch)}"
+    told = "; ".join(part for part in (f"this was {place}" if place else "", shapes) if part)
+    if told:
+        add_note(error, f"leyden: {told}.")
+    fix = _suggestion(error)
+    if fix is not None:
+        add_note(error, f"leyden: {fix}")
+
+
+SUGGESTIONS = (
+    (
+        r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)",
+        r"a Linear layer made for \3 features got \2: change its in_features, or bring the batch (its shape stands above) into the "
+        "shape that it takes, say by flatten(1).",
+    ),
+    (
+        r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype|same dtype",
+        "the batch has another dtype than the weights: return float32 from the data set (x.float()), class numbers as int64 "
+        "(y.long()), and set precision=… for all the rest.",
+    ),
+    (
+        r"Target -?\d+ is out of bounds|nll_loss.*Assertion `t >= 0",
+        "a class number is beyond the outputs of the model: classes count from 0, and the last layer needs as many outputs as there "
+        "are classes.",
+    ),
+    (
+        r"index out of range in self",
+        "an Embedding got an index beyond its num_embeddings: compare batch.max() with it, and the tokenizer's size.",
+    ),
+    (
+        r"Expected input batch_size|must match the size of tensor|shape mismatch|size mismatch|Expected target size|"
+        r"input and target|is invalid for input of size|expected input\[.*to have \d+ channels|must match the existing size|"
+        r"Sizes of tensors must match",
+        "compare the two shapes with that of the batch above: a DataLoader puts the samples in front, (samples, …), and images "
+        "are (samples, channels, height, width).",
+    ),
+    (
+        r"stack expects each tensor to be equal size",
+        "the samples of a batch differ in shape: bring them to one in the data set (pad, crop), or give the DataLoader a collate_fn "
+        "that pads.",
+    ),
+    (
+        r"returned nan values in its|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b|Found NaN|input contains NaN",
+        "look for a division, log or sqrt of 0 there (add an eps), try a lower learning rate, gradient_clip_val=1.0, and "
+        "precision='bf16-mixed' or '32-true' in place of '16-mixed'.",
+    ),
+)
+"""What torch's words mean, and what to try. A shape that does not fit and a NaN are what a first script meets most."""
+
+
+def _suggestion(error: Exception) -> str | None:
+    """What to try against an error of torch's; None where its words say it, or nothing is known."""
+    if isinstance(error, LeydenError):
+        return None
+    text = str(error)
+    for pattern, fix in SUGGESTIONS:
+        found = re.search(pattern, text, re.DOTALL)
+        if found is not None:
+            return found.expand(fix) if "\\" in fix else fix
+    return None
+
+
+def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
+    """The same kind of error, saying where it happened and what to try."""
+    device = trainer.strategy.root_device
+    use = ""
+    if device.type == "cuda":
+        taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        use = f" {taken / 2**30:.2f} GiB are in use, {peak / 2**30:.2f} at the peak, of {total / 2**30:.2f}."
+    progress = trainer.progress
+    batch = shapes_of(trainer.logs.batch) if trainer.logs.batch is not None else "none"
+    message = (
+        f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
+        f"(batch: {batch}).{use} Try (1) a smaller batch_size with accumulate_grad_batches to keep the global batch, "
+        "(2) precision='bf16-mixed', (3) activation checkpointing (torch.utils.checkpoint) or a sharding strategy. "
+        f"The error was: {error}"
+    )
+    try:
+        return type(error)(message)
+    except TypeError:
+        # A class of somebody's own, with arguments of its own.
+        return RuntimeError(message)
+
+
+def in_better_words(trainer: Trainer, error: BaseException) -> BaseException:
+    """The error, or a better one that says what to do, where more is known than its message says."""
+    if is_out_of_memory(error):
+        return out_of_memory(trainer, error)
+    unknown = in_known_names(error, (trainer.module, trainer, *trainer.callbacks))
+    if unknown is not None:
+        return unknown
+    hint = _hint(error)
+    return error if hint is None else ConfigurationError(f"{hint} The error was: {error}")
+
+
+def _hint(error: BaseException) -> str | None:
+    """What to do about an error of torch's whose words do not say it; None for any other."""
+    text = str(error)
+    if isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
+        return (
+            "Some parameters took no part in the loss, and DDP waits for their gradients: use "
+            "strategy='ddp_find_unused_parameters_true', or freeze them (requires_grad = False)."
+        )
+    if "got mixed torch.Tensor and DTensor" in text:
+        return (
+            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it from "
+            "training_step, validation_step, … or forward of the module itself."
+        )
+    if isinstance(error, RuntimeError) and (
+        "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
+    ):
+        return (
+            "Some tensors are on another device than the module. Batches are moved for you unless transfer_batch_to_device is "
+            "overridden; create new tensors with device=self.device, and register constants by self.register_buffer."
+        )
+    return None
+
+
+def checked_for_nan(training_step: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+    """The training step, with a look at each loss; reads every one back, which is why only detect_anomaly asks for it."""
+
+    def checked(*args: Any) -> Any:
+        outputs = training_step(*args)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
+            progress = trainer.progress
+            raise LeydenError(
+                f"the loss is {loss.detach().tolist()} in epoch {progress.epoch}, batch {progress.batch}, step "
+                f"{progress.global_step}: look at that batch, lower the learning rate, or clip (gradient_clip_val)."
+            )
+        return outputs
+
+    return checked
