@@ -13,6 +13,8 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.given import UNSET
 from leyden.trainer.launched import launched_arguments
 
+NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
+"""The one argument with a default other than None for which None is a value of its own."""
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
@@ -76,7 +78,7 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     """Fills in defaults and checks every value.
 
     Args:
-        given: all arguments, those that were left out as UNSET.
+        given: all arguments, those that were left out as UNSET. None stands for the default, too.
 
     Returns:
         The arguments, those that `leyden launch` fills among them; and the names of those that were given.
@@ -84,12 +86,13 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     Raises:
         ConfigurationError: for the first value that cannot be; names the fix.
     """
-    values = {name: value for name, value in given.items() if value is not UNSET}
+    values = {
+        name: value
+        for name, value in given.items()
+        if value is not UNSET and (value is not None or name == NONE_MEANS_SOMETHING)
+    }
     named = frozenset(values)
     values = {**launched_arguments(values), **values}
-    for name in ("logger", "gradient_clip_algorithm", "default_root_dir"):
-        if values.get(name, ...) is None:
-            del values[name]
     if values.get("barebones"):
         _barebones(values)
     arguments = dataclasses.replace(Arguments(), **values)

@@ -66,7 +66,7 @@ Loaders = Any
 class Trainer(TrainerView):
     """Trains a `TrainModule`: devices, precision, accumulation, validation, logging, checkpoints and resume.
 
-    Names and defaults are PyTorch Lightning's, except where it says so.
+    Names and defaults are PyTorch Lightning's, except where it says so. None means the default, unless it says otherwise.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
@@ -142,18 +142,18 @@ class Trainer(TrainerView):
         max_steps: int = -1,
         min_steps: int | None = None,
         max_time: str | timedelta | Mapping[str, float] | None = None,
-        limit_train_batches: float | int = 1.0,
-        limit_val_batches: float | int = 1.0,
-        limit_test_batches: float | int = 1.0,
-        limit_predict_batches: float | int = 1.0,
+        limit_train_batches: float | int | None = 1.0,
+        limit_val_batches: float | int | None = 1.0,
+        limit_test_batches: float | int | None = 1.0,
+        limit_predict_batches: float | int | None = 1.0,
         overfit_batches: float | int = 0.0,
-        val_check_interval: float | int | str | timedelta | Mapping[str, float] = 1.0,
+        val_check_interval: float | int | str | timedelta | Mapping[str, float] | None = 1.0,
         check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
-        log_every_n_steps: int = 50,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = False,
+        num_sanity_val_steps: int | None = 2,
+        log_every_n_steps: int | None = 50,
+        enable_checkpointing: bool | None = True,
+        enable_progress_bar: bool | None = True,
+        enable_model_summary: bool | None = False,
         accumulate_grad_batches: int = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",

@@ -35,6 +35,13 @@ def test_what_was_given_is_known_also_where_it_equals_the_default() -> None:
     assert Trainer(**QUIET, log_every_n_steps=50).given == {*QUIET, "log_every_n_steps"}
 
 
+def test_none_means_the_default() -> None:
+    names = {field.name for field in dataclasses.fields(Arguments)} - {"check_val_every_n_epoch"}
+    trainer, plain = Trainer(**dict.fromkeys(names)), Trainer()
+    assert trainer.arguments == plain.arguments and trainer.given == frozenset()
+    assert Trainer(check_val_every_n_epoch=None, val_check_interval=5).check_val_every_n_epoch is None
+
+
 def test_a_subclass_of_the_trainer_passes_its_arguments_on() -> None:
     class Mine(Trainer):
         def __init__(self, folder: str, **arguments: Any) -> None:
