@@ -90,9 +90,10 @@ EVENTS = (
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """True if the object has a method of that name other than the one of `base`."""
-    if name in getattr(obj, "__dict__", {}):
-        return True
+    """True if the object has a method of that name other than the one of `base`; None in its place takes a method away."""
+    attributes = getattr(obj, "__dict__", {})
+    if name in attributes:
+        return attributes[name] is not None
     own = getattr(type(obj), name, None)
     return own is not None and own is not getattr(base, name, None)
 

@@ -46,7 +46,8 @@ class Sources:
         return self._owner(kind) is not None and self._has_step(kind)
 
     def _has_step(self, kind: str) -> bool:
-        return kind == "predict" or overrides(self.trainer.module, STEPS[kind], TrainModule)
+        module = self.trainer.module
+        return module.predict_step is not None if kind == "predict" else overrides(module, STEPS[kind], TrainModule)
 
     def _owner(self, kind: str) -> Any:
         name = f"{kind}_dataloader"
@@ -66,7 +67,8 @@ class Sources:
             )
         loaders = self.given[kind] if owner is self.given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:
-            raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: return a loader.")
+            fix = "return a loader" if kind == "train" else "return a loader, or [] for none"
+            raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: {fix}.")
         self.fetched[kind] = loaders
         return loaders
 
@@ -83,10 +85,6 @@ class Sources:
         loader = self._sharded(self.trainer.strategy.wrap_loader(loader), True)
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
-        if count == 0:
-            raise ConfigurationError(
-                "limit_train_batches=0 leaves nothing to train on: use Trainer.validate to evaluate alone."
-            )
         self.train_loader = loader
         known = cursor.length is not None
         self.sizes["train"] = count
@@ -107,10 +105,12 @@ class Sources:
         return batches_of(self.trainer.arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
-        """The loaders of an evaluation, each with its limit; none where validation is not wanted or has no step."""
+        """The loaders of an evaluation, each with its limit; none where it is not wanted, or a validation in fit has no step."""
+        self.sizes[kind] = []
         optional = kind == "val" and self.trainer.state.stage == "fit"
-        if optional and self._owner(kind) is None:
-            self.sizes[kind] = []
+        name = f"limit_{kind}_batches"
+        limit = getattr(self.trainer.arguments, name)
+        if limit == 0 or (optional and self._owner(kind) is None):
             return []
         if not self._has_step(kind):
             message = (
@@ -118,23 +118,25 @@ class Sources:
             )
             if not optional:
                 raise ConfigurationError(message)
-            warnings.warn(message, stacklevel=2)
-            self.sizes[kind] = []
+            if self.trainer.module.validation_step is not None:
+                warnings.warn(message, stacklevel=2)
             return []
-        name = f"limit_{kind}_batches"
-        limit = getattr(self.trainer.arguments, name)
+        found = self._fetch(kind)
+        if isinstance(found, (list, tuple, Mapping)) and not found:
+            if not optional:
+                warnings.warn(f"Trainer.{STAGES[kind]} was given no loader, and runs nothing.", stacklevel=2)
+            return []
         overfits = optional and self.trainer.arguments.overfit_batches
         result: list[tuple[LoaderCursor, int | None]] = []
-        for loader, most in _flat(self._fetch(kind)):
+        for loader, most in _flat(found):
             _check_iterable(kind, loader)
-            if limit != 0:
-                check_not_empty(loader, kind)
+            check_not_empty(loader, kind)
             if overfits:
                 loader = without_shuffle(loader)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
             cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader), False))
-            count = 0 if limit == 0 else batches_of(limit, cursor.length, name)
+            count = batches_of(limit, cursor.length, name)
             result.append((cursor, most if count is None or (most is not None and most < count) else count))
         self.sizes[kind] = [count for _, count in result]
         return result

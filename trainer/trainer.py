@@ -395,10 +395,12 @@ class Trainer(TrainerView):
                     loop.run()
                     self._finish_fit(loop)
                 elif stage == "predict":
-                    result = PredictionLoop(self, self.sources.evaluation("predict"), keeps).predict()
+                    found = self.sources.evaluation("predict")
+                    result = PredictionLoop(self, found, keeps).predict() if found else []
                 else:
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
-                    result = EvaluationLoop(self, name, self.sources.evaluation(kind)).run()  # type: ignore[arg-type]
+                    found = self.sources.evaluation(kind)
+                    result = EvaluationLoop(self, name, found).run() if found else []  # type: ignore[arg-type]
                 ending.in_order(self, stage)
             except BaseException as error:
                 ending.by_error(self, error)

@@ -288,7 +288,7 @@ class TrainerView:
     @property
     def num_training_batches(self) -> float:
         """Batches of a training epoch; inf where the loader has no length."""
-        return _batches(self.sources.sizes.get("train"))
+        return 0 if self.limit_train_batches == 0 else _batches(self.sources.sizes.get("train"))
 
     @property
     def num_val_batches(self) -> list[float]:

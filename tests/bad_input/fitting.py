@@ -90,11 +90,6 @@ def a_loader_without_a_batch(ground: Ground) -> None:
     ground.fit(None, NoBatch())
 
 
-@mistake(r"limit_train_batches=0 leaves nothing to train on: use Trainer\.validate")
-def nothing_to_train_on(ground: Ground) -> None:
-    ground.fit(limit_train_batches=0)
-
-
 @mistake(r"limit_train_batches=0\.1 of 4 batches is less than one batch: give at least 0\.25")
 def a_fraction_of_a_batch(ground: Ground) -> None:
     ground.fit(limit_train_batches=0.1)

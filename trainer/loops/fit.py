@@ -53,7 +53,7 @@ class FitLoop:
         """Loader state and random numbers from the checkpoint that the run resumes; None for a new run."""
         self.cursor: LoaderCursor | None = None
         """Reads the training loader, and knows its place in it."""
-        self.num_batches: int | None = None
+        self.num_batches: int | None = 0 if trainer.limit_train_batches == 0 else None
         """Batches in an epoch, as limited; None where the loader does not know."""
         self.step: Step
         self._iterator: Iterator[Any] | None = None
@@ -74,7 +74,7 @@ class FitLoop:
 
     # the way through a fit --------------------------------------------------------------------------------------------
     def run(self) -> None:
-        """Trains until a limit is reached or somebody asks it to stop."""
+        """Trains until a limit is reached or somebody asks it to stop; `limit_train_batches=0` leaves the sanity check alone."""
         module = self.trainer.module
         step = AutomaticStep if module.automatic_optimization else ManualStep
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
@@ -84,6 +84,9 @@ class FitLoop:
             check_drawing(self.trainer)
         if self.restored is None:
             self.validation.sanity_check()
+        if self.trainer.limit_train_batches == 0:
+            self.trainer.announce()
+            return
         self.load_training_data()
         self.validation.load()
         self.validation.set_interval(self.num_batches)
@@ -379,7 +382,7 @@ class FitLoop:
         Args:
             again: get it anew (`reload_dataloaders_every_n_epochs`).
         """
-        if self.cursor is None or again:
+        if (self.cursor is None or again) and self.trainer.limit_train_batches != 0:
             self.cursor, self.num_batches = self.trainer.sources.training()
             self.count.shares = self.cursor.shares
             check_batches(self.trainer.strategy, self.num_batches)

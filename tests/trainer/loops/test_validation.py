@@ -178,6 +178,84 @@ def test_a_loader_without_its_step_is_warned_of(fit: Any, batches: Any) -> None:
     assert trainer.global_step == 2 and trainer.num_val_batches == []
 
 
+class OwnLoader:
+    """Notes that its loader was asked for."""
+
+    asked = False
+
+    def val_dataloader(self) -> Any:
+        self.asked = True
+        return several(2, 2)
+
+
+def test_a_limit_of_0_asks_for_no_loader_and_looks_at_none(Tiny: Any, fit: Any, quiet: Any, batches: Any) -> None:
+    class Own(OwnLoader, Tiny):
+        test_dataloader = predict_dataloader = OwnLoader.val_dataloader
+
+    module = Own()
+    trainer = fit(module, batches(1), limit_val_batches=0)
+    assert (trainer.num_val_batches, module.validated) == ([], [])
+    none = Trainer(**quiet, limit_val_batches=0.0, limit_test_batches=0, limit_predict_batches=0)
+    assert none.validate(module) == none.test(module) == none.predict(module) == []
+    assert not module.asked
+
+
+@pytest.mark.parametrize("none", [[], (), {}])
+def test_an_empty_list_of_loaders_means_none(none: Any, Tiny: Any, fit: Any, quiet: Any, batches: Any) -> None:
+    class Own(OwnLoader, Tiny):
+        pass
+
+    class Empty(Tiny):
+        def val_dataloader(self) -> Any:
+            return none
+
+    for module, given in ((Own(), none), (Empty(), None)):
+        trainer = fit(module, batches(2), given, val_check_interval=1)
+        assert (trainer.global_step, trainer.num_val_batches, module.validated) == (2, [], [])
+        with pytest.warns(UserWarning, match=r"Trainer\.validate was given no loader, and runs nothing"):
+            assert Trainer(**quiet).validate(module, given) == []
+
+
+def test_none_in_place_of_a_method_takes_it_away(
+    Tiny: Any, fit: Any, batches: Any, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Own(OwnLoader, Tiny):
+        pass
+
+    module = Own()
+    module.validation_step = module.on_train_start = None
+    fit(module, batches(1))
+    other = Own()
+    other.val_dataloader = None
+    assert fit(other, batches(1)).num_val_batches == []
+    assert not module.asked and not other.asked and other.validated == []
+    assert "validation_step" not in " ".join(str(warning.message) for warning in recwarn)
+
+
+def test_a_limit_of_0_training_batches_leaves_the_sanity_check(Tiny: Any, fit: Any, batches: Any) -> None:
+    class Own(Tiny):
+        calls: ClassVar[list[str]] = []
+
+        def train_dataloader(self) -> Any:
+            raise AssertionError("nobody trains")
+
+        def configure_optimizers(self) -> Any:
+            assert self.trainer.estimated_stepping_batches == 0
+            return super().configure_optimizers()
+
+        def on_train_start(self) -> None:
+            self.calls.append("train")
+
+        def on_fit_end(self) -> None:
+            self.calls.append("end")
+
+    module = Own()
+    trainer = fit(module, None, batches(4), limit_train_batches=0, enable_progress_bar=True, enable_checkpointing=True)
+    assert (module.validated, module.trained, module.calls) == ([0, 1], [], ["end"])
+    assert (trainer.num_training_batches, trainer.global_step, trainer.current_epoch) == (0, 0, 0)
+    trainer.fit(module, None, batches(4), ckpt_path="current")
+
+
 @pytest.mark.parametrize(("every", "loaded"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
 def test_reload_dataloaders_every_n_epochs(Tiny: Any, fit: Any, batches: Any, every: int, loaded: list[int]) -> None:
     class Reloading(Tiny):
