@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -47,7 +48,9 @@ def load_weights(module: nn.Module, state: Mapping[str, Tensor], strict: bool = 
     try:
         module.load_state_dict(state, strict=strict)
     except RuntimeError as error:
-        raise ConfigurationError(_unfit(module, " ".join(str(error).split()))) from error
+        found = " ".join(str(error).split())
+        loses = "size mismatch" in found or bool(state.keys() - module.state_dict().keys())
+        raise ConfigurationError(_unfit(module, found, loses)) from error
 
 
 def fill_weights(
@@ -70,7 +73,7 @@ def fill_weights(
     if strict and (missing or unexpected):
         found = [f"Missing: {', '.join(missing)}."] if missing else []
         found += [f"Unexpected: {', '.join(unexpected)}."] if unexpected else []
-        raise ConfigurationError(_unfit(module, " ".join(found)))
+        raise ConfigurationError(_unfit(module, " ".join(found), bool(unexpected)))
     known = [name for name in state if name not in {*missing, *tied}]
     reader.fill({name: state[name] for name in known if isinstance(state[name], Tensor)})
     others = [name for name in known if not isinstance(state[name], Tensor)]
@@ -90,8 +93,42 @@ def _held_as(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def _unfit(module: nn.Module, found: str) -> str:
-    return (
-        f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved, or "
-        "set strict_loading = False on it to load what fits by name."
-    )
+def check_partial(module: nn.Module, names: Iterable[str], warns: bool = True) -> None:
+    """Before weights are loaded that need not fit: lists those that will not be, and those that nothing is loaded into.
+
+    Args:
+        module: which takes what fits by name.
+        names: of the weights that there are.
+        warns: False on ranks that leave it to the first one.
+
+    Raises:
+        ConfigurationError: if no weight fits at all.
+    """
+    saved, here = set(names), set(module.state_dict())
+    left, bare = sorted(saved - here), sorted(here - saved - _held_as(module, saved).keys())
+    kind = type(module).__name__
+    if saved and not saved & here:
+        raise ConfigurationError(
+            f"no weight of the checkpoint fits {kind}. There: {_some(left)}. Here: {_some(bare) or 'none'}. Build the module as it was "
+            "saved."
+        )
+    if warns and (left or bare):
+        told = [f"not loaded, since {kind} has no such weights: {_some(left)}"] if left else []
+        told += [f"left as they are, since the checkpoint has none: {_some(bare)}"] if bare else []
+        warnings.warn(f"not all weights fit {kind}; {'; '.join(told)}.", stacklevel=3)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+
+
+def _unfit(module: nn.Module, found: str, loses: bool) -> str:
+    """The error for weights that do not fit.
+
+    Args:
+        module: which they do not fit.
+        found: what is missing or unexpected.
+        loses: loading what fits by name would leave saved weights out, which nobody is advised to.
+    """
+    instead = "" if loses else ", or set strict_loading = False on it, and what is missing stays as it is now"
+    return f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved{instead}."

@@ -23,6 +23,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.data",
         "leyden.trainer.progress",
         "leyden.trainer.hooks",
+        "leyden.trainer.hparams",
         "leyden.trainer.logs",
         "leyden.trainer.epoch_values",
         "leyden.trainer.metrics",

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import functools
 import inspect
 import types
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 
@@ -44,11 +48,13 @@ class Hyperparameters:
     ) -> None:
         """Keeps the arguments of `__init__` in `self.hparams`, for checkpoints and loggers.
 
-        Call it in `__init__`; in a base class it also takes the arguments of the subclass's `__init__`.
+        Call it in `__init__`; in a base class it also takes the arguments of the subclass's `__init__`. Modules, classes and
+        partials are left out with a warning: no checkpoint holds them, and `load_from_checkpoint` needs them given.
 
         Args:
-            *args: names to keep, all if left out; or one dict, Namespace or dataclass to keep in place of arguments.
-            ignore: names to leave out, such as modules and data sets.
+            *args: names to keep, all if left out; or one dict, Namespace or dataclass to keep in place of arguments. If it is
+                itself an argument of `__init__`, `load_from_checkpoint` hands it over as that one.
+            ignore: names to leave out, such as modules and data sets; in a subclass also of what its base class keeps.
             frame: the frame of `__init__`, if it is not the caller's.
             logger: give them to the loggers when training starts.
 
@@ -62,24 +68,29 @@ class Hyperparameters:
             >>> Model(width=16).hparams
             {'width': 16}
         """
+        current = inspect.currentframe()
+        calls = _calls_of_init(self, frame if frame is not None else current.f_back if current is not None else None)
+        kept = self.__dict__.setdefault("_hparams_kept", Kept())
         if len(args) == 1 and not isinstance(args[0], str):
             values = _as_mapping(args[0])
             names: tuple[Any, ...] = ()
+            kept.argument = _argument_that_is(args[0], calls)
         else:
-            current = inspect.currentframe()
-            start = frame if frame is not None else current.f_back if current is not None else None
-            values = _arguments_of_init(self, start)
-            names = args
+            values, names = _arguments(calls), args
         unknown = [name for name in names if name not in values]
         if unknown:
             raise ConfigurationError(
                 f"save_hyperparameters: {unknown[0]!r} is no argument. {nearest(unknown[0], values)}"
             )
         left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
-        kept = {name: value for name, value in values.items() if (not names or name in names) and name not in left_out}
-        _check(type(self).__name__, kept)
-        self.__dict__.setdefault("_hparams", AttributeDict()).update(kept)
-        self.__dict__["_hparams_initial"] = copy.deepcopy(self.__dict__["_hparams"])
+        kept.ignored = (kept.ignored - set(names)) | left_out
+        chosen = {name: value for name, value in values.items() if not names or name in names}
+        found: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        # A class whose __init__ is called by a subclass's cannot know what that will ignore.
+        found.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
+        for name in left_out & found.keys():
+            del found[name]
+        self.__dict__["_hparams_initial"] = copy.deepcopy(found)
         self.__dict__["_log_hyperparams"] = logger
 
     @property
@@ -98,6 +109,96 @@ class Hyperparameters:
     def logs_hparams(self) -> bool:
         """True if the loggers get them when training starts."""
         return bool(self.__dict__.get("_log_hyperparams", False))
+
+    @property
+    def kept_hparams(self) -> Kept:
+        """What `save_hyperparameters` left out, and which argument of `__init__` held the rest."""
+        found: Kept = self.__dict__.setdefault("_hparams_kept", Kept())
+        return found
+
+
+@dataclasses.dataclass(slots=True)
+class Kept:
+    """How the hyperparameters of an object were kept.
+
+    Attributes:
+        argument: name and kind of the one argument of `__init__` that held all of them; None where each is an argument.
+        ignored: names that were left out on request.
+        skipped: names that no checkpoint can hold, each with what it was, in words.
+        later: of these, what a subclass may still leave out itself: the error to raise otherwise, or None to warn.
+    """
+
+    argument: tuple[str, str] | None = None
+    ignored: set[str] = dataclasses.field(default_factory=set)
+    skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    later: dict[str, ConfigurationError | None] = dataclasses.field(default_factory=dict)
+
+    def held(self, chosen: Mapping[str, Any], owner: str, waits: bool) -> dict[str, Any]:
+        """Those values that a checkpoint holds; warns of the others, and refuses what is neither a module, class nor partial.
+
+        Args:
+            chosen: arguments by name.
+            owner: name of the object's class.
+            waits: a subclass may still ignore some: warnings and errors wait for `settle`.
+        """
+        wanted = {name: value for name, value in chosen.items() if name not in self.ignored}
+        for name in self.ignored | wanted.keys():
+            self.skipped.pop(name, None)
+            self.later.pop(name, None)
+        for name, value in wanted.items():
+            error = None if _is_code(value) else _refusal(owner, name, value)
+            if error is not None or _is_code(value):
+                self.skipped[name], self.later[name] = in_words(value), error
+        if not waits:
+            self.settle(owner)
+        return {name: value for name, value in wanted.items() if name not in self.skipped}
+
+    def settle(self, owner: str) -> None:
+        """Once nobody can ignore any more of them, at the latest when a run begins: warns of what is left out.
+
+        Raises:
+            ConfigurationError: for an argument that no checkpoint can hold.
+        """
+        for error in self.later.values():
+            if error is not None:
+                raise error
+        if self.later:
+            _warn_of_left_out(owner, list(self.later), self.skipped)
+        self.later = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As a checkpoint holds it; empty where there is nothing to say."""
+        found = {"argument": self.argument, "skipped": self.skipped}
+        return {name: value for name, value in found.items() if value}
+
+
+def _warn_of_left_out(owner: str, names: list[str], words: Mapping[str, str]) -> None:
+    listed = ", ".join(f"{name} ({words[name]})" for name in names)
+    warnings.warn(
+        f"{owner}.save_hyperparameters leaves out {listed}: a checkpoint holds no modules, classes or partials. Give them to "
+        f"load_from_checkpoint(..., {names[0]}=…), and leave them out yourself to end this warning: "
+        f"self.save_hyperparameters(ignore={names}).",
+        stacklevel=5,
+    )
+
+
+def _is_code(value: Any) -> bool:
+    """True for a module, a class or a partial, and for a list, tuple or dict with one in it."""
+    if isinstance(value, (nn.Module, type, functools.partial)):
+        return True
+    if isinstance(value, Mapping):
+        return any(_is_code(item) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_is_code(item) for item in value)
+
+
+def in_words(value: Any) -> str:
+    """What a module, a class or a partial is, such as "the class ReLU"."""
+    if isinstance(value, functools.partial):
+        options = "".join(f", {name}={item!r}" for name, item in value.keywords.items())
+        return f"partial({getattr(value.func, '__qualname__', type(value.func).__name__)}{options})"
+    if isinstance(value, type):
+        return f"the class {value.__qualname__}"
+    return f"a {type(value).__qualname__}"
 
 
 def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
@@ -144,14 +245,33 @@ def _as_mapping(values: Any) -> dict[str, Any]:
     )
 
 
-def _arguments_of_init(owner: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """The arguments of every `__init__` of `owner` on the stack; the outermost, the subclass's, wins."""
-    found: dict[str, Any] = {}
+def _argument_that_is(values: Any, calls: list[inspect.ArgInfo]) -> tuple[str, str] | None:
+    """Name and kind of the argument that an object's class was given these values in; None if they were no argument."""
+    info = calls[-1] if calls else None
+    name = next((name for name in info.args[1:] if info.locals.get(name) is values), None) if info is not None else None
+    if name is None:
+        return None
+    kind = "dict" if type(values) is dict else "mapping" if isinstance(values, Mapping) else "dataclass"
+    return name, "namespace" if isinstance(values, argparse.Namespace) else kind
+
+
+def _calls_of_init(owner: object, frame: types.FrameType | None) -> list[inspect.ArgInfo]:
+    """The calls of every `__init__` of `owner` on the stack, from the innermost to that of its own class."""
+    found = []
     while frame is not None:
         info = inspect.getargvalues(frame)
         first = info.args[0] if info.args else None
         if frame.f_code.co_name != "__init__" or first is None or info.locals.get(first) is not owner:
             break
+        found.append(info)
+        frame = frame.f_back
+    return found
+
+
+def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
+    """The arguments of these calls; the outermost, the subclass's, wins."""
+    found: dict[str, Any] = {}
+    for info in calls:
         for name in info.args[1:]:
             if name not in info.locals:
                 raise ConfigurationError(
@@ -160,21 +280,18 @@ def _arguments_of_init(owner: object, frame: types.FrameType | None) -> dict[str
             found[name] = info.locals[name]
         if info.keywords:
             found.update(info.locals[info.keywords])
-        frame = frame.f_back
-    if not found and frame is not None and frame.f_code.co_name != "__init__":
-        return found
     return {name: value for name, value in found.items() if not name.startswith("__")}
 
 
-def _check(owner: str, values: Mapping[str, Any]) -> None:
-    """Refuses now what a checkpoint could not hold at the first save."""
+def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
+    """The error for a value that a checkpoint could not hold at the first save."""
     from leyden.trainer.checkpoint.codec import check_encodable
 
-    for name, value in values.items():
-        try:
-            check_encodable(value, where=f"hparams[{name!r}]")
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"{owner}.save_hyperparameters cannot keep the argument {name!r}: {error} Leave it out: "
-                f"self.save_hyperparameters(ignore=[{name!r}])."
-            ) from error
+    try:
+        check_encodable(value, where=f"hparams[{name!r}]")
+    except ConfigurationError as error:
+        return ConfigurationError(
+            f"{owner}.save_hyperparameters cannot keep the argument {name!r}: {error} Leave it out: "
+            f"self.save_hyperparameters(ignore=[{name!r}])."
+        )
+    return None

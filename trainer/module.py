@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.trainer.class_only import class_only
 from leyden.trainer.hparams import Hyperparameters
 from leyden.trainer.prepared import PreparedOptimizer
 
@@ -521,7 +522,7 @@ class TrainModule(Hyperparameters, nn.Module):
         finally:
             self.train(was_training)
 
-    @classmethod
+    @class_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: str | Path,
@@ -530,25 +531,32 @@ class TrainModule(Hyperparameters, nn.Module):
         strict: bool | None = None,
         *,
         trust: bool = False,
+        weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Builds the module from the hyperparameters in a checkpoint, and loads its weights.
+        """Builds the module from the hyperparameters in a checkpoint, and loads its weights. It comes in train mode.
+
+        `configure_model` is called before. For predictions of one's own, call `eval()` on what is returned.
 
         Args:
             checkpoint_path: a checkpoint folder; or a file of another trainer, which needs `trust=True`.
-            map_location: device of the loaded module; the CPU if left out.
+            map_location: device of the loaded module, or what else torch.load takes; the CPU if left out. A checkpoint's tensors
+                are read to the CPU, so of a dict its entry "cpu" counts.
             hparams_file: a JSON file of hyperparameters in place of the checkpoint's.
-            strict: raise on names that do not fit; the module's `strict_loading` if left out.
+            strict: raise on names that do not fit; the module's `strict_loading` if left out. False warns of them, and raises
+                where nothing fits.
+            weights_only: concerns pickle files of other trainers alone: True refuses to run their code, trusted or not.
             trust: load a foreign pickle file, which may run code if torch's safe loader cannot read it.
-            **kwargs: arguments of `__init__`, before those that were saved.
+            **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
 
         Raises:
             CheckpointError: if the checkpoint is damaged or not a checkpoint.
-            ConfigurationError: if the weights do not fit, or an argument of `__init__` was not saved.
+            ConfigurationError: if the weights do not fit, an argument of `__init__` was not saved, or it is called on an instance,
+                which it would leave as it is.
         """
         from leyden.trainer.checkpoint.module import load_module
 
-        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, trust, kwargs)
+        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, trust, weights_only, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         # The run that a module was in is no part of it: copies and pickles leave it behind.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from leyden import ConfigurationError, DataModule, Trainer, TrainModule
+from leyden import CheckpointError, ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import CSVLogger
+from leyden.trainer.hparams import Hyperparameters
 
 
 @dataclass
@@ -230,3 +232,168 @@ def test_hyperparameters_of_module_and_datamodule_must_agree_where_a_logger_take
     # Each checkpoint keeps them apart, and where only one is logged they do not meet.
     fit(Net(), Data(0.2), False)
     fit(Net(logs=False), Data(0.2), CSVLogger(tmp_path))
+
+
+class Late(TrainModule):
+    """Builds its weights in configure_model, once."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = torch.nn.Linear(2, self.hparams.width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_configure_model_builds_what_weights_are_loaded_into(quiet: Any, tmp_path: Path) -> None:
+    module = Late(5)
+    loaded = Late.load_from_checkpoint(saved(module, quiet, tmp_path))
+    assert loaded.training and torch.equal(loaded.net.weight, module.net.weight) and loaded.net.weight.shape == (5, 2)
+
+
+def test_weights_that_need_not_fit_are_listed_and_never_all_lost(quiet: Any, tmp_path: Path) -> None:
+    class Renamed(Base):
+        def __init__(self, **rest: Any) -> None:
+            super().__init__(**rest)
+            self.other, self.net = self.net, torch.nn.Identity()
+
+    class Deeper(Base):
+        def __init__(self, **rest: Any) -> None:
+            super().__init__(**rest)
+            self.strict_loading = False
+            self.head = torch.nn.Linear(1, 1)
+            self.net.register_parameter("bias", None)
+
+    path = saved(Base(3), quiet, tmp_path)
+    with pytest.raises(ConfigurationError, match=r"Unexpected key.*as it was saved\.$"):
+        Renamed.load_from_checkpoint(path)
+    with pytest.raises(
+        ConfigurationError, match=r"no weight of the checkpoint fits Renamed\. There: net\.bias, net\.weight"
+    ):
+        Renamed.load_from_checkpoint(path, strict=False)
+    listed = r"no such weights: net\.bias; left as they are.*: head\.bias, head\.weight"
+    with pytest.warns(UserWarning, match=listed):
+        Deeper.load_from_checkpoint(path)
+    with pytest.warns(UserWarning, match=listed):
+        Trainer(**quiet, max_epochs=2).fit(Deeper(width=3), [torch.ones(1, 2)], ckpt_path=path, restore="weights")
+
+
+class Layered(Base):
+    """Has arguments that no checkpoint holds, which only it knows to leave out."""
+
+    def __init__(self, act: Any, tokens: Any = None, width: int = 1) -> None:
+        super().__init__(width)
+        self.save_hyperparameters(ignore=["act", "tokens"])
+
+
+def test_what_a_subclass_ignores_its_base_does_not_keep(recwarn: pytest.WarningsRecorder) -> None:
+    assert Layered(torch.nn.ReLU, object()).hparams == {"width": 1, "rate": 0.1, "deep": False}
+
+    class First(Base):
+        def __init__(self, name: str, act: Any) -> None:
+            Hyperparameters.save_hyperparameters(self, ignore=("act", "name"))
+            super().__init__(2)
+
+    assert First("a", object()).hparams == {"width": 2, "rate": 0.1, "deep": False}
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_modules_classes_and_partials_are_left_out_with_a_warning(quiet: Any, tmp_path: Path) -> None:
+    class Template(Base):
+        def __init__(self, net: Any, act: Any = torch.nn.ReLU, optimizer: Any = None, width: int = 1) -> None:
+            TrainModule.__init__(self)
+            self.save_hyperparameters(logger=False)
+            self.net, self.act, self.rate = net, act, 0.1
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    given: dict[str, Any] = {"act": torch.nn.GELU, "optimizer": functools.partial(torch.optim.SGD, lr=0.5)}
+    expected = r"leaves out net \(a Linear\), act \(the class GELU\), optimizer \(partial\(SGD, lr=0\.5\)\).*ignore=\["
+    with pytest.warns(UserWarning, match=expected):
+        module = Template(torch.nn.Linear(2, 1), **given)
+    assert module.hparams == {"width": 1}
+    path = saved(module, quiet, tmp_path)
+    with pytest.raises(ConfigurationError, match="Template needs net"):
+        Template.load_from_checkpoint(path)
+    expected = r"was trained with act=the class GELU, which no checkpoint holds, and is built with the default"
+    with pytest.warns(UserWarning, match=expected):
+        Template.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), optimizer=None)
+
+
+def test_what_nobody_ignores_is_refused_or_warned_of_when_a_run_begins(quiet: Any) -> None:
+    class Open(Base):
+        def __init__(self, act: Any) -> None:
+            super().__init__(1)
+
+    assert Open(torch.nn.ReLU).hparams == {"width": 1, "rate": 0.1, "deep": False}
+    with pytest.warns(UserWarning, match=r"Open\.save_hyperparameters leaves out act \(the class ReLU\)"):
+        Trainer(**quiet, max_epochs=1).fit(Open(torch.nn.ReLU), [torch.ones(1, 2)])
+    with pytest.raises(ConfigurationError, match=r"Open\.save_hyperparameters cannot keep the argument 'act'"):
+        Trainer(**quiet, max_epochs=1).fit(Open(object()), [torch.ones(1, 2)])
+
+
+class Whole(Base):
+    """Takes all of its hyperparameters as one argument."""
+
+    def __init__(self, hparams: Any) -> None:
+        TrainModule.__init__(self)
+        self.save_hyperparameters(hparams)
+        self.given = hparams
+        self.net = torch.nn.Linear(2, self.hparams.width)
+
+
+class Typed(Whole):
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+
+
+@pytest.mark.parametrize("given", [{"width": 2, "rate": 0.3}, argparse.Namespace(width=2, rate=0.3)], ids=type)
+def test_one_argument_that_held_everything_comes_back_as_what_it_was(given: Any, quiet: Any, tmp_path: Path) -> None:
+    path = saved(Whole(given), quiet, tmp_path)
+    loaded = Whole.load_from_checkpoint(path)
+    assert type(loaded.given) is type(given) and loaded.given == given
+    assert Whole.load_from_checkpoint(path, rate=0.7).hparams == {"width": 2, "rate": 0.7}
+
+
+def test_a_dataclass_comes_back_as_the_one_that_the_argument_is_of(quiet: Any, tmp_path: Path) -> None:
+    assert Typed.load_from_checkpoint(saved(Typed(Options(2)), quiet, tmp_path)).given == Options(2)
+
+
+def test_an_argument_that_init_does_not_take_is_warned_of(quiet: Any, tmp_path: Path) -> None:
+    path = saved(Late(3), quiet, tmp_path)
+    with pytest.warns(
+        UserWarning, match=r"Late takes no argument 'widht', and is built without it\. Did you mean 'width'\?"
+    ):
+        assert Late.load_from_checkpoint(path, widht=9).hparams.width == 3
+
+
+def test_map_location_as_torch_load_takes_it(quiet: Any, tmp_path: Path) -> None:
+    path = saved(Base(3), quiet, tmp_path)
+    where: tuple[Any, ...] = ("meta", torch.device("meta"), {"cpu": "meta"})
+    assert [Base.load_from_checkpoint(path, map_location=at).device.type for at in where] == ["meta"] * 3
+    for at in (None, {"cuda:1": "cuda:0"}, lambda storage, location: storage, lambda storage, location: None):
+        assert Base.load_from_checkpoint(path, map_location=at, weights_only=True).device.type == "cpu"
+
+
+def test_load_from_checkpoint_on_an_instance_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"leaves this one as it is.*module = Base\.load_from_checkpoint"):
+        Base(1).load_from_checkpoint(tmp_path)
+
+
+def test_weights_only_never_runs_the_code_of_a_file(tmp_path: Path) -> None:
+    torch.save({"state_dict": Base(2).state_dict(), "more": argparse.Namespace()}, tmp_path / "other.ckpt")
+    with pytest.raises(CheckpointError, match="holds more than weights"):
+        Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, weights_only=True, width=2)
+    with pytest.warns(UserWarning, match="unpickled in full"):
+        Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, width=2)
+    with pytest.raises(CheckpointError, match="trust=True"):
+        Base.load_from_checkpoint(tmp_path / "other.ckpt", weights_only=True, width=2)

@@ -70,7 +70,12 @@ class Identity:
     def of(cls, module: TrainModule, datamodule: Hyperparameters | None) -> Identity:
         """The identity of a run that begins with these."""
         owners = {"module": module, "datamodule": datamodule}
-        hparams = {name: plain(dict(owner.hparams)) for name, owner in owners.items() if owner is not None}
+        hparams: dict[str, dict[str, Any]] = {}
+        for name, owner in owners.items():
+            if owner is not None:
+                owner.kept_hparams.settle(type(owner).__name__)
+                skipped = {key: {"$skipped": words} for key, words in owner.kept_hparams.skipped.items()}
+                hparams[name] = {**plain(dict(owner.hparams)), **skipped}
         return cls(plain(module.run_identity()), type(module).__qualname__, hparams)
 
     def with_optimizers(self, optimizers: Iterable[Optimizer]) -> Identity:

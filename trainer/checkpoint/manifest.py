@@ -20,6 +20,8 @@ OPTIMIZERS = "optimizer.json"
 PROGRESS = "progress.json"
 # Entries of a state dict that are no tensors, from `get_extra_state`.
 EXTRA = "model-extra"
+# Beside the owners of hyperparameters: what was left out of them, and which argument held them.
+KEPT = "kept"
 
 FORMAT = 1
 CHUNK = 64 * 1024 * 1024

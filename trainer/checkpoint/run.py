@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.checks import check_callbacks
 from leyden.trainer.checkpoint.codec import check_encodable
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import newest
-from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.checkpoint.foreign import load_foreign, load_weights_only
 from leyden.trainer.checkpoint.identity import FILE as IDENTITY
 from leyden.trainer.checkpoint.identity import Difference, Identity
+from leyden.trainer.checkpoint.manifest import KEPT
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
@@ -87,9 +89,12 @@ def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
 class ForeignWeights:
     """A file of another trainer, of which the weights are taken."""
 
-    def __init__(self, path: Path, trust: bool) -> None:
+    def __init__(self, path: Path, trust: bool, weights_only: bool = False) -> None:
         self.path = path
-        self._loaded = load_foreign(path, trust=trust)
+        # Trusted, but not to run code.
+        self._loaded = (load_weights_only if weights_only and trust else load_foreign)(
+            path, trust=trust and not weights_only
+        )
 
     def names(self) -> list[str]:
         """The names of the weights."""
@@ -330,7 +335,11 @@ def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> di
 
 def _hparams(trainer: Trainer) -> dict[str, Any]:
     owners = {"module": trainer.module, "datamodule": trainer.datamodule}
-    return {name: dict(owner.hparams) for name, owner in owners.items() if owner is not None and owner.hparams}
+    found = {name: dict(owner.hparams) for name, owner in owners.items() if owner is not None and owner.hparams}
+    kept = {
+        name: said for name, owner in owners.items() if owner is not None and (said := owner.kept_hparams.to_dict())
+    }
+    return {**found, **({KEPT: kept} if kept else {})}
 
 
 # restoring --------------------------------------------------------------------------------------------------------------
@@ -390,6 +399,8 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
     if "weights" in goal.parts:
         if saved.user is not None:
             trainer.hooks.load_into_module(saved.user["checkpoint"])
+        if not trainer.module.strict_loading:
+            check_partial(trainer.module, reader.names(), warns=trainer.is_global_zero)
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
         if saved.rank is not None:
             load_buffers(trainer.module, saved.rank.get("buffers", {}))

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.manifest import LAYOUT, MANIFEST, OPTIMIZERS
+from leyden.trainer.checkpoint.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.staging import set_aside
 
@@ -95,7 +95,8 @@ def show(path: str, tensors: bool) -> None:
     _section("progress", reader.progress())
     if reader.has("hparams"):
         for owner, values in reader.state("hparams").items():
-            _section(f"hyperparameters of the {owner}", values)
+            if owner != KEPT:
+                _section(f"hyperparameters of the {owner}", values)
     _section("files", {name: size_of(entry.size) for name, entry in sorted(manifest.files.items())})
     layout: dict[str, Any] = reader.json(LAYOUT)["tensors"]
     owned = {name: spec for name, spec in layout.items() if "alias_of" not in spec}
