@@ -503,10 +503,14 @@ def read_config(config: Mapping[str, Any] | str | Path | None) -> dict[str, Any]
         return {}
     if not isinstance(config, Mapping):
         path = Path(config)
+        if path.exists() and not path.is_file():
+            raise ConfigurationError(f"the DeepSpeed config {path} is no plain file: give the path of a JSON file.")
         try:
             config = json.loads(path.read_text())
         except OSError as error:
             raise ConfigurationError(f"the DeepSpeed config {path} cannot be read: {error}.") from error
+        except RecursionError:
+            raise ConfigurationError(f"the DeepSpeed config {path} is nested too deeply.") from None
         except ValueError as error:
             raise ConfigurationError(f"the DeepSpeed config {path} is no JSON: {error}.") from error
         if not isinstance(config, Mapping):

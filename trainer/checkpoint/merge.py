@@ -22,7 +22,8 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
 
     Args:
         path: the checkpoint.
-        out: the file to write, or a folder for `model.safetensors` in it. What stands there is replaced.
+        out: the file to write, or a folder for `model.safetensors` in it: one that is there, or whose name ends with `/`. What
+            stands there is replaced.
         module_prefix: only the weights of this part of the module, and without its name: "net" makes `weight` of `net.weight`.
 
     Returns:
@@ -42,7 +43,7 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
         'model.safetensors'
     """
     reader, target = CheckpointReader(path), Path(os.path.abspath(out))
-    if target.is_dir():
+    if target.is_dir() or os.fspath(out).endswith(("/", os.sep)):
         target = target / "model.safetensors"
     tables, aliases = _named(reader, module_prefix)
     forms = {name: (dtype_named(table["dtype"]), tuple(table["shape"])) for name, table in tables.items()}

@@ -52,7 +52,9 @@ def command(
     load_state(OUT). The data begins anew.
     """
     source = Path(file)
-    target = Path(out) if out else source.with_name(f"{source.stem}-leyden")
+    # The folder one stands in has a name, too.
+    named = source if source.name.strip(".") else source.resolve()
+    target = Path(out) if out else named.with_name(f"{named.stem}-leyden")
     before = f"{prefix}." if prefix else ""
     hparams: dict[str, Any] = {}
     if source.is_dir():

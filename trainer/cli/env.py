@@ -11,7 +11,8 @@ import sys
 import click
 
 from leyden.trainer.cli.machine import available_cpus, this_machine
-from leyden.trainer.cli.settings import accelerate_file, default_file
+from leyden.trainer.cli.secrets import masked_text, masked_value
+from leyden.trainer.cli.settings import found_file
 
 PACKAGES = (
     *("torch", "numpy", "safetensors", "torchmetrics", "tensorboard", "wandb", "click", "pyyaml"),
@@ -28,6 +29,8 @@ SHOWN = (
     "PYTORCH_",
     "MASTER_",
     "SLURM_STEP_",
+    "ACCELERATE_",
+    "FSDP_",
 )
 SHOWN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "XDG_CACHE_HOME")
 
@@ -36,19 +39,23 @@ SHOWN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RAN
 def command() -> None:
     """Print versions, devices, variables and the configuration file, to paste into a report.
 
-    Of the environment only the variables are shown that decide how ranks are run.
+    Of the environment only the variables are shown that decide how ranks are run; what looks like a key or a token is not.
     """
     rows = [*_versions(), *_machine(), *_variables()]
     width = max(len(name) for name, _ in rows)
     click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
-    path = default_file()
-    if path.is_file():
-        click.echo(
-            f"\n{path}:\n" + "".join(f"  {line}\n" for line in path.read_text(encoding="utf-8").splitlines()), nl=False
-        )
-    else:
-        theirs = accelerate_file()
-        click.echo(f"\nno configuration file at {path}" + (f" (Accelerate's is {theirs})" if theirs else ""))
+    path, why = found_file()
+    if path is None:
+        click.echo(f"\nno configuration file: {why}")
+        return
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        text = f"cannot be read: {error.strerror}"
+    click.echo(
+        f"\n{path}{why and f' ({why})'}:\n" + "".join(f"  {masked_text(line)}\n" for line in text.splitlines()),
+        nl=False,
+    )
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -92,5 +99,7 @@ def _machine() -> list[tuple[str, str]]:
 
 def _variables() -> list[tuple[str, str]]:
     return [
-        (name, value) for name, value in sorted(os.environ.items()) if name.startswith(SHOWN) or name in SHOWN_NAMES
+        (name, masked_value(name, value))
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SHOWN) or name in SHOWN_NAMES
     ]

@@ -146,12 +146,16 @@ def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> 
 def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[nn.Module, str]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    if not module or not attribute:
+        raise ConfigurationError(f"{module}:{attribute} is no import path: give package.module:Class.")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             f"there is no module {error.name!r}: run this where `python -c 'import {module}'` works."
         ) from error
+    except Exception as error:
+        raise ConfigurationError(f"{module} cannot be imported ({type(error).__name__}: {error}).") from error
     kind = getattr(found, attribute, None)
     if kind is None:
         raise ConfigurationError(f"{module} has no {attribute!r}. {nearest(attribute, vars(found))}")
@@ -159,14 +163,15 @@ def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[n
         return kind, ""
     note = ""
     try:
-        with torch.device("meta"):
+        try:
+            with torch.device("meta"):
+                model = kind(**arguments)
+                _configure(model)
+        except (NotImplementedError, RuntimeError) as error:
+            note = f"built in memory, since on the meta device it says: {str(error).splitlines()[0]}"
             model = kind(**arguments)
             _configure(model)
-    except (NotImplementedError, RuntimeError) as error:
-        note = f"built in memory, since on the meta device it says: {str(error).splitlines()[0]}"
-        model = kind(**arguments)
-        _configure(model)
-    except TypeError as error:
+    except Exception as error:
         raise ConfigurationError(
             f"{module}:{attribute} cannot be built ({error}): give its arguments as --args '{{…}}'."
         ) from error
@@ -189,7 +194,11 @@ def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str
     if config is not None and not config.is_file():
         raise ConfigurationError(f"there is no {config}: give a folder that has one, or an import path.")
     # Nothing of the file is run: code beside it is not trusted.
-    found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
+    try:
+        found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"{config or name} is no configuration of a Hugging Face model: {said}") from error
     architectures = getattr(found, "architectures", None) or [""]
     kind: Any = (
         transformers.AutoModelForCausalLM
@@ -279,7 +288,8 @@ def table(
 
 
 def _positive(text: str) -> int:
-    if not text.strip().isdigit() or not int(text):
+    # Nine digits are a billion ranks.
+    if not text.strip().isdecimal() or len(text.strip()) > 9 or not int(text):
         raise ConfigurationError(f"--ranks: {text!r} is no number of ranks: give some, as 1,2,8.")
     return int(text)
 
@@ -294,8 +304,8 @@ def _precision(name: str) -> str:
 def parse_arguments(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
-    except ValueError as error:
-        raise ConfigurationError(f"--args {text}: is no JSON ({error}): give '{{\"name\": value}}'.") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"--args {text[:99]}: is no JSON ({error}): give '{{\"name\": value}}'.") from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"--args {text}: give '{{\"name\": value}}'.")
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,7 @@ class Key:
         flag: the name of its flag, where that is another one; "" where it has none.
         older: names that older files use.
         least: the least number.
+        most: the largest, where there is a least.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Key:
     flag: str | None = None
     older: tuple[str, ...] = ()
     least: float | None = None
+    most: float = math.inf
 
     def read(self, value: Any) -> Any:
         """The value in its own type; None stays None, which leaves it open.
@@ -63,6 +67,8 @@ class Key:
         """
         if value is None:
             return None
+        if isinstance(value, (dict, list, set)) and self.kind not in (list, dict, tuple):
+            raise self._wrong(value, "one value")
         if isinstance(self.kind, tuple):
             return self._choice(value, self.kind)
         if self.kind is bool:
@@ -72,8 +78,6 @@ class Key:
         if self.kind in (int, float):
             return self._number(value)
         if self.kind is str:
-            if isinstance(value, (dict, list)):
-                raise self._wrong(value, "one text")
             return str(value)
         if not isinstance(value, self.kind):
             raise self._wrong(value, "a list" if self.kind is list else "a section of keys")
@@ -84,7 +88,7 @@ class Key:
         for choice in choices:
             if choice.lower() == text.lower():
                 return choice
-        raise ConfigurationError(f"{self.name}: {value!r} is not known. {nearest(text, choices)}")
+        raise ConfigurationError(f"{self.name}: {shown(value)} is not known. {nearest(text[:99], choices)}")
 
     def _truth(self, value: Any) -> bool:
         text = str(value).lower()
@@ -109,12 +113,13 @@ class Key:
             number = int(str(value)) if whole else float(value)
         except (ValueError, TypeError):
             raise self._wrong(value, "a whole number" if whole else "a number") from None
-        if self.least is not None and number < self.least:
-            raise self._wrong(value, f"a {'whole ' if whole else ''}number from {self.least}")
+        if self.least is not None and not self.least <= number <= self.most:
+            limit = f" to {self.most:.0f}" if self.most < math.inf else ""
+            raise self._wrong(value, f"a {'whole ' if whole else ''}number from {self.least}{limit}")
         return number
 
     def _wrong(self, value: Any, wanted: str) -> ConfigurationError:
-        return ConfigurationError(f"{self.name}: {value!r} is not {wanted}: give {wanted}.")
+        return ConfigurationError(f"{self.name}: {shown(value)} is not {wanted}: give {wanted}.")
 
 
 TYPES = (
@@ -132,11 +137,11 @@ TOP: tuple[Key, ...] = (
     Key("mixed_precision", ("no", "fp16", "bf16", "fp8"), "the precision of the forward pass"),
     Key("use_cpu", bool, "ranks on CPUs, also where there are GPUs", flag="cpu"),
     Key("debug", bool, "compare what ranks put into collectives, and name a mismatch"),
-    Key("num_processes", int, "ranks, over all machines; as many as GPUs if left out", least=-1),
-    Key("num_machines", int, "machines", least=1),
+    Key("num_processes", int, "ranks, over all machines; as many as GPUs if left out", least=-1, most=1_000_000),
+    Key("num_machines", int, "machines", least=1, most=1_000_000),
     Key("machine_rank", int, "which of them this is, from 0", least=0),
     Key("main_process_ip", str, "address of machine 0"),
-    Key("main_process_port", int, "port of machine 0", least=0),
+    Key("main_process_port", int, "port of machine 0; 0 takes a free one", least=0, most=65535),
     Key("rdzv_backend", str, "how machines meet: static or c10d"),
     Key("gpu_ids", str, "GPUs of this machine: all, or their numbers as 0,1"),
     Key("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
@@ -152,6 +157,7 @@ TOP: tuple[Key, ...] = (
     Key("tpu_vm", list, without=_POD, flag=""),
     Key("tpu_env", list, "environment variables of the ranks on TPUs, each as NAME=value", flag=""),
     Key("command_file", str, without=_POD, flag=""),
+    Key("tpu_config_file", str, without=_POD, flag=""),
     Key("commands", list, without=_POD, flag=""),
     Key("mpirun_config", dict, without=_MPI, flag=""),
     Key("ipex_config", dict, without="what Intel's extension did is in torch itself.", flag=""),
@@ -239,7 +245,12 @@ FP8: tuple[Key, ...] = (
     Key("fp8_interval", int, "steps between scaling factors", older=("interval",)),
     Key("fp8_format", ("HYBRID", "E4M3", "E5M2"), "format of forward and backward"),
     Key("fp8_amax_history_len", int, "steps of history", older=("amax_history_len", "amax_history_length")),
-    Key("fp8_amax_compute_algo", ("max", "most_recent"), "what is taken of it", older=("amax_compute_algo",)),
+    Key(
+        "fp8_amax_compute_algo",
+        ("max", "most_recent"),
+        "what is taken of it",
+        older=("amax_compute_algo", "amax_compute_algorithm"),
+    ),
     Key(
         "fp8_override_linear_precision",
         tuple,
@@ -282,6 +293,19 @@ NAMES_OF_1 = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HY
 """FSDP's strategies were numbers."""
 
 
+def shown(value: Any) -> str:
+    """A value in a message. It may come from anywhere: a list that holds itself, a number of thousands of digits.
+
+    Example:
+        >>> shown("bf61"), shown([1, [2, [3]]])
+        ("'bf61'", '[1, [2, [3]]]')
+    """
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        return "a number of thousands of digits"
+
+
 def read_section(keys: tuple[Key, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """The values of one level of the file, under their names of today.
 
@@ -296,13 +320,13 @@ def read_section(keys: tuple[Key, ...], found: Mapping[str, Any], section: str =
     names = {name: key for key in keys for name in (key.name, *key.older)}
     values: dict[str, Any] = {}
     for name, value in found.items():
-        key = names.get(str(name))
+        key = names.get(name) if isinstance(name, str) else None
         if key is None:
             place = f"{section}: " if section else ""
             raise ConfigurationError(
-                f"{place}the key {name!r} is not known. {nearest(str(name), [k.name for k in keys])}"
+                f"{place}the key {shown(name)} is not known. {nearest(shown(name), [k.name for k in keys])}"
             )
         if key.name == "fsdp_sharding_strategy":
-            value = NAMES_OF_1.get(str(value), value)
+            value = NAMES_OF_1.get(shown(value).strip("'"), value)
         values[key.name] = key.read(value)
     return values

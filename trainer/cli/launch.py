@@ -13,8 +13,9 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli import agent, preflight
 from leyden.trainer.cli.keys import FAMILIES, TOP, Key, read_section
 from leyden.trainer.cli.machine import this_machine
-from leyden.trainer.cli.plan import Engine, Plan, resolve
-from leyden.trainer.cli.settings import Settings, accelerate_file, default_file, read_file
+from leyden.trainer.cli.plan import Engine, Plan, planned_for, resolve
+from leyden.trainer.cli.secrets import masked_words
+from leyden.trainer.cli.settings import Settings, found_file, read_file
 
 KINDS = {
     "multi_gpu": "MULTI_GPU",
@@ -97,7 +98,8 @@ def _switch(name: str, help: str) -> click.Option:
 
 OPTIONS: list[click.Parameter] = [
     click.Option(
-        ["--config_file", "file"], help="Read this file, Leyden's or Accelerate's; the default one if left out."
+        ["--config_file", "file"],
+        help="Read this file, Leyden's or Accelerate's; if left out, Leyden's default one, else Accelerate's.",
     ),
     _switch("dry_run", "Show the plan, and start nothing."),
     click.Option(["-q", "--quiet"], is_flag=True, help="Do not show the plan."),
@@ -164,19 +166,23 @@ def run(
         role=flags.pop("role"),
     )
     given = _given(flags)
-    below = _file(file)
+    below = _file(file, alone=bool(given.get("use_cpu", False)))
     settings = given.over(below)
-    plan = resolve(settings, engine, this_machine(), str(below.source or "flags"))
+    machine = this_machine()
+    if dry_run:
+        machine = planned_for(settings, machine)
+    plan = resolve(settings, engine, machine, str(below.source or "flags"))
     command = command_of(script, arguments, module, no_python)
     # Of the tasks of srun, one speaks for all.
     if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
         shown = [script, *arguments] if no_python else ["python", *(["-m"] if module else []), script, *arguments]
-        click.echo(plan.lines(shlex.join(shown), reasons=dry_run))
-        _point_out(below, file)
+        click.echo(plan.lines(shlex.join(masked_words(shown)), reasons=dry_run))
         sys.stdout.flush()
     if dry_run:
         return 0
-    if not no_python and not module and not os.path.exists(script):
+    # A folder or an archive with a __main__.py is one, too.
+    is_script = os.path.exists(script) and (not os.path.isdir(script) or os.path.isfile(f"{script}/__main__.py"))
+    if not no_python and not module and not is_script:
         raise ConfigurationError(
             f"there is no script {script}: give its path, -m for a module, or --no_python for a program."
         )
@@ -207,18 +213,21 @@ def _given(flags: dict[str, Any]) -> Settings:
     return Settings(values, {name: section for name, section in sections.items() if section})
 
 
-def _file(file: str | None) -> Settings:
-    """The file that was named, or the default one where there is one."""
+def _file(file: str | None, *, alone: bool) -> Settings:
+    """The file that was named, or the default one where there is one.
+
+    Args:
+        file: the one that was named.
+        alone: True under --cpu, where Accelerate's default file, which is of this machine's GPUs, is left out.
+    """
     if file is not None:
         return read_file(file)
-    path = default_file()
-    return read_file(path) if path.is_file() else Settings()
-
-
-def _point_out(below: Settings, file: str | None) -> None:
-    theirs = accelerate_file()
-    if below.source is None and theirs is not None:
-        click.echo(f"{'':<11} Accelerate's own file is not read unasked: --config_file {theirs}")
+    path, why = found_file()
+    if path is None or (why and alone):
+        return Settings()
+    settings = read_file(path)
+    settings.origin = why
+    return settings
 
 
 def _pairs(text: str) -> dict[str, str]:

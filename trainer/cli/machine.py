@@ -17,10 +17,11 @@ class Machine:
     Attributes:
         gpus: how many CUDA devices.
         cpus: how many this process may run on.
-        numa_nodes: groups of CPUs, each with memory of its own.
+        numa_nodes: groups of CPUs, each with memory of its own; 0 where that is not known.
         slurm: srun is here, or this is a job of SLURM.
         bf16: the GPUs compute in bf16.
         fp8: the GPUs compute in fp8.
+        supposed: its GPUs are those of another machine, which a file describes.
     """
 
     gpus: int = 0
@@ -29,6 +30,7 @@ class Machine:
     slurm: bool = False
     bf16: bool = False
     fp8: bool = False
+    supposed: bool = False
 
 
 def this_machine() -> Machine:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: without the program's name; this process's if left out.
 
     Returns:
-        The exit status. A mistake of the user is told in one line, with status 2.
+        The exit status. A mistake is told in one line, with status 2.
     """
     try:
         result = leyden.main(list(arguments) if arguments is not None else None, "leyden", standalone_mode=False)
@@ -80,11 +82,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except click.Abort:
         print("\nleyden: stopped.", file=sys.stderr)
         return 130
-    except RuntimeError as error:
-        from leyden.strategies.errors import LeydenError
-
-        if not isinstance(error, LeydenError):
-            raise
-        print(f"leyden: {error}", file=sys.stderr)
+    except Exception as error:
+        print(f"leyden: {_told(error)}", file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0
+
+
+def _told(error: Exception) -> str:
+    """What went wrong, in the words of the error where it is one of the user's or the system's, and never as a traceback.
+
+    Raises:
+        Exception: the error itself, under LEYDEN_DEBUG=1.
+    """
+    from leyden.strategies.errors import LeydenError
+
+    if isinstance(error, LeydenError):
+        return str(error)
+    if os.environ.get("LEYDEN_DEBUG") == "1":
+        raise error
+    if isinstance(error, OSError) and error.strerror:
+        return f"{str(error.filename)[:200]}: {error.strerror}." if error.filename is not None else f"{error.strerror}."
+    if isinstance(error, (MemoryError, RecursionError)):
+        return f"what was given is too large or nested too deeply ({type(error).__name__})."
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
+    return f"{type(error).__name__}: {error} ({place}). Leyden did not expect this: LEYDEN_DEBUG=1 shows where it comes from."

@@ -13,7 +13,7 @@ from leyden.trainer.cli.checkpoints import size_of
 @click.argument("out", default=".")
 @click.option("--module", metavar="NAME", help="Only the weights of this part of the module, and without its name.")
 def command(checkpoint: str, out: str, module: str | None) -> None:
-    """Write the weights of CHECKPOINT to OUT, a file or a folder, as one safetensors file.
+    """Write the weights of CHECKPOINT to OUT, a file or a folder (also a new one, as folder/), as one safetensors file.
 
     transformers and safetensors load it. Where a model is a part of the module, --module strips its name: `net.weight`
     becomes `weight` by --module net.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,12 +14,14 @@ from leyden.trainer.cli import tpu
 from leyden.trainer.cli.accelerate_variables import accelerate_variables
 from leyden.trainer.cli.keys import FP8
 from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.cli.zero import number, zero_of
 from leyden.trainer.launched import Launched
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 PORT = 29500
+NOT_HERE = "this machine has no GPU that torch sees: the plan is of one that has them, and would not start here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ class Plan:
         backend: how machines meet: static or c10d.
         threads: of each rank.
         launched: what scripts are told.
+        caveats: what holds of this plan on this machine alone.
         rank: the rank that this process becomes; None where it starts its ranks.
     """
 
@@ -74,6 +78,7 @@ class Plan:
     backend: str
     threads: int
     launched: Launched
+    caveats: tuple[str, ...] = ()
     rank: RankEnvironment | None = None
 
     @property
@@ -105,7 +110,8 @@ class Plan:
         settings, launched = self.settings, self.launched
         ranks = self.per_machine * self.machines
         where = f"{self.machines} machines × {self.per_machine}" if self.machines > 1 else "this machine"
-        found = [("file", str(settings.source) if settings.source else "none: flags and defaults")]
+        source = f"{settings.source}{settings.origin and f' ({settings.origin})'}"
+        found = [("file", source if settings.source else "none: flags and defaults")]
         found += [("taken", note) for note in settings.notes]
         found += [
             ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
@@ -122,12 +128,13 @@ class Plan:
         others = self._others()
         if others:
             found += [("also", ", ".join(others))]
-        found += [("beware", words) for words in self._not_here()]
+        found += [("beware", words) for words in (*self._not_here(), *self.caveats)]
         unused = settings.without_effect()
         if unused and not reasons:
             found += [("no effect", f"{', '.join(name for name, _ in unused)} (--dry-run tells why)")]
         found += [("no effect", f"{name}: {why}") for name, why in unused if reasons]
-        found += [("variable", f"{name}={value}") for name, value in sorted(self.variables().items()) if reasons]
+        variables = sorted(self.variables().items()) if reasons else []
+        found += [("variable", f"{name}={masked_value(name, value)}") for name, value in variables]
         return "\n".join(f"{name:<11} {value}" for name, value in [*found, ("command", command)])
 
     def _not_here(self) -> list[str]:
@@ -199,6 +206,7 @@ def resolve(
         backend,
         _threads(settings, machine, per_machine, environ),
         launched_of(settings, source, accelerator, per_machine * machines),
+        (NOT_HERE,) if machine.supposed else (),
     )
 
 
@@ -235,6 +243,7 @@ def _as_rank(
         "static",
         _threads(settings, machine, task.local_world_size, environ),
         launched_of(settings, source, accelerator, task.world_size),
+        (NOT_HERE,) if machine.supposed else (),
         task,
     )
 
@@ -262,11 +271,38 @@ def _accelerator(settings: Settings, machine: Machine) -> str:
         raise ConfigurationError(
             f"distributed_type: {settings.kind}: this version runs on CPUs and CUDA GPUs; use MULTI_GPU or MULTI_CPU."
         )
-    if settings.kind == "MULTI_GPU" and not machine.gpus:
+    if wants_gpus(settings) and not machine.gpus:
         raise ConfigurationError(
-            "distributed_type: MULTI_GPU, and this machine has no GPU that torch sees: add --cpu, or look at `leyden env`."
+            f"distributed_type: {settings.kind}{', use_cpu: false' * (settings.kind != 'MULTI_GPU')}, and this machine has no GPU that "
+            "torch sees: add --cpu, or look at `leyden env`. --dry-run shows the plan of a machine that has them."
         )
     return "cuda" if machine.gpus else "cpu"
+
+
+def wants_gpus(settings: Settings) -> bool:
+    """True for settings of a machine with GPUs; a kind that runs on CPUs too is one where it says `use_cpu: false`."""
+    if settings.get("use_cpu", False):
+        return False
+    of_gpus = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
+    return settings.kind == "MULTI_GPU" or (settings.kind in of_gpus and settings.get("use_cpu") is False)
+
+
+def planned_for(settings: Settings, machine: Machine) -> Machine:
+    """The machine that settings of GPUs are for, where this one has none: it is only planned for.
+
+    Raises:
+        ConfigurationError: if they do not say how many GPUs it has.
+    """
+    if machine.gpus or not wants_gpus(settings):
+        return machine
+    chosen, machines = settings.get("gpu_ids", "all"), int(settings.get("num_machines", 1))
+    ranks = int(settings.get("num_processes", -1))
+    gpus = ranks // machines if ranks > 0 else 0 if chosen == "all" else len(chosen.split(","))
+    if not gpus:
+        raise ConfigurationError(
+            "the plan is of a machine with GPUs, and nothing says how many: add --num_processes, or --cpu."
+        )
+    return dataclasses.replace(machine, gpus=gpus, supposed=True)
 
 
 def _slurm_task(settings: Settings, environ: Mapping[str, str]) -> RankEnvironment | None:
@@ -324,7 +360,7 @@ def _meeting(
         if backend == "static":
             raise ConfigurationError("--rdzv_endpoint is of c10d: leave rdzv_backend out, or give --main_process_ip.")
         address, _, port = engine.endpoint.rpartition(":")
-        if not address or not port.isdigit():
+        if not address or not port.isdecimal() or not 0 < int(port[:6]) <= 65535:
             raise ConfigurationError(f"--rdzv_endpoint {engine.endpoint}: give host:port, as 10.0.0.1:29500.")
         return rank, address, int(port), backend
     if task is not None and task.address is not None:

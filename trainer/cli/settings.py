@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, Key, read_section
+from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, Key, read_section, shown
 
 FILE = "default_config.yaml"
+LARGEST = 1_000_000
+"""Characters of a file."""
 NO_FP8 = "mixed_precision is not fp8."
 
 
@@ -28,11 +30,24 @@ def default_file(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def accelerate_file(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Accelerate's own default file, where there is one. It is pointed out, and never read unasked."""
+    """Accelerate's own default file, where there is one."""
     environ = os.environ if environ is None else environ
     home = Path(environ["HF_HOME"]) if environ.get("HF_HOME") else _cache(environ) / "huggingface"
     found = (home / "accelerate" / name for name in (FILE, "default_config.yml", "default_config.json"))
     return next((path for path in found if path.is_file()), None)
+
+
+def found_file(environ: Mapping[str, str] | None = None) -> tuple[Path | None, str]:
+    """The file that a launch reads that is told of none, and what is to be said of it.
+
+    Returns:
+        Ours; else Accelerate's, with a word about that; else None, with the places that were looked at.
+    """
+    ours = default_file(environ)
+    if ours.is_file():
+        return ours, ""
+    theirs = accelerate_file(environ)
+    return theirs, f"Accelerate's; there is no {ours}" if theirs else f"there is no {ours}, and none of Accelerate"
 
 
 def _cache(environ: Mapping[str, str]) -> Path:
@@ -47,12 +62,14 @@ class Settings:
         values: the keys of the top level; those that are left open are not there, or None.
         sections: the keys of each section.
         source: the file it was read from.
+        origin: what is to be said of that file, where nobody named it.
         notes: what older keys were taken for.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, dict[str, Any]] = field(default_factory=dict)
     source: Path | None = None
+    origin: str = ""
     notes: list[str] = field(default_factory=list)
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -118,19 +135,8 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
     Raises:
         ConfigurationError: if it is not there, is no YAML, or has a key or a value that is not known; names it.
     """
-    import yaml
-
     path = Path(path)
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigurationError(
-            f"the configuration file {path} cannot be read ({error.strerror}): write one with `leyden config "
-            f"--config_file {path}`."
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        where = " ".join(str(error).split())
-        raise ConfigurationError(f"{path} is no YAML: {where}") from error
+    found = _loaded(path)
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} holds no keys: write it anew with `leyden config --config_file {path}`.")
     try:
@@ -139,6 +145,36 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
         raise ConfigurationError(f"{path}: {error}") from None
     settings.source = path
     return settings
+
+
+def _loaded(path: Path) -> Any:
+    """What a YAML file holds.
+
+    Raises:
+        ConfigurationError: if it cannot be read, or is no YAML of a configuration.
+    """
+    import yaml
+
+    write = f"write one with `leyden config --config_file {path}`"
+    if path.exists() and not path.is_file():
+        # Reading a pipe would wait for whoever writes into it.
+        raise ConfigurationError(f"the configuration file {path} is no plain file: {write}.")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if len(text) > LARGEST:
+            raise ConfigurationError(f"{path} has {len(text):,} characters, and no configuration has so many: {write}.")
+        return yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigurationError(
+            f"the configuration file {path} cannot be read ({error.strerror}): {write}."
+        ) from error
+    except RecursionError:
+        raise ConfigurationError(
+            f"{path} is nested too deeply: a configuration has sections of keys and no more."
+        ) from None
+    except (yaml.YAMLError, ValueError) as error:
+        # ValueError: text that is no UTF-8, a number of thousands of digits, a date that there is not.
+        raise ConfigurationError(f"{path} is no YAML of a configuration: {' '.join(str(error).split())}") from None
 
 
 def parse(found: Mapping[str, Any]) -> Settings:
@@ -161,7 +197,7 @@ def parse(found: Mapping[str, Any]) -> Settings:
     for name, keys in FAMILIES.items():
         section = rest.pop(name, None)
         if section is not None and not isinstance(section, dict):
-            raise ConfigurationError(f"{name}: {section!r} is no section of keys: indent its keys below it.")
+            raise ConfigurationError(f"{name}: {shown(section)} is no section of keys: indent its keys below it.")
         if section:
             sections[name] = read_section(keys, section, name)
     if "dynamo_backend" in rest:
@@ -182,13 +218,14 @@ def _took(rest: dict[str, Any], name: str) -> dict[str, Any]:
 def _check_names(rest: Mapping[str, Any]) -> None:
     """Unknown keys, told apart from those that stand at the wrong level."""
     known = [key.name for key in TOP]
-    for name in map(str, rest):
+    for raw in rest:
+        name = raw if isinstance(raw, str) else shown(raw)
         owner = next((family for family, keys in FAMILIES.items() if name in _names(keys)), None)
         if name not in known and owner is not None:
             raise ConfigurationError(f"the key {name!r} belongs into the section {owner}: indent it there.")
         if name not in known:
             raise ConfigurationError(
-                f"the key {name!r} is not known. {nearest(name, [*known, *FAMILIES, *OLDER_TYPES])}"
+                f"the key {shown(raw)} is not known. {nearest(name[:99], [*known, *FAMILIES, *OLDER_TYPES])}"
             )
 
 

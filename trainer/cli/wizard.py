@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from leyden.strategies import NAMES
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli.keys import FAMILIES, TOP, Key
 from leyden.trainer.cli.machine import Machine, this_machine
@@ -18,12 +19,17 @@ from leyden.trainer.cli.settings import Settings, default_file, read_file, write
 
 KEYS = {key.name: key for keys in (TOP, *FAMILIES.values()) for key in keys}
 SPREADS = {
-    "ddp": "every rank holds the whole model",
-    "fsdp": "parameters are sharded over the ranks",
-    "deepspeed": "DeepSpeed's ZeRO",
-    "parallel": "tensor, pipeline and context parallel",
-    "megatron": "Megatron-LM",
+    "ddp": ("ddp", "every rank holds the whole model"),
+    "fsdp": ("fsdp", "parameters are sharded over the ranks"),
+    "deepspeed": ("deepspeed", "DeepSpeed's ZeRO"),
+    "parallel": ("mesh", "tensor, pipeline and context parallel"),
+    "megatron": ("megatron", "Megatron-LM"),
 }
+"""Each with its strategy, without which it is not offered, and its meaning."""
+BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
+"""Those that torch has everywhere; a file may name others."""
+HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
 KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 AXES = {
     "tp": "Ranks that share each layer (tensor parallel)",
@@ -60,23 +66,32 @@ class Wizard:
         if self.values["num_processes"] != 1:
             self._ask("debug", "Check what ranks put into each collective (slower)", False)
         self._compile()
-        if self.machine.numa_nodes > 1 and self.on_gpus:
+        if self.on_gpus and (self.machine.numa_nodes != 1 or self.values.get("num_machines", 1) > 1):
             self._ask("enable_cpu_affinity", "Bind each rank to the CPUs beside its GPU", False)
         self._precision()
         return Settings(self.values, self.sections)
 
     # one question -----------------------------------------------------------------------------------------------------
     def _ask(
-        self, name: str, text: str, default: Any, section: str = "", check: Callable[[Any], Any] | None = None
+        self,
+        name: str,
+        text: str,
+        default: Any,
+        section: str = "",
+        check: Callable[[Any], Any] | None = None,
+        choices: tuple[str, ...] = (),
     ) -> Any:
-        """Asks for the value of one key of the file, until it is one."""
+        """Asks for the value of one key of the file, until it is one; of `choices`, where not all that the key has are had here."""
         key = KEYS[name]
+        if choices:
+            key = dataclasses.replace(key, kind=choices)
         earlier = self.before.section(section).get(name) if section else self.before.get(name)
         # An earlier answer that is none for this machine is passed over.
         with contextlib.suppress(ConfigurationError):
             default = default if earlier is None else (check or key.read)(earlier)
         if isinstance(key.kind, tuple) and check is None:
-            text = f"{text} ({', '.join(key.kind)})"
+            # Accelerate numbers these from 1, and whatever else it lets choose from 0.
+            text, check = numbered(text, key, 1 if name == "fsdp_sharding_strategy" else 0)
         value = ask(text, default, check or key.read)
         (self.sections.setdefault(section, {}) if section else self.values)[name] = value
         return value
@@ -144,18 +159,20 @@ class Wizard:
         if self.values["num_processes"] == 1 and not self.on_gpus:
             return
         earlier = KINDS.get(self.before.kind, "parallel" if self.before.section("parallelism_config") else "ddp")
-        choices = dict(SPREADS)
+        choices = {name: meaning for name, (strategy, meaning) in SPREADS.items() if strategy in NAMES}
         if self.values["num_processes"] == 1:
             choices = {"ddp": "one rank, nothing to share", "deepspeed": "DeepSpeed, for its offloading"}
-            earlier = earlier if earlier in choices else "ddp"
-        self.spread = choose("How is the model held", choices, earlier)
+        self.spread = choose("How is the model held", choices, earlier if earlier in choices else "ddp")
         {"ddp": lambda: None, "fsdp": self._fsdp, "deepspeed": self._deepspeed}.get(
             self.spread, self._parallel if self.spread == "parallel" else self._megatron
         )()
 
     def _fsdp(self) -> None:
         self.values["distributed_type"], section = "FSDP", "fsdp_config"
-        self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section)
+        ranks = self.values["num_processes"]
+        # Replicas of at least two ranks.
+        had = () if ranks < 0 or (ranks >= 4 and ranks % 2 == 0) else tuple(n for n in SHARDINGS if n not in HYBRID)
+        self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section, choices=had)
         policy = self._ask("fsdp_auto_wrap_policy", "How are modules grouped", "TRANSFORMER_BASED_WRAP", section)
         if policy == "TRANSFORMER_BASED_WRAP":
             text = "Classes of the blocks to group, with commas (auto: the repeated block of the model)"
@@ -217,7 +234,7 @@ class Wizard:
         earlier = self.before.section("dynamo_config").get("dynamo_backend", "no") != "no"
         if not ask("Compile the model (torch.compile)", earlier, Key("compile", bool).read):
             return
-        self._ask("dynamo_backend", "By which backend", "inductor", "dynamo_config")
+        self._ask("dynamo_backend", "By which backend", "inductor", "dynamo_config", choices=BACKENDS)
         self._ask("dynamo_mode", "Mode", "default", "dynamo_config")
         self._ask("dynamo_use_fullgraph", "Refuse what breaks the graph", False, "dynamo_config")
         self._ask("dynamo_use_dynamic", "Compile for any shape", False, "dynamo_config")
@@ -227,8 +244,7 @@ class Wizard:
         choices = ["no", "bf16"]
         if self.on_gpus:
             choices = ["no", "fp16", *(["bf16"] if self.machine.bf16 else []), *(["fp8"] if self.machine.fp8 else [])]
-        key = dataclasses.replace(KEYS["mixed_precision"], kind=tuple(choices))
-        self._ask("mixed_precision", f"Mixed precision ({', '.join(choices)})", "no", check=key.read)
+        self._ask("mixed_precision", "Mixed precision", "no", choices=tuple(choices))
 
 
 def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
@@ -245,13 +261,21 @@ def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
     return click.prompt(text, default=shown, value_proc=checked, err=False)
 
 
+def numbered(text: str, key: Key, first: int) -> tuple[str, Callable[[Any], Any]]:
+    """A question for one of several, which are shown with numbers, and what reads a number or a name."""
+    assert isinstance(key.kind, tuple)
+    by_number = {str(number): name for number, name in enumerate(key.kind, first)}
+    click.echo("  " + "   ".join(f"{number} {name}" for number, name in by_number.items()))
+    return f"{text} ({', '.join(key.kind)})", lambda answer: key.read(by_number.get(str(answer), answer))
+
+
 def choose(text: str, choices: dict[str, str], default: str) -> str:
-    """Asks for one of several, each with its explanation."""
-    if any(choices.values()):
-        for name, meaning in choices.items():
+    """Asks for one of several, by name or number, each with its explanation."""
+    for name, meaning in choices.items():
+        if meaning:
             click.echo(f"  {name:<10} {meaning}")
-    key = Key("answer", tuple(choices))
-    return str(ask(f"{text} ({', '.join(choices)})", default, key.read))
+    question, read = numbered(text, Key("answer", tuple(choices)), 0)
+    return str(ask(question, default, read))
 
 
 def gpu_numbers(value: Any, count: int) -> str:
@@ -334,7 +358,7 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
     path = Path(file) if file else default_file()
     machine = this_machine()
     if gpus is not None:
-        machine = dataclasses.replace(machine, gpus=gpus, bf16=gpus > 0, fp8=gpus > 0)
+        machine = dataclasses.replace(machine, gpus=gpus, bf16=gpus > 0, fp8=gpus > 0, numa_nodes=0)
     before = read_file(path) if path.is_file() else Settings()
     if before.source is not None:
         click.echo(f"The answers in {path} stand in brackets.")

@@ -87,6 +87,9 @@ def test_merge_writes_one_file(saved: Path, here: Any, tmp_path: Path) -> None:
     weights = CheckpointReader(saved / "one").model()
     assert all(torch.equal(merged[name], weights[name]) for name in weights)
     assert here("merge-weights", saved / "one", tmp_path, "--module", "layer").returncode == 0
+    # A folder that is not there yet.
+    assert here("merge", saved / "one", f"{tmp_path}/new/folder/").returncode == 0
+    assert load_file(tmp_path / "new" / "folder" / "model.safetensors").keys() == weights.keys()
     assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
 
 

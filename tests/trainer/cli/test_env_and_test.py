@@ -16,17 +16,33 @@ def test_env_can_be_pasted(here: Any, tmp_path: Path) -> None:
     assert text.splitlines()[0].split() == ["leyden", leyden_package.__version__]
     assert str(torch.__version__) in text
     assert "gloo" in text
-    assert "no configuration file at" in text
+    assert "no configuration file: there is no " in text
     file = tmp_path / "cache" / "leyden" / "default_config.yaml"
     file.parent.mkdir(parents=True)
     file.write_text("num_processes: 2\n")
     assert "  num_processes: 2\n" in here("env").stdout
 
 
-def test_env_shows_no_secret(here: Any, environ: dict[str, str], monkeypatch: Any) -> None:
-    environ["WANDB_API_KEY"] = "secret-of-mine"
-    monkeypatch.setenv("WANDB_API_KEY", "secret-of-mine")
-    assert "secret-of-mine" not in here("env").stdout
+def test_env_shows_no_secret(here: Any, environ: dict[str, str], monkeypatch: Any, tmp_path: Path) -> None:
+    hidden = "hf_" + "aB3" * 12
+    named = {
+        "WANDB_API_KEY": "secret-of-mine",
+        # Of the kinds that are shown.
+        "LEYDEN_API_KEY": "secret-of-mine",
+        "NCCL_CONF": f"user=me;token={hidden}",
+        "TORCH_HOME": "https://me:secret-of-mine@host/x",
+    }
+    for name, value in named.items():
+        environ[name] = value
+        monkeypatch.setenv(name, value)
+    file = tmp_path / "cache" / "leyden" / "default_config.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(f"num_processes: 2\ntpu_env: ['HUB={hidden}', WANDB_API_KEY=secret-of-mine]\n")
+    text = here("env").stdout
+    assert "secret-of-mine" not in text
+    assert hidden not in text
+    assert "TORCH_HOME" in text and "https://***@host/x" in text
+    assert "  num_processes: 2\n  tpu_env: ['HUB=***', WANDB_API_KEY=***]\n" in text
 
 
 CONFIG = "use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n"

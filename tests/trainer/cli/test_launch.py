@@ -243,13 +243,14 @@ def test_a_dry_run_starts_nothing(here: Any, tmp_path: Path) -> None:
     theirs = tmp_path / "cache" / "huggingface" / "accelerate" / "default_config.yaml"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("num_processes: 7\n")
+    # Accelerate leaves its default file out under --cpu, too.
     done = here("launch", "--dry-run", "--cpu", "--no_python", "touch", "started")
     assert done.returncode == 0
     assert done.stdout.startswith("file        none: flags and defaults\nranks       1 on this machine")
-    # Accelerate's own file is pointed out, and not read.
-    assert f"--config_file {theirs}" in done.stdout
     assert not (tmp_path / "started").exists()
     ours = tmp_path / "cache" / "leyden" / "default_config.yaml"
+    done = here("launch", "--dry-run", "train.py")
+    assert done.stdout.startswith(f"file        {theirs} (Accelerate's; there is no {ours})\nranks       7 on this")
     ours.parent.mkdir(parents=True)
     ours.write_text("num_processes: 3\n")
     done = here("launch", "--dry-run", "train.py")
@@ -311,3 +312,58 @@ def test_a_rank_is_the_main_program(tmp_path: Path, environ: dict[str, str]) -> 
     assert done.stderr.splitlines()[0].startswith("Traceback")
     assert "rank.py" not in done.stderr
     assert os.path.join("package", "__main__.py") in done.stderr.splitlines()[1]
+
+
+def test_the_plan_shows_no_secret(here: Any, tmp_path: Path) -> None:
+    hidden = "hf_" + "aB3" * 12
+    file = tmp_path / "config.yaml"
+    file.write_text(f"distributed_type: XLA\ntpu_env: [HF_TOKEN={hidden}, PJRT_DEVICE=CPU]\n")
+    words = ["train.py", "--api_key", "abc", "--password=def", "--hub", hidden, "--pad_token", "<pad>", "--lr", "0.1"]
+    done = here("launch", "--dry-run", "--config_file", file, *words)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "command     python train.py --api_key '***' '--password=***' --hub '***' --pad_token '<pad>' --lr 0.1"
+        in done.stdout
+    )
+    assert "variable    HF_TOKEN=***" in done.stdout
+    assert hidden not in done.stdout
+
+
+MISTAKES = {
+    "a script that is a folder": ["launch", "--cpu", "."],
+    "a port that is none": ["launch", "--main_process_port", "70000", "x.py"],
+    "a number of thousands of digits": ["launch", "--num_processes", "9" * 5000, "x.py"],
+    "a log folder that cannot be": ["launch", "--cpu", "--log_dir", "/dev/null/x", "train.py"],
+    "a file that is a folder": ["config", "update", "--config_file", "."],
+    "a checkpoint that is a file": ["checkpoint", "show", "train.py"],
+    "a folder of no checkpoints": ["checkpoint", "ls", "train.py"],
+    "weights that are none": ["merge", "train.py", "out/"],
+    "a state that is none": ["convert", "train.py"],
+    "a model that is none": ["estimate", "train.py"],
+    "a class that is not there": ["estimate", "nowhere.at:All"],
+    "arguments that are no JSON": ["estimate", "torch.nn:Linear", "--args", "{"],
+    "a model that cannot be built": ["estimate", "torch.nn:Linear", "--args", '{"in_features": "x"}'],
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_is_told_in_a_line_and_ends_with_2(what: str, here: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)\n")
+    done = here(*MISTAKES[what])
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "did not expect this" not in done.stderr
+    assert done.stderr.strip()
+
+
+def test_an_error_of_our_own_is_no_traceback_either(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from leyden.trainer.cli import env
+
+    def broken() -> None:
+        raise KeyError("of ours")
+
+    monkeypatch.setattr(env, "_versions", broken)
+    done = here("env")
+    assert done.returncode == 2
+    assert done.stderr.startswith("leyden: KeyError: 'of ours' (test_launch.py, line ")
+    assert "LEYDEN_DEBUG=1 shows where" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 
 from leyden import ConfigurationError
 from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import Engine, Plan, resolve
+from leyden.trainer.cli.plan import Engine, Plan, planned_for, resolve
 from leyden.trainer.cli.settings import parse
 from leyden.trainer.launched import read_launched
 
@@ -39,6 +39,23 @@ def test_one_machine_by_itself() -> None:
     chosen = plan({"gpu_ids": "1,3"}, GPUS)
     assert chosen.per_machine == 2
     assert chosen.variables()["CUDA_VISIBLE_DEVICES"] == "1,3"
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP", "DEEPSPEED"])
+def test_a_file_of_gpus_is_refused_without_them_and_can_be_planned(kind: str) -> None:
+    found = {"distributed_type": kind, "use_cpu": False, "num_processes": 8, "num_machines": 2, "machine_rank": 0}
+    found["main_process_ip"] = "host"
+    with pytest.raises(ConfigurationError, match=f"distributed_type: {kind}.* has no GPU that torch sees: add --cpu"):
+        plan(found)
+    assert plan({**found, "use_cpu": True, "distributed_type": "FSDP"}).accelerator == "cpu"
+    supposed = plan(found, planned_for(parse(found), CPU))
+    assert (supposed.accelerator, supposed.per_machine) == ("cuda", 4)
+    assert "beware      this machine has no GPU that torch sees" in supposed.lines("python train.py")
+    with pytest.raises(ConfigurationError, match="nothing says how many: add --num_processes"):
+        planned_for(parse({"distributed_type": kind, "use_cpu": False}), CPU)
+    assert planned_for(parse(found), GPUS) is GPUS
+    # Left open, FSDP runs where it is.
+    assert plan({"distributed_type": "FSDP", "num_processes": 2}).accelerator == "cpu"
 
 
 def test_several_machines() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml
 
 from leyden import ConfigurationError
+from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.zero.config import ZeroConfig
 from leyden.trainer.cli.keys import FAMILIES, TOP, Key
 from leyden.trainer.cli.settings import accelerate_file, default_file, parse, read_file, write_file
 
@@ -186,3 +189,60 @@ def test_a_number_in_words_and_a_flag_that_is_false() -> None:
     assert Key("x", float).read("1e-3") == 0.001
     with pytest.raises(ConfigurationError):
         Key("x", int).read(True)
+
+
+HOSTILE = {
+    "nested too deeply": "[" * 5000,
+    "nested too deeply:": "num_processes: " + "[" * 1000 + "]" * 1000,
+    "no YAML of a configuration": f"num_processes: {'9' * 5000}",
+    "num_processes: a number of thousands of digits is not a whole number": f"num_processes: 0x{'f' * 5000}",
+    "month must be in 1..12": "main_process_ip: 2020-13-45",
+    "mixed_precision: .*is not one value": "mixed_precision: &a [*a]",
+    "the key None is not known": "null: 3",
+    "main_process_port: 70000 is not a whole number from 0 to 65535": "main_process_port: 70000",
+    "characters, and no configuration has so many": "#" * 2_000_000,
+}
+
+
+@pytest.mark.parametrize("error", HOSTILE)
+def test_a_hostile_file_is_an_error_in_a_line(error: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(HOSTILE[error])
+    with pytest.raises(ConfigurationError, match=error) as caught:
+        read_file(file)
+    assert len(str(caught.value)) < 900
+
+
+def test_aliases_that_multiply_are_not_written_out(tmp_path: Path) -> None:
+    names = ["tpu_env", "commands", "ipex_config", "mixed_precision", "num_processes"]
+    lines = ["tpu_vm: &a [x,x,x,x,x,x,x,x,x]"]
+    lines += [f"{name}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]" for i, name in enumerate(names)]
+    file = tmp_path / "config.yaml"
+    file.write_text("\n".join(lines))
+    with pytest.raises(ConfigurationError) as caught:
+        read_file(file)
+    assert len(str(caught.value)) < 20_000
+
+
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match="is no plain file"):
+        read_file(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match="is no plain file"):
+        ZeroConfig(str(tmp_path / "pipe"))
+
+
+def test_keys_that_accelerate_writes_are_read() -> None:
+    section = {"fsdp_ignored_modules": None, "fsdp_activation_checkpointing_offload": False}
+    found = parse({"use_fsdp": True, "fsdp_config": section, "tpu_config_file": None})
+    assert found.section("fsdp_config") == {"fsdp_activation_checkpointing_offload": False}
+    assert FSDPStrategy.from_accelerate(section | {"fsdp_activation_checkpointing_offload": None})
+    for given in ((False, False, False), "(false, false, false)", [False] * 3, False, "false"):
+        fp8 = parse({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "override_linear_precision": given}})
+        assert fp8.section("fp8_config")["fp8_override_linear_precision"] == [False] * 3
+        assert "fp8_override_linear_precision" not in dict(fp8.without_effect())
+    assert parse({"fp8_config": {"amax_compute_algorithm": "max", "override_linear_precision": "true,no,1"}}).section(
+        "fp8_config"
+    ) == {"fp8_amax_compute_algo": "max", "fp8_override_linear_precision": [True, False, True]}
+    with pytest.raises(ConfigurationError, match="three times true or false"):
+        parse({"fp8_config": {"override_linear_precision": "true,false"}})

@@ -1,0 +1,77 @@
+"""What looks like a key, a token or a password is not printed: plans and reports end up in logs and in public issues."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+HIDDEN = "***"
+
+_SURE = re.compile(
+    r"(api|access|private|secret|auth|account|encryption|signing|ssh)[_-]?(key|token)s?$|(hf|hub|wandb|github|bearer|refresh)[_-]?token$"
+    r"|secret|passw(or)?d$|passphrase|(^|[_-])pwd$|credentials?$",
+    re.IGNORECASE,
+)
+"""Names whose value is a secret."""
+_LIKELY = re.compile(r"(^|[_-])(keys?|tokens?|auth)$", re.IGNORECASE)
+"""Names whose value is one if it looks so: --pad_token and --sort_key are none."""
+_LOOKS = re.compile(
+    r"\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
+    r"|\bxox[abprs]-[\w-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\bwandb_v\d_\w{20,}"
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|\b[0-9a-f]{40}\b"
+)
+"""Keys of services that have a form of their own; 40 digits are Weights & Biases' (and a commit's, which is no loss)."""
+_IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+_PAIR = re.compile(r"(?P<name>[\w.-]+)(?P<sign>\s*[=:]\s*)(?P<value>(?!//)[^\s&;?,'\"}\]]+|\"[^\"]*\"|'[^']*')")
+
+
+def masked_value(name: str, value: str) -> str:
+    """A value as it may be printed.
+
+    Args:
+        name: of the variable, the key or the flag that has it.
+        value: the value.
+
+    Example:
+        >>> masked_value("WANDB_API_KEY", "abc"), masked_value("--pad_token", "<pad>"), masked_value("hub", "hf_" + "a" * 34)
+        ('***', '<pad>', '***')
+    """
+    name = name.rsplit(".", 1)[-1]
+    if value and (_SURE.search(name) or (_LIKELY.search(name) and _is_long(value))):
+        return HIDDEN
+    return masked_text(value)
+
+
+def masked_text(text: str) -> str:
+    """Any text, with what looks like a secret taken out: keys of known services, passwords in addresses, `token=…`.
+
+    Example:
+        >>> masked_text("https://me:pass@host/data?api_key=abc&n=3")
+        'https://***@host/data?api_key=***&n=3'
+    """
+
+    def pair(found: re.Match[str]) -> str:
+        name, value = found["name"].rsplit(".", 1)[-1], found["value"]
+        secret = _SURE.search(name) or (_LIKELY.search(name) and _is_long(value.strip("'\"")))
+        return f"{found['name']}{found['sign']}{HIDDEN}" if secret else found[0]
+
+    return _IN_ADDRESS.sub(HIDDEN, _LOOKS.sub(HIDDEN, _PAIR.sub(pair, text)))
+
+
+def masked_words(words: Sequence[str]) -> list[str]:
+    """The words of a command line.
+
+    Example:
+        >>> masked_words(["train.py", "--api_key", "abc", "--lr", "0.1", "--password=x"])
+        ['train.py', '--api_key', '***', '--lr', '0.1', '--password=***']
+    """
+    shown = []
+    for before, word in zip(["", *words], words, strict=False):
+        flag = before.lstrip("-") if before.startswith("-") and "=" not in before else ""
+        shown.append(word if word.startswith("-") and "=" not in word else masked_value(flag, word))
+    return shown
+
+
+def _is_long(value: str) -> bool:
+    """True for what is no number and no word: eight characters or more, one of them a digit."""
+    return len(value) >= 8 and any(letter.isdigit() for letter in value) and not value.replace(".", "").isdigit()
