@@ -40,7 +40,7 @@ class EarlyStopping(Callback):
         min_delta: the least change that counts as better, in the metric's unit; not negative.
         patience: so many checks in a row without improvement end the run. Checks are made after validations or after
             training epochs (see `check_on_train_epoch_end`), so this need not be a number of epochs.
-        verbose: prints each improvement and why the run ends.
+        verbose: prints each improvement, too. Why the run ends is printed in any case.
         mode: "min" if less is better, "max" if more is.
         strict: raise if the metric is not there at a check; else warn and continue.
         check_finite: stop if the metric is nan or infinite.
@@ -174,6 +174,8 @@ class EarlyStopping(Callback):
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
+            if not self.verbose:
+                trainer.print(f"EarlyStopping ends the run in epoch {trainer.current_epoch}: {message}")
         if message and self.verbose:
             if self.log_rank_zero_only or trainer.world_size == 1:
                 trainer.print(message)

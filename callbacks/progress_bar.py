@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DRAW_SECONDS = 0.1
 LINE_SECONDS = 30.0
+# Whoever watches a log wants to see soon that the run moves, and how fast.
+FIRST_LINE_SECONDS = 5.0
 # A slow terminal (ssh) may take long to draw: the bar then waits this many times as long, so drawing stays below 5 %.
 DRAW_SHARE = 20
 NEVER = math.inf
@@ -60,7 +62,7 @@ class TQDMProgressBar(ProgressBar):
 
     A bar is redrawn at most ten times a second, and only then metrics are read back from the device: in between, a
     batch costs one look at the clock. Without a terminal (a log file, a batch job), a line with epoch, step, speed and
-    metrics is written at the end of each epoch, and every 30 s within one.
+    metrics is written at the end of each epoch, and every 30 s within one, the first one after 5 s.
 
     Args:
         refresh_rate: redraw at multiples of this many batches only; 0 shows nothing.
@@ -94,6 +96,8 @@ class TQDMProgressBar(ProgressBar):
         self._eval_since = 0.0
         self._line_since = 0.0
         self._line_batch = 0
+        self._has_written = False
+        """A line was written in this run."""
 
     @property
     def refresh_rate(self) -> int:
@@ -108,6 +112,7 @@ class TQDMProgressBar(ProgressBar):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if not trainer.is_global_zero or self._refresh_rate == 0:
             self.disable()
+        self._has_written = False
 
     # The bars themselves: a subclass may build its own, of any class with tqdm's methods.
     def init_train_tqdm(self) -> Any:
@@ -222,7 +227,7 @@ class TQDMProgressBar(ProgressBar):
         done, now = trainer.progress.batch, time.perf_counter()
         self._line_since, self._line_batch = now, done
         if self._train_bar is None:
-            self._due = now + LINE_SECONDS
+            self._due = now + self._line_pause()
             return
         self._due = 0.0
         self._train_bar.set_description_str(_epoch_name(trainer), refresh=False)
@@ -239,6 +244,7 @@ class TQDMProgressBar(ProgressBar):
             of = "" if (total := _whole(trainer.num_training_batches)) is None else f"/{total}"
             where = (_epoch_name(trainer), f"batch {done}{of}", f"step {trainer.global_step}")
             _line(*where, speed, format_metrics(metrics))
+            self._has_written = True
             self._line_since, self._line_batch, self._due = start, done, start + LINE_SECONDS
         else:
             self._train_bar.set_postfix_str(format_metrics(metrics), refresh=False)
@@ -254,7 +260,7 @@ class TQDMProgressBar(ProgressBar):
         self._eval_total = None if None in totals else sum(total for total in totals if total is not None)
         self._eval_since = time.perf_counter()
         if self._plain:
-            self._eval_due = self._eval_since + LINE_SECONDS
+            self._eval_due = self._eval_since + self._line_pause()
             return
         if self._train_bar is not None:
             draw(self._train_bar, trainer.progress.batch)
@@ -269,9 +275,14 @@ class TQDMProgressBar(ProgressBar):
             of = "" if self._eval_total is None else f"/{self._eval_total}"
             speed = _rate(self._eval_done, now - self._eval_since)
             _line(self._eval_name, f"batch {self._eval_done}{of}", speed)
+            self._has_written = True
             self._eval_due = now + LINE_SECONDS
         else:
             self._eval_due = draw(self._eval_bar, self._eval_done)
+
+    def _line_pause(self) -> float:
+        """Seconds until the next line: fewer before the first one of a run."""
+        return LINE_SECONDS if self._has_written else min(FIRST_LINE_SECONDS, LINE_SECONDS)
 
     def _close_evaluation(self) -> None:
         if self._eval_bar is not None:

@@ -16,6 +16,8 @@ def in_order(trainer: Trainer, stage: str) -> None:
     interruption = trainer.signals.exception()
     if interruption is None:
         _finalize(trainer, "success")
+        if stage == "fit":
+            trainer.announce_end()
         return
     _tell_listeners(trainer, interruption)
     _finalize(trainer, "interrupted")

@@ -1,7 +1,8 @@
-"""The plan of a run: the five lines printed at the start of fit, and what a strategy is told of the run's settings."""
+"""The plan of a run: the five lines that fit prints at its start, the two at its end, and what a strategy is told of the run's settings."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.settings import RunSettings
@@ -37,6 +38,26 @@ def five_lines(trainer: Trainer, start: str) -> str:
             f"start       {start}",
         )
     )
+
+
+def closing_lines(trainer: Trainer, reason: str, seconds: float) -> str:
+    """Why a fit ended, how long it took, and where its best checkpoint is; in the form of the five lines.
+
+    Args:
+        trainer: after the fit.
+        reason: in a few words.
+        seconds: from the first step on, or the sanity check before it.
+    """
+    progress, took = trainer.progress, timedelta(seconds=round(seconds))
+    lines = [f"ended       {reason}, at step {progress.global_step} in epoch {progress.epoch}, after {took}"]
+    for callback in trainer.checkpoint_callbacks:
+        if callback.monitor is not None and callback.best_model_path:
+            score = callback.best_model_score
+            value = "" if score is None else f" ({callback.monitor}={float(score):.4g})"
+            lines.append(f"best        {callback.best_model_path}{value}")
+    if len(lines) == 1 and trainer.last_checkpoint is not None:
+        lines.append(f"checkpoint  {trainer.last_checkpoint}")
+    return "\n".join(lines)
 
 
 def settings_of(trainer: Trainer, optimizers: int | None = None, loader: Any = None) -> RunSettings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,7 +349,8 @@ class Trainer(TrainerView):
         """Prints on the main process, above a progress bar if there is one on the screen. Takes what Python's `print` takes."""
         bar = self.progress_bar_callback
         if self.is_global_zero:
-            (bar.print if bar is not None else print)(*args, **kwargs)
+            # Into a pipe, too, when it is said and not when the buffer is full.
+            (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -530,6 +532,11 @@ class Trainer(TrainerView):
             self.print(plan.five_lines(self, self._start))
         if debugging.is_debugging():
             debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
+
+    def announce_end(self) -> None:
+        """Prints why the fit ended, how long it took, and where the best checkpoint is."""
+        if self._fit is not None and not self.arguments.barebones:
+            self.print(plan.closing_lines(self, self._fit.reason(), self._fit.seconds()))
 
     def _finish_fit(self, loop: FitLoop) -> None:
         """Keeps what `ckpt_path="current"` resumes."""

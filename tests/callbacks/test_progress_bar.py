@@ -117,6 +117,13 @@ def numbers(lines: list[str], title: str) -> list[str]:
     return [text for index, text in enumerate(found) if index == 0 or found[index - 1] != text]
 
 
+def test_the_first_line_of_a_log_comes_sooner_than_the_others(tmp_path: Path) -> None:
+    lines = TQDMProgressBar()
+    first = lines._line_pause()
+    lines._has_written = True
+    assert first < 10 < lines._line_pause()
+
+
 def test_every_stage_has_its_bar(tmp_path: Path, every_batch: None) -> None:
     run = trainer(tmp_path)
     with Terminal() as terminal:

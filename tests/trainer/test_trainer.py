@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -354,10 +355,43 @@ def test_five_lines(Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFi
     trainer = Trainer(**{**quiet, "max_epochs": 1, "precision": "bf16"}, accumulate_grad_batches=3)
     trainer.fit(Tiny(), DataLoader(torch.zeros(8, 2), batch_size=2))  # type: ignore[arg-type]
     lines = capfd.readouterr().out.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert "1 × cpu, 1 rank" in lines[0] and "single_device, precision bf16-mixed" in lines[1]
     assert "2 per rank × 1 × 3 accumulated = 6" in lines[2] and quiet["default_root_dir"].name in lines[3]
     assert lines[4].split() == ["start", "anew"]
+    assert re.fullmatch(r"ended       max_epochs=1 reached, at step 2 in epoch 0, after 0:00:\d\d", lines[5])
+
+
+ENDS: dict[str, tuple[dict[str, Any], str]] = {
+    "steps": ({"max_steps": 3}, "max_steps=3 reached, at step 3 in epoch 1"),
+    "time": ({"max_time": {"seconds": 0}}, "max_time reached, at step 0 in epoch 0"),
+    "early stopping": (
+        {"callbacks": EarlyStopping("seen", patience=1)},
+        r"stopped early \(should_stop\), at step 4 in epoch 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
+    name: str, Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Seen(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("seen", 1.0, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    arguments, reason = ENDS[name]
+    keeps = ModelCheckpoint(monitor="seen", mode="max")
+    callbacks = [keeps, *([arguments["callbacks"]] if "callbacks" in arguments else [])]
+    trainer = Trainer(**{**quiet, "max_epochs": 5, "enable_checkpointing": True, **arguments, "callbacks": callbacks})
+    trainer.fit(Seen(), batches(2))
+    out = capfd.readouterr().out
+    assert re.search(rf"^ended       {reason}, after 0:00:\d\d$", out, re.MULTILINE), out
+    if name != "time":
+        assert f"best        {keeps.best_model_path} (seen=1)" in out.splitlines()
+    told = "EarlyStopping ends the run in epoch 1: seen did not improve in the last 1 checks." in out
+    assert told == (name == "early stopping")
 
 
 # evaluation -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,7 @@ class FitLoop:
         self.clock = Clock(trainer)
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
+        self._began = time.perf_counter()
         self._draws = False
         """The user's step is `training_step(dataloader_iter)`, and draws its own batches."""
         self._agreement = Agreement(trainer, self.clock) if trainer.world_size > 1 else None
@@ -470,6 +472,19 @@ class FitLoop:
             trainer.should_stop = True
             return True
         return agreement.time_is_up
+
+    def reason(self) -> str:
+        """Why the fit ended, in a few words."""
+        steps, epochs = self.limits.max_steps, self.limits.max_epochs
+        if steps != -1 and self.progress.global_step >= steps:
+            return f"max_steps={steps} reached"
+        if epochs is not None and epochs != -1 and self._epochs_done() >= epochs:
+            return f"max_epochs={epochs} reached"
+        return "stopped early (should_stop)" if self.trainer.should_stop else "max_time reached"
+
+    def seconds(self) -> float:
+        """How long this fit has run, its sanity check included and earlier runs of it left out."""
+        return time.perf_counter() - self._began
 
     def _past_minimum(self) -> bool:
         """True if `min_epochs` and `min_steps` are reached, before which `should_stop` has no effect."""
