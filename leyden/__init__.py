@@ -44,7 +44,14 @@ _HOMES = {
     "notebook_launcher": "leyden.trainer.own_loop.notebook",
     "set_seed": "leyden.trainer.own_loop.seeds",
     "DistributedType": "leyden.trainer.own_loop.ranks",
+    "DDPCommunicationHookType": "leyden.trainer.own_loop.names",
+    "ParallelismConfig": "leyden.trainer.own_loop.parallel",
+    "TorchDynamoPlugin": "leyden.trainer.own_loop.plugins",
+    "debug_launcher": "leyden.trainer.own_loop.notebook",
+    "synchronize_rng_states": "leyden.trainer.own_loop.world",
 }
+_MODULES = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
+"""Modules of Accelerate's names, which scripts also reach as attributes."""
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
@@ -67,7 +74,10 @@ if TYPE_CHECKING:
     from leyden.trainer.own_loop.local_sgd import LocalSGD as LocalSGD
     from leyden.trainer.own_loop.memory import find_executable_batch_size as find_executable_batch_size
     from leyden.trainer.own_loop.memory import release_memory as release_memory
+    from leyden.trainer.own_loop.names import DDPCommunicationHookType as DDPCommunicationHookType
+    from leyden.trainer.own_loop.notebook import debug_launcher as debug_launcher
     from leyden.trainer.own_loop.notebook import notebook_launcher as notebook_launcher
+    from leyden.trainer.own_loop.parallel import ParallelismConfig as ParallelismConfig
     from leyden.trainer.own_loop.plugins import AutocastKwargs as AutocastKwargs
     from leyden.trainer.own_loop.plugins import DataLoaderConfiguration as DataLoaderConfiguration
     from leyden.trainer.own_loop.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
@@ -77,11 +87,13 @@ if TYPE_CHECKING:
     from leyden.trainer.own_loop.plugins import InitProcessGroupKwargs as InitProcessGroupKwargs
     from leyden.trainer.own_loop.plugins import ProfileKwargs as ProfileKwargs
     from leyden.trainer.own_loop.plugins import ProjectConfiguration as ProjectConfiguration
+    from leyden.trainer.own_loop.plugins import TorchDynamoPlugin as TorchDynamoPlugin
     from leyden.trainer.own_loop.rank_logging import get_logger as get_logger
     from leyden.trainer.own_loop.ranks import DistributedType as DistributedType
     from leyden.trainer.own_loop.ranks import PartialState as PartialState
     from leyden.trainer.own_loop.seeds import set_seed as set_seed
     from leyden.trainer.own_loop.tracking import GeneralTracker as GeneralTracker
+    from leyden.trainer.own_loop.world import synchronize_rng_states as synchronize_rng_states
     from leyden.trainer.trainer import Trainer as Trainer
 
 __all__ = ["__version__", *_HOMES]
@@ -89,8 +101,14 @@ __all__ = ["__version__", *_HOMES]
 
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, so that `import leyden` costs next to nothing."""
-    if name not in _HOMES:
+    if name in _MODULES:
+        return importlib.import_module(f"leyden.{name}")
+    if name.startswith("_"):
         raise AttributeError(f"module 'leyden' has no attribute {name!r}")
+    if name not in _HOMES:
+        from leyden.trainer.own_loop.absent import attribute
+
+        return attribute("leyden", name)
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

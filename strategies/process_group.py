@@ -351,6 +351,11 @@ _joined: WeakSet[ProcessGroupStrategy] = WeakSet()
 _attempts = 0
 
 
+def current() -> ProcessGroupStrategy | None:
+    """A strategy by which this process has joined the ranks, for who talks to them without one of its own; None if there is none."""
+    return next((strategy for strategy in _joined if strategy.is_joined), None)
+
+
 def begin_attempt() -> Attempt | None:
     """An attempt that any rank may have to give up while others wait for it; None for one rank alone. All ranks call it."""
     global _attempts

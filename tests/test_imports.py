@@ -61,6 +61,8 @@ OWNERS = {"leyden.trainer.cli": "click", "leyden.strategies.precision.float8_lin
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
 MAX_LINES = 600
+# Modules of Accelerate's names: they hold names, and nothing else.
+THIN = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
 
 
 def sources() -> dict[str, Path]:
@@ -191,12 +193,30 @@ def test_files_can_be_read() -> None:
 
 def test_the_package_folder_holds_nothing_else() -> None:
     names = {path.name for path in (ROOT / "leyden").iterdir()} - {"__pycache__"}
-    assert names <= {"__init__.py", "__main__.py", "py.typed", *ROOMS}
+    assert names <= {"__init__.py", "__main__.py", "py.typed", *ROOMS, *(f"{name}.py" for name in THIN)}
     for room in ROOMS:
         link = ROOT / "leyden" / room
         assert link.is_symlink()
         assert not link.readlink().is_absolute()
         assert link.resolve() == ROOT / room
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_a_module_of_accelerates_names_holds_names_alone(name: str) -> None:
+    tree = ast.parse((ROOT / "leyden" / f"{name}.py").read_text())
+    kinds = [type(node) for node in tree.body]
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    assert set(kinds) <= {ast.Expr, ast.ImportFrom, ast.Assign, ast.FunctionDef}
+    assert functions == ["__getattr__"]
+
+
+def test_names_of_accelerate_cost_no_optional_package() -> None:
+    loaded = run(
+        "import sys, torch; before = set(sys.modules); import leyden; "
+        f"[getattr(leyden, name) for name in {THIN!r}]; print(*(name for name in sys.modules if name not in before))"
+    ).split()
+    assert {f"leyden.{name}" for name in THIN} <= set(loaded)
+    assert not {name for name in loaded if any(within(name, package) for package in LAZY)}
 
 
 def run(program: str) -> str:

@@ -61,9 +61,9 @@ class Accelerator(Stepping):
         step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False for whenever they are called.
         kwargs_handlers: objects such as `GradScalerKwargs(init_scale=1024.0)`.
         dynamo_backend: compile prepared models with this backend of torch.compile.
-        dynamo_plugin: refused: give `dynamo_backend`.
+        dynamo_plugin: the same with torch.compile's other arguments: a `TorchDynamoPlugin`.
         deepspeed_plugins: the same by a name; of several, since one engine drives one model, none is taken.
-        parallelism_config: refused in this version.
+        parallelism_config: a `ParallelismConfig`: how many ranks replicate, and how many share, a model.
         strategy: as of the Trainer: "auto" is one device, or "ddp" where ranks are started.
         dispatch_batches: see `DataLoaderConfiguration`.
         even_batches: see `DataLoaderConfiguration`.

@@ -594,10 +594,11 @@ def in_a_notebook(value: int) -> tuple[int, str, float]:
 
 
 def test_a_notebook_starts_its_ranks() -> None:
-    from leyden import ConfigurationError, notebook_launcher
+    from leyden import ConfigurationError, debug_launcher, notebook_launcher
 
     found = notebook_launcher(in_a_notebook, (2,), num_processes=2, mixed_precision="bf16")
     assert found == (2, "bf16", 5.0)
+    assert debug_launcher(in_a_notebook, (2,)) == (2, "no", 5.0)
     with pytest.raises(ConfigurationError, match="several machines need a script"):
         notebook_launcher(in_a_notebook, (2,), num_nodes=2)
 

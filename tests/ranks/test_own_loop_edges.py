@@ -103,6 +103,50 @@ def test_what_ranks_exchange_is_theirs() -> None:
     assert (first[11], second[11]) == ([[0.0, 1.0, 2.0, 3.0], [8.0]], [[4.0, 5.0, 6.0, 7.0]])
 
 
+def without_an_accelerator() -> list[Any]:
+    from leyden.state import PartialState
+    from leyden.utils import (
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+        save,
+        synchronize_rng_states,
+        tqdm,
+        wait_for_everyone,
+    )
+
+    rank = int(os.environ["RANK"])
+    own = torch.tensor([float(rank)])
+    generator = torch.Generator().manual_seed(rank)
+    found: list[Any] = [
+        gather(own).tolist(),
+        gather_object([rank]),
+        reduce(own).tolist(),
+        reduce(own, "sum").tolist(),
+        gather(pad_across_processes(torch.ones(1 + rank))).tolist(),
+        broadcast_object_list([rank, "a"], from_process=1),
+    ]
+    broadcast({"x": own}, from_process=1)
+    torch.manual_seed(rank)
+    synchronize_rng_states(["torch", "generator"], generator)
+    wait_for_everyone()
+    found += [own.tolist(), torch.rand(1).item(), torch.rand(1, generator=generator).item()]
+    save({"x": own}, f"{os.environ['FOLDER']}/x-{rank}.bin")
+    found += [PartialState().num_processes, tqdm(range(1)).disable]
+    return found
+
+
+def test_functions_of_accelerate_utils_exchange_without_an_accelerator(tmp_path: Path) -> None:
+    first, second = run_world(2, without_an_accelerator, environ={"FOLDER": str(tmp_path)}, timeout=60)
+    assert first[:7] == [[0.0, 1.0], [0, 1], [0.5], [1.0], [1.0, 0.0, 1.0, 1.0], [1, "a"], [1.0]]
+    assert first[:9] == second[:9]
+    assert (first[10], second[10]) == (False, True)
+    assert os.listdir(tmp_path) == ["x-0.bin"]
+
+
 @pytest.mark.parametrize("value", [0.5, [1], "text"])
 def test_a_reduction_of_what_is_no_tensor_is_refused_on_one_process_too(value: Any) -> None:
     """As Accelerate does, since a scale would be left out."""

@@ -66,6 +66,28 @@ def notebook_launcher(
     return run_function(start_method, count, call, *args)
 
 
+def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> Any:
+    """Calls a function on several ranks on the CPU, to try a script without GPUs.
+
+    Args:
+        function: makes its Accelerator itself.
+        args: its arguments.
+        num_processes: ranks.
+
+    Returns:
+        What the function returned on rank 0.
+    """
+    before = os.environ.get("ACCELERATE_USE_CPU")
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    try:
+        return notebook_launcher(function, args, num_processes)
+    finally:
+        if before is None:
+            del os.environ["ACCELERATE_USE_CPU"]
+        else:
+            os.environ["ACCELERATE_USE_CPU"] = before
+
+
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
     # The second is read by code that runs on Accelerate itself, as transformers' Trainer does.
     told = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}

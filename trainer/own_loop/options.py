@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from leyden.strategies.base import Strategy
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.launched import read_launched, with_options, with_recipe
 from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
 from leyden.trainer.own_loop.fp8_recipes import recipe_of
+from leyden.trainer.own_loop.parallel import ParallelismConfig
 from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -24,13 +25,13 @@ from leyden.trainer.own_loop.plugins import (
     Handlers,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from leyden.trainer.own_loop.ranks import check_started
 
 NOT_YET = {
     "torch_tp_plugin": "tensor parallelism",
     "megatron_lm_plugin": "Megatron-LM",
-    "parallelism_config": "ParallelismConfig",
 }
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
 BOOLEANS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
@@ -47,8 +48,7 @@ class Options:
         for name, what in NOT_YET.items():
             if given[name] is not None:
                 raise ConfigurationError(f"Accelerator({name}=…): {what} is not part of this version. Leave it out.")
-        if given["dynamo_plugin"] is not None:
-            raise ConfigurationError("Accelerator(dynamo_plugin=…): give dynamo_backend='inductor', say.")
+        _compile_plugin(given)
         _fill(given)
         self.device_placement: bool = given["device_placement"]
         self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
@@ -65,6 +65,7 @@ class Options:
         self._clips_to: float | None = given.get("clips_to")
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
+        self._mesh: ParallelismConfig | None = given["parallelism_config"]
         self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
         self.accumulation.num_steps = accumulation_of(self.strategy, self.accumulation.num_steps)
         self.precision = self._precision(given["mixed_precision"])
@@ -115,6 +116,8 @@ class Options:
     def apply(self, strategy: Strategy) -> None:
         """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
+        if self._mesh is not None:
+            self._mesh.check(strategy.world_size)
         if self._clips_to is not None:
             strategy.clip_each_step(self._clips_to)
         if self.deepspeed is None:
@@ -167,6 +170,18 @@ def _fill(given: dict[str, Any]) -> None:
         filled["strategy"] = with_options(filled["strategy"], launched.options)
     given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
     given.update(filled)
+
+
+def _compile_plugin(given: dict[str, Any]) -> None:
+    """Puts a TorchDynamoPlugin's values in the place of `dynamo_backend` and torch.compile's arguments."""
+    plugin = given["dynamo_plugin"]
+    if plugin is None:
+        return
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigurationError(f"Accelerator(dynamo_plugin=…) was given {kind_of(plugin)}: give a TorchDynamoPlugin.")
+    if given["dynamo_backend"] is not None:
+        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given: give one of them.")
+    given["dynamo_backend"], given["compile_options"] = plugin.backend, plugin.arguments()
 
 
 def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
@@ -224,6 +239,16 @@ def _backend(given: Any) -> str | None:
 
 def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
     """The strategy that was given, or that of a plugin."""
+    mesh = given["parallelism_config"]
+    if mesh is not None:
+        if not isinstance(mesh, ParallelismConfig):
+            raise ConfigurationError(
+                f"Accelerator(parallelism_config=…) was given {kind_of(mesh)}: give a ParallelismConfig."
+            )
+        if deepspeed is not None or given["strategy"] != "auto":
+            other = "deepspeed_plugin" if deepspeed is not None else "strategy"
+            raise ConfigurationError(f"parallelism_config and {other} were both given: give one of them.")
+        return mesh.build(given["fsdp_plugin"])
     named = {"fsdp_plugin": given["fsdp_plugin"], "deepspeed_plugin": deepspeed}
     plugins = {name: plugin for name, plugin in named.items() if plugin is not None}
     both = [*plugins, *(["strategy"] if given["strategy"] != "auto" else [])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,20 @@ class ProjectConfiguration:
 
 class KwargsHandler:
     """Base class of what `kwargs_handlers` takes."""
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The settings that are not at their defaults.
+
+        Example:
+            >>> AutocastKwargs(enabled=False).to_kwargs()
+            {'enabled': False}
+        """
+        changed = {}
+        for entry in dataclasses.fields(self):  # type: ignore[arg-type]
+            plain = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+            if getattr(self, entry.name) != plain:
+                changed[entry.name] = getattr(self, entry.name)
+        return changed
 
 
 @dataclass
@@ -298,6 +313,44 @@ class ProfileKwargs(KwargsHandler):
 
 
 @dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of `torch.compile`, for `Accelerator(dynamo_plugin=…)`.
+
+    Attributes:
+        backend: as `dynamo_backend`; what the launcher says, or none, if left out.
+        use_regional_compilation: refused: `FSDPStrategy(compile=True)` compiles block by block.
+
+    The others are torch.compile's own, of the same names.
+
+    Raises:
+        ConfigurationError: for `use_regional_compilation`.
+    """
+
+    backend: Any = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.use_regional_compilation:
+            raise ConfigurationError(
+                "TorchDynamoPlugin(use_regional_compilation=True): FSDPStrategy(compile=True) compiles block by block; or call "
+                "block.compile() on each before prepare."
+            )
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of torch.compile, beside the backend."""
+        return {
+            name: value
+            for name, value in self.to_kwargs().items()
+            if name not in ("backend", "use_regional_compilation")
+        }
+
+
+@dataclass
 class FullyShardedDataParallelPlugin:
     """FSDP, by the names that Accelerate and FSDP1 gave its options; `FSDPStrategy` has them under its own.
 
@@ -345,8 +398,12 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     fsdp_version: int | None = None
 
-    def build(self) -> Any:
-        """The strategy."""
+    def build(self, device_mesh: tuple[int, int] | None = None) -> Any:
+        """The strategy.
+
+        Args:
+            device_mesh: (replicate, shard) sizes.
+        """
         from leyden.strategies.fsdp import FSDPStrategy
 
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -357,6 +414,8 @@ class FullyShardedDataParallelPlugin:
         if given.pop("fsdp_version", 2) == 1 and "use_orig_params" not in given:
             # FSDP1's own layout of parameters is no more; all else has the same numbers.
             given["use_orig_params"] = True
+        if device_mesh is not None:
+            given["device_mesh"] = device_mesh
         return FSDPStrategy(**given)
 
 

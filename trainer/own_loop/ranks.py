@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
@@ -251,7 +252,7 @@ class PartialState(RankControl):
 
 
 class AcceleratorState(PartialState):
-    """Ranks and precision of an Accelerator, as `accelerator.state`.
+    """Ranks and precision of an Accelerator, as `accelerator.state`; without one those that the environment names.
 
     Attributes:
         mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
@@ -259,10 +260,16 @@ class AcceleratorState(PartialState):
     """
 
     def __init__(
-        self, strategy: Strategy, mixed_precision: str, deepspeed_plugin: DeepSpeedPlugin | None = None
+        self,
+        strategy: Strategy | str | None = None,
+        mixed_precision: str | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
     ) -> None:
-        super().__init__(strategy=strategy)
-        self.mixed_precision = mixed_precision
+        if isinstance(strategy, str):
+            # Accelerate's first argument is the precision.
+            strategy, mixed_precision = None, strategy
+        super().__init__(strategy=joined() if strategy is None else strategy)
+        self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
         self.deepspeed_plugin = deepspeed_plugin
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
@@ -273,17 +280,24 @@ class AcceleratorState(PartialState):
         """Does nothing: there is only one, and it is used."""
 
 
-def joined(accelerator: str) -> Strategy:
+def joined(accelerator: str | None = None) -> Strategy:
     """A strategy among the ranks that are started, or of one device, ready to be used.
+
+    Args:
+        accelerator: "cpu" or "auto"; None for a strategy that has joined the ranks in this process, where there is one.
 
     Raises:
         ConfigurationError: if several ranks are asked for, and nobody has started them.
     """
     from leyden.strategies import find_strategy
     from leyden.strategies.launch.environment import rank_environment
+    from leyden.strategies.process_group import current
 
+    running = current() if accelerator is None else None
+    if running is not None:
+        return running
     alone = rank_environment() is None
-    found = find_strategy("auto", accelerator, 1 if alone else "auto")
+    found = find_strategy("auto", accelerator or "auto", 1 if alone else "auto")
     check_started(found)
     found.setup_environment()
     return found

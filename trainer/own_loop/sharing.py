@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,47 @@ class SeedableSampler(RandomSampler):
         """Seeds the next order."""
         assert self.generator is not None
         self.generator.manual_seed((self._seed + epoch) % 2**63)
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A shuffle that follows from a seed and the epoch alone, for loaders of one's own.
+
+    Args:
+        data_source: what is sampled.
+        replacement: of `RandomSampler`.
+        num_samples: of `RandomSampler`.
+        generator: left to be seeded here.
+        data_seed: the seed; torch's initial seed if left out.
+
+    Example:
+        >>> sampler = SeedableRandomSampler(range(4), data_seed=1)
+        >>> first, second = list(sampler), list(sampler)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first != second
+        True
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next pass; each pass counts one on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.generator is not None
+        self.generator.manual_seed((self.initial_seed + self.epoch) % 2**63)
+        self.epoch += 1
+        yield from super().__iter__()
 
 
 def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> Any:

@@ -218,7 +218,7 @@ def build(
             place = {"logging_dir": folder} if entry.requires_logging_directory else {}
             built.append(entry(project_name, **place, **options.get(str(entry.name), {})))
         elif isinstance(entry, str):
-            built.append(LoggerTracker(_logger(entry, project_name, folder, options.get(entry, {})), entry))
+            built.append(LoggerTracker(make_logger(entry, project_name, folder, options.get(entry, {})), entry))
         else:
             built.append(LoggerTracker(entry))
     for tracker in built:
@@ -234,9 +234,13 @@ def build(
     return built
 
 
-def _logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
+def make_logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
+    """A logger by its name, with its files below a folder."""
     module, kind, _ = LOGGERS[name]
-    arguments = {"name": project_name} if name in FOLDERS else {PROJECT[name]: project_name}
+    arguments: dict[str, Any] = {"name": project_name} if name in FOLDERS else {PROJECT[name]: project_name}
+    if name == "tensorboard":
+        # Where scripts look for it: in the folder of that name itself, not in one for each run.
+        arguments["version"] = ""
     logger: Logger = getattr(importlib.import_module(module), kind)(**{"save_dir": folder, **arguments, **options})
     return logger
 

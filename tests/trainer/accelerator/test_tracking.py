@@ -60,7 +60,7 @@ def test_every_tracker_is_told(tmp_path: Path) -> None:
         (3, {"loss": torch.tensor(0.5), "note": "text"}, {"commit": True}),
         "finished",
     ]
-    events = EventAccumulator(str(tmp_path / "digits" / "version_0")).Reload()
+    events = EventAccumulator(str(tmp_path / "digits")).Reload()
     assert [event.value for event in events.Scalars("loss")] == [0.5]
     assert events.Scalars("extra")[0].step == 3
     assert "note/text_summary" in events.Tags()["tensors"]

@@ -1,0 +1,14 @@
+"""The names of `accelerate.optimizer`, for scripts that import from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leyden.trainer.own_loop.absent import attribute
+from leyden.trainer.prepared import PreparedOptimizer as AcceleratedOptimizer
+
+__all__ = ["AcceleratedOptimizer"]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name)

@@ -1,0 +1,15 @@
+"""The names of `accelerate.tracking`, for scripts that import from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leyden.trainer.own_loop.absent import attribute
+from leyden.trainer.own_loop.trackers import CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker
+from leyden.trainer.own_loop.tracking import GeneralTracker
+
+__all__ = ["CometMLTracker", "GeneralTracker", "MLflowTracker", "TensorBoardTracker", "WandBTracker"]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name)

@@ -1,0 +1,98 @@
+"""The names of `accelerate.utils`, for scripts that import from there: the first word of the import is all that changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leyden.strategies.batch import batch_size_of as find_batch_size
+from leyden.trainer.own_loop.absent import attribute
+from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from leyden.trainer.own_loop.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from leyden.trainer.own_loop.memory import find_executable_batch_size, release_memory
+from leyden.trainer.own_loop.names import (
+    DDPCommunicationHookType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    RNGType,
+)
+from leyden.trainer.own_loop.parallel import ParallelismConfig
+from leyden.trainer.own_loop.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from leyden.trainer.own_loop.ranks import DistributedType
+from leyden.trainer.own_loop.seeds import set_seed
+from leyden.trainer.own_loop.world import (
+    broadcast,
+    broadcast_object_list,
+    convert_to_fp32,
+    extract_model_from_parallel,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    save,
+    send_to_device,
+    synchronize_rng_states,
+    tqdm,
+    wait_for_everyone,
+)
+
+__all__ = [
+    "AORecipeKwargs",
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
+    "DynamoBackend",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "LoggerType",
+    "MSAMPRecipeKwargs",
+    "ParallelismConfig",
+    "PrecisionType",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "RNGType",
+    "TERecipeKwargs",
+    "TorchDynamoPlugin",
+    "broadcast",
+    "broadcast_object_list",
+    "convert_to_fp32",
+    "extract_model_from_parallel",
+    "find_batch_size",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "release_memory",
+    "save",
+    "send_to_device",
+    "set_seed",
+    "synchronize_rng_states",
+    "tqdm",
+    "wait_for_everyone",
+]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name)

@@ -1,0 +1,164 @@
+"""The modules of Accelerate's names: what a script imports from them is there, or the error says what to use."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import leyden
+from leyden import (
+    Accelerator,
+    AutocastKwargs,
+    ConfigurationError,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+)
+from leyden.data_loader import SeedableRandomSampler
+from leyden.state import AcceleratorState, PartialState
+from leyden.tracking import TensorBoardTracker
+from leyden.utils import (
+    DDPCommunicationHookType,
+    DynamoBackend,
+    LoggerType,
+    PrecisionType,
+    broadcast,
+    broadcast_object_list,
+    extract_model_from_parallel,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    send_to_device,
+    synchronize_rng_states,
+    tqdm,
+)
+
+MODULES = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_name_of_a_module_is_there(name: str) -> None:
+    module = importlib.import_module(f"leyden.{name}")
+    assert all(getattr(module, entry) is not None for entry in module.__all__)
+    assert getattr(leyden, name) is module
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("from leyden import init_empty_weights", "torch.device"),
+        ("from leyden import load_checkpoint_and_dispatch, infer_auto_device_map", "from_pretrained"),
+        ("from leyden.utils import BnbQuantizationConfig", "BitsAndBytesConfig"),
+        ("from leyden.utils import merge_fsdp_weights", "leyden merge"),
+        ("from leyden.data_loader import prepare_data_loader", r"accelerator\.prepare_data_loader"),
+        ("from leyden.tracking import AimTracker", "GeneralTracker"),
+        ("from leyden.utils import MegatronLMPlugin", "not part of this version"),
+        ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
+    ],
+)
+def test_a_name_that_leyden_lacks_says_what_to_use(line: str, words: str) -> None:
+    with pytest.raises(ImportError, match=words):
+        exec(line)
+    assert not hasattr(leyden, "no_such_name")
+
+
+def test_libraries_and_devices_are_asked_for_by_name() -> None:
+    from leyden.utils import is_tensorboard_available, is_xpu_available  # type: ignore[attr-defined]
+
+    assert is_tensorboard_available() is True
+    assert is_xpu_available() is torch.xpu.is_available()
+
+
+def test_collectives_of_one_process() -> None:
+    tensor = torch.arange(2.0)
+    assert gather(tensor) is tensor and gather_object([1, "a"]) == [1, "a"]
+    assert broadcast({"x": tensor})["x"] is tensor and broadcast_object_list([1, 2]) == [1, 2]
+    assert torch.equal(reduce(tensor, scale=2.0), tensor * 2) and torch.equal(pad_across_processes(tensor), tensor)
+    assert send_to_device({"x": tensor, "y": tensor}, "meta", skip_keys="y")["y"] is tensor
+    assert send_to_device([tensor], "meta")[0].is_meta
+    synchronize_rng_states(["torch", "generator"], torch.Generator())
+    assert list(tqdm(range(2), disable=True)) == [0, 1]
+    assert extract_model_from_parallel(nn.DataParallel(nn.Identity())).__class__ is nn.Identity
+
+
+def test_states_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (AcceleratorState().num_processes, AcceleratorState().mixed_precision) == (1, "no")
+    assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert AcceleratorState().mixed_precision == "fp16"
+    assert PartialState().is_main_process
+
+
+def test_words_are_taken_as_objects(tmp_path: Path) -> None:
+    assert str(PrecisionType.BF16) == "bf16"
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=PrecisionType.BF16,
+        dynamo_backend=DynamoBackend.EAGER,
+        log_with=LoggerType.TENSORBOARD,
+        project_dir=tmp_path,
+        kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)],
+    )
+    assert (accelerator.mixed_precision, accelerator.options.backend) == ("bf16", "eager")
+    assert AutocastKwargs(cache_enabled=False).to_kwargs() == {"cache_enabled": False}
+    assert DistributedDataParallelKwargs().to_kwargs() == {}
+
+
+def test_a_dynamo_plugin_compiles_with_its_arguments() -> None:
+    accelerator = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager", fullgraph=True))
+    assert (accelerator.options.backend, accelerator.options.compile_options) == ("eager", {"fullgraph": True})
+    assert type(accelerator.prepare(nn.Linear(1, 1))).__name__ == "OptimizedModule"
+    with pytest.raises(ConfigurationError, match="give one of them"):
+        Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"), dynamo_backend="eager")
+    with pytest.raises(ConfigurationError, match="FSDPStrategy"):
+        TorchDynamoPlugin(use_regional_compilation=True)
+
+
+def test_a_parallelism_config_is_ddp_fsdp_or_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: Any = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2).build(
+        FullyShardedDataParallelPlugin(min_num_params=3)
+    )
+    assert (built.name, built.settings["device_mesh"], built.settings["auto_wrap_policy"]) == ("hsdp", (2, 2), 3)
+    assert ParallelismConfig(dp_shard_size=2).build().name == "fsdp"  # type: ignore[union-attr]
+    assert (ParallelismConfig(dp_replicate_size=2).build(), ParallelismConfig().build()) == ("ddp", "auto")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    assert ParallelismConfig().total_size == 4
+    monkeypatch.undo()
+    with pytest.raises(ConfigurationError, match="tensor parallelism is not part"):
+        ParallelismConfig(tp_size=2)
+    with pytest.raises(ConfigurationError, match="and there are 1"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
+    with pytest.raises(ConfigurationError, match="give a ParallelismConfig"):
+        Accelerator(cpu=True, parallelism_config={"dp_shard_size": 2})
+
+
+def test_a_seedable_sampler_orders_by_seed_and_epoch_alone() -> None:
+    sampler = SeedableRandomSampler(range(20), data_seed=3)
+    first = [batch.tolist() for batch in DataLoader(torch.arange(20), 4, sampler=sampler)]
+    assert sampler.epoch == 1
+    torch.manual_seed(7)
+    sampler.set_epoch(0)
+    assert [batch.tolist() for batch in DataLoader(torch.arange(20), 4, sampler=sampler)] == first
+    assert [batch.tolist() for batch in DataLoader(torch.arange(20), 4, sampler=sampler)] != first
+
+
+def test_tensorboard_files_lie_in_the_folder_of_the_project(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("digits", config={"lr": 0.1})
+    accelerator.log({"loss": 0.5}, step=1)
+    accelerator.end_training()
+    own = Accelerator(cpu=True, log_with=TensorBoardTracker("alone", tmp_path))
+    own.init_trackers("ignored")
+    own.log({"loss": 0.5}, step=1)
+    own.end_training()
+    for name in ("digits", "alone"):
+        assert list((tmp_path / name).glob("events.out.tfevents.*"))
+        assert not list((tmp_path / name).glob("version_*"))

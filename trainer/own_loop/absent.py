@@ -1,0 +1,149 @@
+"""Names of Accelerate that Leyden does not have, with what to use: an import of one says so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+
+BIG_MODELS = (
+    "Leyden trains models and has no loading of ones that are too big for a device's memory for inference: use transformers' "
+    "from_pretrained(..., device_map='auto') for that, and to train one strategy='fsdp' with configure_model or from_pretrained "
+    "(docs/fsdp.md), or DeepSpeed's stage 3"
+)
+ON_META = (
+    "use `with torch.device('meta'):`, or the Trainer's configure_model, which builds on it where the strategy shards"
+)
+
+# What to use -> the names.
+INSTEAD = {
+    BIG_MODELS: (
+        "load_checkpoint_and_dispatch load_checkpoint_in_model infer_auto_device_map dispatch_model cpu_offload cpu_offload_with_hook "
+        "disk_offload get_balanced_memory get_max_memory get_max_layer_size compute_module_sizes check_device_map offload_state_dict "
+        "offload_weight load_offloaded_weight load_offloaded_weights save_offload_index OffloadedWeightsLoader PrefixedDataset "
+        "set_module_tensor_to_device has_offloaded_params align_module_device extract_submodules_state_dict find_tied_parameters "
+        "retie_parameters prepare_pippy"
+    ),
+    ON_META: "init_empty_weights init_on_device",
+    "quantise with transformers' from_pretrained(..., quantization_config=BitsAndBytesConfig(…)), or torchao, before prepare": (
+        "BnbQuantizationConfig load_and_quantize_model has_4bit_bnb_layers"
+    ),
+    "Megatron-LM is not part of this version; strategy='fsdp' or DeepSpeed train big models": (
+        "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep "
+        "avg_losses_across_data_parallel_group"
+    ),
+    "tensor, context and sequence parallelism are not part of this version": (
+        "TorchTensorParallelPlugin TorchTensorParallelConfig TorchContextParallelConfig DeepSpeedSequenceParallelConfig"
+    ),
+    "loaders are prepared by an Accelerator: accelerator.prepare_data_loader(loader)": (
+        "prepare_data_loader DataLoaderShard DataLoaderDispatcher DataLoaderAdapter DataLoaderStateMixin BatchSamplerShard "
+        "IterableDatasetShard SkipBatchSampler SkipDataLoader get_sampler"
+    ),
+    "write a subclass of GeneralTracker, whose log(values, step) calls it, and give it to Accelerator(log_with=…)": (
+        "AimTracker ClearMLTracker DVCLiveTracker SwanLabTracker TrackioTracker"
+    ),
+    "Accelerator(log_with=…) finds trackers by itself": (
+        "filter_trackers get_available_trackers register_tracker_class LOGGER_TYPE_TO_CLASS on_main_process"
+    ),
+    "use `leyden merge <checkpoint> <folder>`": "merge_fsdp_weights",
+    "use accelerator.save_state and load_state, whose checkpoints load on any number of ranks": (
+        "save_fsdp_model save_fsdp_optimizer load_fsdp_model load_fsdp_optimizer fsdp2_load_full_state_dict"
+    ),
+    "use accelerator.save_model and safetensors.torch.load_file": "load_state_dict load clean_state_dict_for_safetensors",
+    "give dynamo_backend or a TorchDynamoPlugin, or FSDPStrategy(compile=True) for each block": (
+        "compile_regions compile_regions_deepspeed compile_regions_fsdp2 has_compiled_regions is_compiled_module"
+    ),
+    "use mixed_precision='fp8' with kwargs_handlers=[AORecipeKwargs()] or [TERecipeKwargs()]": (
+        "convert_model convert_model_to_fp8_ao apply_fp8_autowrap contextual_fp8_autocast filter_first_and_last_linear_layers "
+        "has_transformer_engine_layers has_ao_layers"
+    ),
+    "use accelerator.autocast(), and read accelerator.scaler": "get_mixed_precision_context_manager get_grad_scaler get_fsdp2_grad_scaler",
+    "use `with deepspeed.zero.GatheredParameters(…):`": "GatheredParameters",
+    "use `leyden launch --enable_cpu_affinity`": "set_numa_affinity",
+    "use `leyden config default`": "write_basic_config",
+    "use `leyden launch` or torchrun": (
+        "PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env "
+        "prepare_tpu install_xla test_launch SageMakerDistributedType ComputeEnvironment"
+    ),
+    "use unittest.mock.patch.dict(os.environ, …)": "patch_environment clear_environment purge_accelerate_environment",
+    "use torch.utils.data.default_convert and map over it, or torch.utils._pytree.tree_map": (
+        "recursively_apply honor_type is_namedtuple is_torch_tensor is_tensor_information TensorInformation get_data_structure "
+        "initialize_tensors find_device slice_tensors concatenate pad_input_tensors copy_tensor_to_devices listify calculate_maximum_sizes "
+        "CannotPadNestedTensorWarning"
+    ),
+    "compare with packaging.version": "compare_versions is_torch_version",
+}
+PACKAGES = {
+    "bnb": "bitsandbytes",
+    "torch_xla": "torch_xla",
+    "transformer_engine": "transformer_engine",
+    "schedulefree": "schedulefree",
+    **{
+        name: name
+        for name in (
+            "tensorboard",
+            "wandb",
+            "comet_ml",
+            "mlflow",
+            "deepspeed",
+            "transformers",
+            "datasets",
+            "peft",
+            "rich",
+        )
+    },
+    **{
+        name: name
+        for name in (
+            "torchao",
+            "torchvision",
+            "timm",
+            "pandas",
+            "matplotlib",
+            "triton",
+            "boto3",
+            "aim",
+            "clearml",
+            "dvclive",
+        )
+    },
+    **{name: name for name in ("swanlab", "trackio", "torchdata", "pytest", "megatron_lm", "msamp", "pynvml")},
+}
+DEVICES = ("cuda", "mps", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "neuron")
+
+
+def attribute(module: str, name: str) -> Callable[[], bool]:
+    """What a module's `__getattr__` gives for a name that it does not have.
+
+    Args:
+        module: as `leyden.utils`.
+        name: of Accelerate's, perhaps.
+
+    Returns:
+        For `is_<package>_available` the function that says so.
+
+    Raises:
+        ImportError: for a name that Accelerate has, with what to use. (An AttributeError's words are lost in an import.)
+        AttributeError: for all others.
+    """
+    if name.startswith("is_") and name.endswith("_available"):
+        what = name[3:-10]
+        if what in PACKAGES:
+            return functools.partial(_is_installed, PACKAGES[what])
+        if what in DEVICES:
+            return functools.partial(_has_device, what)
+    for instead, names in INSTEAD.items():
+        if name in names.split():
+            raise ImportError(f"{module} has no {name}, which Accelerate has: {instead}.", name=name)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def _has_device(kind: str) -> bool:
+    import torch
+
+    backend = getattr(torch, kind, None) if kind != "mps" else torch.backends.mps
+    return bool(backend is not None and backend.is_available())
