@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each step used, under the step's number.
+    """Logs the learning rate that each step used, under the step's number; callbacks find it in `trainer.callback_metrics`.
 
     Names are `lr-SGD`; `lr-SGD/pg1`, `lr-SGD/pg2` for several parameter groups (a group's own "name" where it has one);
     `lr-SGD`, `lr-SGD-1` for several optimizers of one kind; or the `name` of the scheduler's configuration in place of
@@ -63,6 +63,8 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._named = list(self._names(trainer))
         self.lrs = {name: [] for named, optimizer, _ in self._named for name in _group_names(named, optimizer)}
+        for name, optimizer, _ in self._named:
+            trainer.logs.show(self._values(name, optimizer))
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.logging_interval != "step":
@@ -93,16 +95,25 @@ class LearningRateMonitor(Callback):
         for name, optimizer, at in self._named:
             if at != interval:
                 continue
-            for label, group in zip(_group_names(name, optimizer), optimizer.param_groups, strict=True):
-                values[label] = float(group["lr"])
-                self.lrs.setdefault(label, []).append(values[label])
-                if self.log_momentum:
-                    values[f"{label}-momentum"] = _momentum(group)
-                if self.log_weight_decay:
-                    values[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
+            found = self._values(name, optimizer)
+            values.update(found)
+            for label in _group_names(name, optimizer):
+                self.lrs.setdefault(label, []).append(found[label])
+        trainer.logs.show(values)
         if values and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, step=step)
+
+    def _values(self, name: str, optimizer: Optimizer) -> dict[str, float]:
+        """What is logged of an optimizer that goes by a name."""
+        values: dict[str, float] = {}
+        for label, group in zip(_group_names(name, optimizer), optimizer.param_groups, strict=True):
+            values[label] = float(group["lr"])
+            if self.log_momentum:
+                values[f"{label}-momentum"] = _momentum(group)
+            if self.log_weight_decay:
+                values[f"{label}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        return values
 
 
 def _group_names(name: str, optimizer: Optimizer) -> list[str]:

@@ -170,7 +170,7 @@ def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
         inputs = convert_floats(move_to_device(inputs, first.device), first.dtype)
     try:
         module.eval()
-        with torch.no_grad(), isolated_rng():
+        with torch.no_grad(), isolated_rng(), getattr(module, "_readable", contextlib.nullcontext)():
             yield inputs
     finally:
         for layer, training in modes:
@@ -192,7 +192,7 @@ def _row(
     known = [parameter for parameter in found if not is_lazy(parameter)]
     return LayerSummary(
         name,
-        layer if isinstance(layer, str) else type(layer).__name__,
+        layer if isinstance(layer, str) else getattr(layer, "original_name", type(layer).__name__),
         sum(_numel(parameter) for parameter in known),
         sum(_numel(parameter) for parameter in known if parameter.requires_grad),
         None if isinstance(layer, str) else layer.training,
@@ -219,7 +219,9 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
 
         return hook
 
-    handles = [layer.register_forward_hook(note(layer)) for layer in layers]
+    # TorchScript's modules take no hooks: their rows are without sizes.
+    plain = [layer for layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
+    handles = [layer.register_forward_hook(note(layer)) for layer in plain]
     try:
         with undisturbed(module, example) as inputs:
             if isinstance(inputs, tuple):

@@ -168,6 +168,10 @@ class TensorBoardLogger(FolderLogger):
             self._writer.close()
             self._writer = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A writer holds a thread and a file: a copy opens its own, in the same folder.
+        return {**vars(self), "_writer": None}
+
     @property
     def _suffix(self) -> str:
         """What the names of this run's event files end with: other runs and users may write to the folder too."""

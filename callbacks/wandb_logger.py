@@ -213,6 +213,10 @@ class WandbLogger(Logger):
             return
         self._id, self._last_step = str(state["id"]), int(state["last_step"])
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A run holds threads and files: a copy continues it by its id.
+        return {**vars(self), "_run": None, "_id": self.version, "_is_defined": False}
+
     def _log_media(self, key: str, value: Any, step: int | None) -> None:
         name = f"{self._prefix}-{key}" if self._prefix else key
         self.experiment.log({name: value, GLOBAL_STEP: max(self._last_step, 0) if step is None else step})

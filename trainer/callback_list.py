@@ -58,6 +58,11 @@ class CallbackList:
         self.seen += added
         return added
 
+    def leave(self) -> None:
+        """The run is over: a callback's `log` does nothing any more."""
+        for callback in self.seen:
+            callback._log_through(None)
+
     def note_states(self, states: Mapping[str, Any]) -> None:
         """Remembers how callbacks stood before the first step of the Trainer's first fit."""
         if not self._initial:

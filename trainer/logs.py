@@ -221,6 +221,7 @@ class Logs:
         self.stepping: set[str] = set()
         """The groups in which loggers are given values of single steps."""
         self._ranks = ranks
+        self._apart = -1
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
 
@@ -275,6 +276,15 @@ class Logs:
             if batch_size is None:
                 batch_size = self._batch_size(name) if entry.has_batch and entry.reduce_fx == "mean" else 1
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
+
+    def begin_apart(self) -> None:
+        """What is logged from here on belongs to no batch: `step_values` gives it by itself."""
+        self._apart -= 1
+        self.tick = self._apart
+
+    def show(self, values: Mapping[str, Value]) -> None:
+        """Makes values visible to callbacks that were not logged by the module and that loggers have already."""
+        self._epoch_values.update({name: (value, False, False) for name, value in values.items()})
 
     def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
         if not isinstance(name, str):

@@ -49,6 +49,8 @@ class TrainModule(Hyperparameters, nn.Module):
         ...         return torch.optim.AdamW(self.parameters(), lr=1e-3)
     """
 
+    _is_traced = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.automatic_optimization = True
@@ -414,6 +416,18 @@ class TrainModule(Hyperparameters, nn.Module):
             if isinstance(part, TrainModule):
                 part._trainer, part._logs = trainer, logs
 
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Within the block `trainer` is None, and no error, outside of a run: torch.jit reads every attribute of a module."""
+        parts = [part for part in self.modules() if isinstance(part, TrainModule)]
+        for part in parts:
+            part._is_traced = True
+        try:
+            yield
+        finally:
+            for part in parts:
+                part._is_traced = False
+
     def _leave(self) -> None:
         """The run is over: `log` does nothing any more."""
         for part in self.modules():
@@ -428,9 +442,9 @@ class TrainModule(Hyperparameters, nn.Module):
         Raises:
             LeydenError: if no Trainer does.
         """
-        if self._trainer is None:
+        if self._trainer is None and not self._is_traced:
             raise LeydenError(f"{type(self).__name__} is not attached to a Trainer: hand it to Trainer.fit first.")
-        return self._trainer
+        return self._trainer  # type: ignore[return-value]
 
     @trainer.setter
     def trainer(self, trainer: Trainer | None) -> None:
@@ -518,7 +532,8 @@ class TrainModule(Hyperparameters, nn.Module):
         self.eval()
         try:
             args = sample if isinstance(sample, tuple) else (sample,)
-            return torch.onnx.export(self, args, file_path, **kwargs)
+            with self._readable():
+                return torch.onnx.export(self, args, file_path, **kwargs)
         finally:
             self.train(was_training)
 
@@ -545,7 +560,7 @@ class TrainModule(Hyperparameters, nn.Module):
             hparams_file: a JSON file of hyperparameters in place of the checkpoint's.
             strict: raise on names that do not fit; the module's `strict_loading` if left out. False warns of them, and raises
                 where nothing fits.
-            weights_only: concerns pickle files of other trainers alone: True refuses to run their code, trusted or not.
+            weights_only: concerns pickle files of other trainers alone, as in `Trainer.fit`; True runs no code, trusted or not.
             trust: load a foreign pickle file, which may run code if torch's safe loader cannot read it.
             **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
 
@@ -573,21 +588,3 @@ def _unwritten(module: TrainModule) -> ConfigurationError:
     return ConfigurationError(
         f"{type(module).__name__} has no {name}: write it, or give the Trainer what stands in for it."
     )
-
-
-def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[bool, bool]:
-    """Whether a step takes the index of the batch, whatever its name, and `dataloader_idx`, after the batch itself.
-
-    Args:
-        step: the user's method.
-        several: there are several loaders, so that `*args` take the index of the loader too.
-    """
-    parameters = list(inspect.signature(step).parameters.values())
-    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-        return True, several or any(p.name == "dataloader_idx" for p in parameters)
-    parameters = parameters[1:]
-    takes_loader = any(p.name == "dataloader_idx" for p in parameters)
-    required = [
-        p for p in parameters if p.name != "dataloader_idx" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-    ]
-    return bool(required), takes_loader

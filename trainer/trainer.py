@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from leyden.callbacks.base import Callback, in_order
+from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
@@ -221,6 +221,7 @@ class Trainer(TrainerView):
         val_dataloaders: Loaders = None,
         datamodule: DataModule | None = None,
         ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
         *,
         restore: str | Sequence[str] = "all",
         same_run: bool = False,
@@ -238,6 +239,8 @@ class Trainer(TrainerView):
             datamodule: gives loaders in place of the two.
             ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last if
                 there is one and this run saved it (see `TrainModule.run_identity`), else anew; "current", where this Trainer's own last fit ended.
+            weights_only: how a pickle file of another trainer is read, and nothing else: True by torch's safe loader alone, which runs
+                no code; False in full if need be, as `trust=True`. Leyden's own checkpoints hold no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
             same_run: what "auto" finds is this run's own, whatever differs (for a job that is requeued unattended).
             trust: `ckpt_path` may be a pickle file of another trainer, whose weights are taken.
@@ -259,7 +262,7 @@ class Trainer(TrainerView):
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
-        goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust, same_run)
+        goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust, same_run, weights_only)
         self._run("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
     def validate(
@@ -269,6 +272,7 @@ class Trainer(TrainerView):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """One pass over the validation data.
 
@@ -278,11 +282,12 @@ class Trainer(TrainerView):
             ckpt_path: weights to load first: a path, "best" or "last". The weights as they are if left out.
             verbose: print the values.
             datamodule: gives the loaders.
+            weights_only: as of `fit`: it concerns pickle files of other trainers alone.
 
         Returns:
             For each loader the values that were logged.
         """
-        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def test(
         self,
@@ -291,9 +296,10 @@ class Trainer(TrainerView):
         ckpt_path: str | Path | None = None,
         verbose: bool = True,
         datamodule: DataModule | None = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """One pass over the test data; see `validate`. Tests the weights as they are, never silently the best."""
-        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule, weights_only)
 
     def predict(
         self,
@@ -303,6 +309,7 @@ class Trainer(TrainerView):
         return_predictions: bool | None = None,
         ckpt_path: str | Path | None = None,
         gather: str = "all",
+        weights_only: bool | None = None,
     ) -> list[Any] | None:
         """Runs `predict_step` on every batch.
 
@@ -313,13 +320,14 @@ class Trainer(TrainerView):
             return_predictions: False if a callback writes them.
             ckpt_path: weights to load first.
             gather: who gets the outputs of all ranks: "all" of them, or the "main" one alone. Ours.
+            weights_only: as of `fit`: it concerns pickle files of other trainers alone.
 
         Returns:
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
         keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = to_evaluate(self, "predict", model, dataloaders, datamodule)
-        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
+        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
 
@@ -477,7 +485,6 @@ class Trainer(TrainerView):
             self._cast(added)
             for callback in added:
                 callback.setup(self, self.module, stage)
-        self.callbacks = list(in_order(self.callbacks))
         self._cast(self.callbacks)
         self.hooks.listen(self.callbacks)
         self.state.is_set_up = True
@@ -551,14 +558,20 @@ class Trainer(TrainerView):
             self.state = RunState()
             self.logs.batch = None
             self.module._leave()
-            for callback in self._callback_list.seen:
-                callback._log_through(None)
+            self._callback_list.leave()
 
     def _evaluate(
-        self, stage: str, model: nn.Module | None, dataloaders: Loaders, ckpt_path: Any, verbose: bool, datamodule: Any
+        self,
+        stage: str,
+        model: Any,
+        dataloaders: Loaders,
+        ckpt_path: Any,
+        verbose: bool,
+        datamodule: Any,
+        weights_only: Any,
     ) -> list[dict[str, float]]:
         module, loaders, datamodule = to_evaluate(self, stage, model, dataloaders, datamodule)
-        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}))
+        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._run(stage, module, datamodule, goal, **{kind: loaders}) or []
         if verbose:

@@ -151,3 +151,24 @@ def test_it_needs_a_logger(tmp_path: Path) -> None:
 def test_bad_interval() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'epoch'"):
         LearningRateMonitor("epochs")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("interval", [None, "step", "epoch"])
+def test_callbacks_find_the_rates_from_the_first_step_on(tmp_path: Path, interval: Any) -> None:
+    seen: list[dict[str, float]] = []
+
+    class Looks(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            seen.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+            return super().training_step(batch, batch_idx)
+
+    def configure(net: Net) -> Any:
+        optimizer = SGD(net.parameters(), lr=0.5, momentum=0.25)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+    monitor = LearningRateMonitor(interval, log_momentum=True)
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    Trainer(callbacks=[monitor], logger=Kept(), max_epochs=2, log_every_n_steps=3, **quiet).fit(Looks(configure), DATA)
+    assert seen[0] == {"lr-SGD": 0.5, "lr-SGD-momentum": 0.25}
+    assert seen[-1]["lr-SGD"] == 0.25
+    assert monitor.lrs["lr-SGD"] == [0.5, 0.25]

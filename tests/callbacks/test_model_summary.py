@@ -214,3 +214,24 @@ def test_what_is_no_depth_is_refused(depth: Any) -> None:
     for make in (ModelSummary, lambda depth: summarize(nn.Linear(1, 1), depth)):
         with pytest.raises(ConfigurationError, match="give the levels to show"):
             make(depth)
+
+
+def test_scripted_parts_have_a_row_without_sizes() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.example_input_array = torch.ones(3, 2)
+            self.scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 4), nn.ReLU()))
+            self.traced = torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4))
+            self.plain = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.plain(self.traced(self.scripted(x)))  # type: ignore[no-any-return]
+
+    found = {layer.name: layer for layer in summarize(Mixed()).layers}
+    assert (found["scripted"].type, found["scripted"].num_parameters, found["scripted"].in_size) == (
+        "Sequential",
+        12,
+        None,
+    )
+    assert found["traced"].type == "Linear" and found["plain"].in_size == [3, 4]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 
 from leyden.callbacks.tensorboard import TensorBoardLogger
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
@@ -348,3 +350,45 @@ def test_tensorboard_is_imported_at_the_first_write(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_open_logger_pickles_and_its_copy_writes_on(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.log_metrics({"x": 1.0}, step=1)
+    for other in (pickle.loads(pickle.dumps(logger)), copy.deepcopy(logger)):
+        assert other.log_dir == logger.log_dir
+        other.log_metrics({"x": 2.0}, step=2)
+        other.finalize("success")
+    logger.log_metrics({"x": 3.0}, step=3)
+    logger.finalize("success")
+    accumulator = EventAccumulator(str(logger.log_dir))
+    accumulator.Reload()
+    assert sorted(event.step for event in accumulator.Scalars("x")) == [1, 2, 2, 3]
+
+
+def test_a_graph_is_logged_outside_of_a_run(tmp_path: Path) -> None:
+    class Inner(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.log("seen", 1.0)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    class Outer(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.example_input_array = Inner(), torch.ones(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    module, logger = Outer(), TensorBoardLogger(tmp_path, log_graph=True)
+    logger.log_graph(module)
+    logger.finalize("success")
+    accumulator = EventAccumulator(str(logger.log_dir))
+    accumulator.Reload()
+    assert any("inner" in node.name for node in accumulator.Graph().node)
+    with pytest.raises(LeydenError, match="not attached"):
+        _ = module.trainer

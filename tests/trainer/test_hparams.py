@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -397,3 +398,53 @@ def test_weights_only_never_runs_the_code_of_a_file(tmp_path: Path) -> None:
         Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, width=2)
     with pytest.raises(CheckpointError, match="trust=True"):
         Base.load_from_checkpoint(tmp_path / "other.ckpt", weights_only=True, width=2)
+
+
+class Payload:
+    """Something that torch's safe loader refuses."""
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate", "test", "predict"])
+def test_weights_only_says_how_a_foreign_pickle_is_read(quiet: Any, tmp_path: Path, stage: str) -> None:
+    class Net(Base):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("sum", self.net.weight.sum())
+
+        test_step = validation_step
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.net.weight.sum()
+
+        def configure_optimizers(self) -> None:
+            return None
+
+    weights = {"net.weight": torch.ones(3, 2), "net.bias": torch.zeros(3)}
+    torch.save({"state_dict": weights}, tmp_path / "plain.ckpt")
+    torch.save({"state_dict": weights, "more": Payload()}, tmp_path / "full.ckpt")
+    run = getattr(Trainer(**quiet, max_epochs=1), stage)
+
+    def weight_after(name: str, **options: Any) -> float:
+        net = Net(3)
+        run(net, [torch.ones(1, 2)], ckpt_path=tmp_path / name, **options)
+        return float(net.net.weight.detach().sum())
+
+    with pytest.raises(CheckpointError, match="is a pickle"):
+        weight_after("plain.ckpt")
+    assert weight_after("plain.ckpt", weights_only=True) == 6.0 == weight_after("plain.ckpt", weights_only=False)
+    with pytest.raises(CheckpointError, match="holds more than weights"):
+        weight_after("full.ckpt", weights_only=True)
+    with pytest.warns(UserWarning, match="is unpickled in full"):
+        assert weight_after("full.ckpt", weights_only=False) == 6.0
+    with pytest.raises(ConfigurationError, match="weights_only='yes'"):
+        weight_after("plain.ckpt", weights_only="yes")
+
+
+def test_weights_only_leaves_leydens_own_checkpoints_alone(quiet: Any, tmp_path: Path) -> None:
+    path, trainer = saved(Base(3), quiet, tmp_path), Trainer(**quiet, max_epochs=2)
+    with pytest.warns(UserWarning, match=r"weights_only=True says .* restore='weights' takes its weights alone"):
+        trainer.fit(Base(3), [torch.ones(1, 2)], ckpt_path=path, weights_only=True)
+    assert trainer.global_step == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer.fit(Base(3), [torch.ones(1, 2)], ckpt_path=path, weights_only=False)
+        trainer.fit(Base(3), [torch.ones(1, 2)], ckpt_path=path, weights_only=True, restore="weights")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import csv
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -13,7 +15,7 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from leyden import ConfigurationError, LeydenError
-from leyden.callbacks import GradientAccumulation
+from leyden.callbacks import CSVLogger, GradientAccumulation
 from leyden.strategies.precision import MixedPrecision
 
 
@@ -640,3 +642,40 @@ def test_optimizers_come_wrapped_or_bare_by_either_name(Tiny: Any, fit: Any, bat
             assert self.optimizers(use_pl_optimizer=False) is bare is self.optimizers(False)
 
     assert fit(Asking(), batches(1)).global_step == 1
+
+
+@pytest.mark.parametrize("interval", ["epoch", "step"])
+def test_what_is_logged_in_a_plateau_scheduler_step_reaches_the_loggers(
+    Tiny: Any, fit: Any, batches: Any, tmp_path: Path, interval: str
+) -> None:
+    class Logging(Tiny):
+        calls = 0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("value", float(batch_idx))
+            return self(batch).mean()
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.calls += 1
+            self.log("stepped", float(self.calls))
+            self.log("mean", float(self.calls), on_step=False, on_epoch=True)
+            super().lr_scheduler_step(scheduler, metric)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = sgd(self)
+            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "interval": interval, "monitor": "value"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    trainer = fit(Logging(), batches(3), batches(2), max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    with Path(trainer.log_dir, "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = {
+        name: [(row["step"], float(row[name])) for row in rows if row[name]] for name in ("value", "stepped", "mean")
+    }
+    assert found["value"] == [(str(step), float((step - 1) % 3)) for step in range(1, 7)]
+    if interval == "epoch":
+        assert found["stepped"] == [("3", 1.0), ("6", 2.0)] == found["mean"]
+    else:
+        assert found["stepped"] == [(str(step), float(step)) for step in range(1, 7)]
+        assert found["mean"] == [("3", 2.0), ("6", 5.0)]
+    assert {"stepped", "mean"} <= set(trainer.callback_metrics)

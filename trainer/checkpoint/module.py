@@ -58,7 +58,7 @@ def load_module(
 ) -> M:
     """See `TrainModule.load_from_checkpoint`."""
     path = Path(os.path.expanduser(path))
-    reader = ForeignWeights(path, trust, bool(weights_only)) if path.is_file() else CheckpointReader(path)
+    reader = ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
     saved = _saved_arguments(reader, cls)
     if hparams_file is not None:
         saved = replace(saved, values=_read_hparams(Path(hparams_file)))

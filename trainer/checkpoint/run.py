@@ -52,12 +52,22 @@ class Goal:
         parts: which parts of it are restored.
         trust: it may be a pickle file of another trainer.
         same_run: it is this run's own, whatever its record says.
+        weights_only: how a pickle of another trainer is read: True by torch's safe loader alone, which needs no trust; False in
+            full if need be, as `trust` says too.
+
+    Raises:
+        ConfigurationError: if `weights_only` is none of the three.
     """
 
     path: str | os.PathLike[str] | None = None
     parts: frozenset[str] = frozenset(PARTS)
     trust: bool = False
     same_run: bool = False
+    weights_only: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights_only not in (None, True, False):
+            raise ConfigurationError(f"weights_only={self.weights_only!r}: use True, False or None.")
 
     @property
     def continues(self) -> bool:
@@ -89,11 +99,11 @@ def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
 class ForeignWeights:
     """A file of another trainer, of which the weights are taken."""
 
-    def __init__(self, path: Path, trust: bool, weights_only: bool = False) -> None:
+    def __init__(self, path: Path, trust: bool, weights_only: bool | None = None) -> None:
         self.path = path
-        # Trusted, but not to run code.
-        self._loaded = (load_weights_only if weights_only and trust else load_foreign)(
-            path, trust=trust and not weights_only
+        # By torch's safe loader nothing is run, trusted or not.
+        self._loaded = (
+            load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)
         )
 
     def names(self) -> list[str]:
@@ -148,7 +158,13 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     if path is None:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
-        return ForeignWeights(path, goal.trust), f"weights of {path}"
+        return ForeignWeights(path, goal.trust, goal.weights_only), f"weights of {path}"
+    if goal.weights_only and goal.parts != {"weights"}:
+        warnings.warn(
+            f"weights_only=True says how pickle files of other trainers are read. {path} is a checkpoint of Leyden's, which holds no "
+            "pickle, and is resumed as a whole: restore='weights' takes its weights alone.",
+            stacklevel=2,
+        )
     reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
     progress = Progress.from_dict(reader.progress())
     exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"

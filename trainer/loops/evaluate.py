@@ -16,7 +16,8 @@ from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.hooks import overrides
 from leyden.trainer.logs import Value, read_back
 from leyden.trainer.loops.idle import without_trace
-from leyden.trainer.module import TrainModule, step_arguments
+from leyden.trainer.loops.signature import step_arguments
+from leyden.trainer.module import TrainModule
 from leyden.trainer.rows import StepRows
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class EvaluationLoop:
         logs.tick = -1
         ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
-        batches: Iterator[Any] = itertools.islice(cursor.start(), limit)
+        batches: Iterator[Any] = itertools.islice(cursor.start(trainer.progress.epoch), limit)
         if cursor.shares:
             batches = map(self._note_share, batches)
         for batch_idx, batch in enumerate(batches):

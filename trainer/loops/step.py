@@ -16,7 +16,8 @@ from leyden.strategies.window import read_loss
 from leyden.trainer.engine import needs_closure
 from leyden.trainer.hooks import overrides
 from leyden.trainer.loops.idle import without_trace
-from leyden.trainer.module import TrainModule, step_arguments
+from leyden.trainer.loops.signature import step_arguments
+from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -62,7 +63,9 @@ class Step(ABC):
                 self.module.lr_scheduler_step(config.scheduler, None)
 
     def step_plateau_schedulers(self, interval: str, count: int) -> None:
-        """Steps the schedulers that depend on a monitored value."""
+        """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
+        logs = self.trainer.logs
+        logs.begin_apart()
         for config in self.trainer.lr_scheduler_configs:
             if config.reduce_on_plateau and config.due(interval, count):
                 metric = config.monitored(self.trainer.callback_metrics)
@@ -70,7 +73,15 @@ class Step(ABC):
                     # A value of a step is each rank's own, and the learning rate must be one.
                     metric = self.strategy.broadcast(None if metric is None else float(metric))
                 if metric is not None:
+                    self.hooks.current = "lr_scheduler_step"
                     self.module.lr_scheduler_step(config.scheduler, metric)
+                    self.hooks.current = ""
+        every = 1 if interval == "epoch" else self.trainer.log_every_n_steps
+        if every and self.progress.global_step % every == 0:
+            self.trainer.send(logs.step_values("train"))
+        if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
+            # The epoch's values are there by now, as these schedulers go by them: what was logged since is reduced by itself.
+            self.trainer.send(logs.reduce_epoch("train")[1])
 
 
 class AutomaticStep(Step):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from leyden import Callback, Trainer
 from leyden.callbacks import ModelCheckpoint
@@ -295,3 +296,28 @@ def test_evaluation_inside_fit_is_seen_by_a_checkpoint(Tiny: Any, fit: Any, batc
         enable_checkpointing=True,
     )
     assert checkpoint.best_model_score == 4.0
+
+
+def test_samplers_of_every_evaluation_hear_the_epoch(Tiny: Any, quiet: Any, batches: Any) -> None:
+    class Told(Sampler[int]):
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+        def __len__(self) -> int:
+            return 4
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epochs.append(epoch)
+
+    sampler = Told()
+    loader = DataLoader(torch.ones(4, 2), sampler=sampler)  # type: ignore[arg-type]
+    trainer = Trainer(**quiet, max_epochs=3)
+    trainer.fit(Tiny(), batches(2), loader)
+    # The sanity check, and one pass an epoch.
+    assert sampler.epochs == [0, 0, 1, 2]
+    trainer.test(Tiny(), loader, verbose=False)
+    trainer.predict(Tiny(), loader)
+    assert sampler.epochs[4:] == [trainer.current_epoch] * 2
