@@ -363,6 +363,7 @@ class Accelerator(Stepping):
         strict: bool = True,
         *,
         map_location: str | None = None,
+        trust: bool = False,
     ) -> None:
         """Takes back what `save_state` wrote: prepare and register the same things first.
 
@@ -374,10 +375,12 @@ class Accelerator(Stepping):
                 since no pickle is read.
             strict: names of weights must fit.
             map_location: "cpu" or "on_device", of Accelerate's scripts: tensors go to where the parameters are in any case.
+            trust: read a folder of Accelerate's own `save_state` too: models, optimizers, schedulers, scaler, registered objects and
+                random numbers. Its files are pickles, which run whatever code they hold. Its data begins anew. Ours.
         """
         self._announce("load_state")
         strict = states.load_arguments(load_kwargs, strict, map_location)
-        states.load(self, states.find(self, input_dir), strict)
+        states.load(self, states.find(self, input_dir), strict, trust)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Objects with `state_dict` and `load_state_dict` that belong to a checkpoint."""

@@ -21,6 +21,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.regrouped import rank_seed, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state, seeded_state, set_rng_state
+from leyden.trainer.own_loop.accelerate_folder import AccelerateFolder, is_folder
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator import Accelerator
@@ -274,11 +275,26 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
     return found
 
 
-def load(accelerator: Accelerator, path: Path, strict: bool) -> None:
+def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False) -> None:
     """Takes back what `save` wrote; what does not fit is refused before anything is changed.
 
     The optimizers' states are read last, since an engine's are read into the memory that it steps with.
+
+    Args:
+        accelerator: whose state it becomes.
+        path: the folder.
+        strict: names of weights must fit.
+        trust: Accelerate's own folder is taken, whose files are pickles.
     """
+    if is_folder(path):
+        if not trust:
+            raise CheckpointError(
+                path,
+                "was written by Accelerate's save_state, in pickles, which can run any code when loaded. If you trust who wrote it: "
+                f"load_state(path, trust=True); or once `leyden convert {path} OUT`, and load OUT.",
+            )
+        AccelerateFolder(path, accelerator, strict).load()
+        return
     reader = open_verified(path, Ranks(accelerator.strategy, path))
     models = list(accelerator.bare_models)
     user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
