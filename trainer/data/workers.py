@@ -1,8 +1,11 @@
-"""Workers of a DataLoader that is freed in a reference cycle: they are shut down at once, rather than after five seconds each."""
+"""The end of a DataLoader's workers: at once where the loader is let go of, and by themselves where the main process is killed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +22,57 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
         >>> list(iterator_of([1, 2]))
         [1, 2]
     """
-    iterator = iter(loader)
+    if getattr(loader, "num_workers", 0) == 0 or not hasattr(loader, "worker_init_fn"):
+        return iter(loader)
+    # Torch's loader hands it to each worker that it starts here.
+    own = loader.worker_init_fn
+    loader.worker_init_fn = EndsWithParent(own)
+    try:
+        iterator = iter(loader)
+    finally:
+        loader.worker_init_fn = own
     to_workers = getattr(iterator, "_index_queues", None)
     if to_workers is not None:
         _queues[iterator] = to_workers, iterator._worker_result_queue  # type: ignore[attr-defined]
     return iterator
+
+
+class EndsWithParent:
+    """A `worker_init_fn` by which a worker ends within a second or two of a main process that was killed.
+
+    torch's worker looks for its main process only while it waits for work, and then waits until the pipe has taken what it has
+    loaded, which nobody reads any more: one that loads more than a pipe holds would stay.
+
+    Args:
+        then: the user's own.
+        interval: seconds between two looks.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None, interval: float = 1.0) -> None:
+        self._then = then
+        self._interval = interval
+        self._parent = os.getpid()
+
+    def __call__(self, worker_id: int) -> None:
+        # Windows knows no parent that changes; there a pipe without a reader is an error.
+        if sys.platform != "win32":
+            threading.Thread(target=self._watch, name="leyden-parent", daemon=True).start()
+        if self._then is not None:
+            self._then(worker_id)
+
+    def _watch(self) -> None:
+        # The main process, or multiprocessing's fork server, which ends with it; another one if it has ended already.
+        above, pause = os.getppid(), threading.Event()
+        while os.getppid() == above and (above == self._parent or _is_there(self._parent)):
+            pause.wait(self._interval)
+        os._exit(1)
+
+
+def _is_there(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

@@ -1,10 +1,16 @@
-"""Workers of a loader go home by themselves when a Trainer is let go of; they are not waited for, nor ended by a signal."""
+"""Workers of a loader go home by themselves when a Trainer is let go of, and when the main process is killed."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +76,68 @@ def test_workers_go_home_by_themselves(
     for worker in workers:
         worker.join()
     assert len(workers) == 2 and waited_for == []
+
+
+KILLED = """
+import multiprocessing, os, signal, sys
+import torch
+from leyden import Trainer, TrainModule
+from torch.utils.data import DataLoader, Dataset
+
+class Long(Dataset):
+    def __len__(self):
+        return 10_000
+
+    def __getitem__(self, index):
+        # More than a pipe holds: the worker waits until somebody reads it.
+        return b"x" * 2**20
+
+def told(worker_id):
+    print("WORKER", os.getpid(), flush=True)
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.net(torch.ones(1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+if __name__ == "__main__":
+    loader = DataLoader(
+        Long(), 1, num_workers=2, collate_fn=list, worker_init_fn=told, multiprocessing_context=sys.argv[1]
+    )
+    Trainer(accelerator="cpu", barebones=True).fit(Module(), loader)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(
+    "context", ["fork", *(pytest.param(name, marks=pytest.mark.full) for name in ("forkserver", "spawn"))]
+)
+def test_workers_end_when_their_main_process_is_killed(context: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(KILLED)
+    with open(tmp_path / "out", "w") as out:
+        # Workers hold on to standard output, so a pipe would be waited for.
+        done = subprocess.run([sys.executable, "script.py", context], cwd=tmp_path, stdout=out, timeout=120)
+    workers = [int(line.split()[1]) for line in (tmp_path / "out").read_text().splitlines() if line.startswith("WORKER")]
+    deadline = time.monotonic() + 30.0
+    left = workers
+    while left and time.monotonic() < deadline:
+        os.sched_yield()
+        left = [worker for worker in workers if is_running(worker)]
+    for worker in left:
+        os.kill(worker, signal.SIGKILL)
+    assert done.returncode == -signal.SIGKILL and len(workers) == 2 and left == []
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
