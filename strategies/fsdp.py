@@ -179,12 +179,6 @@ class FSDPStrategy(ProcessGroupStrategy):
             )
         return tuple(shape)
 
-    def leave_group(self) -> None:
-        super().leave_group()
-        self._roots, self._ignored, self._replaced = [], [], Replaced()
-        if not isinstance(self.settings["device_mesh"], DeviceMesh):
-            self.device_mesh = None
-
     def teardown(self) -> None:
         self._roots, self._ignored = [], []
         self._replaced, self.before_forward = Replaced(), None

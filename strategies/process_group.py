@@ -7,6 +7,7 @@ import hashlib
 import multiprocessing.util
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -20,9 +21,9 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.environment import CUDA_IN_USE, RankEnvironment, rank_environment
-from leyden.strategies.launch.failure import FirstFailure, end_with_parent, leave_stdin_to_rank_0
+from leyden.strategies.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
+from leyden.strategies.launch.meeting import meet
 from leyden.strategies.precision import Precision
-from leyden.strategies.regroup import Attempt, Connections, make_anew
 from leyden.strategies.single import find_device, with_index
 
 T = TypeVar("T")
@@ -197,33 +198,24 @@ class ProcessGroupStrategy(Strategy):
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
-        global _connections
-        with Connections() as _connections:
-            self._init_group(backend)
+        is_host = self._init_group(backend)
         # atexit would not do: multiprocessing ends its children without it.
         multiprocessing.util.Finalize(None, _leave, exitpriority=100)
         if self.world_size > 1:
-            _watch(self.global_rank, self.world_size)
+            _watch(self.global_rank, self.world_size, is_host)
 
-    def _init_group(self, backend: str) -> None:
-        place = self.place
-        arguments: dict[str, Any] = {}
+    def _init_group(self, backend: str) -> bool:
+        """Makes the process group; True if its store lives in this process."""
+        place, is_host = self.place, True
+        rank, size = (0, 1) if place is None else (place.rank, place.world_size)
+        store: Any = None
         if place is None:
-            arguments = {
-                "store": dist.HashStore(),  # type: ignore[attr-defined]
-                "rank": 0,
-                "world_size": 1,
-            }
-        elif place.address is not None:
-            host, port = place.address
-            arguments = {"init_method": f"tcp://{host}:{port}", "rank": place.rank, "world_size": place.world_size}
+            store = dist.HashStore()  # type: ignore[attr-defined]
+        else:
+            store, is_host = meet(place, self.timeout)
         bound = self.root_device if backend == "nccl" else None
-        dist.init_process_group(backend, timeout=self.timeout, device_id=bound, **arguments)
-
-    def leave_group(self) -> None:
-        """Lets go of everything that holds on to the process group, which is made anew: `setup_environment` follows."""
-        self.forget_wrapped()
-        self.host_group = None
+        dist.init_process_group(backend, timeout=self.timeout, device_id=bound, store=store, rank=rank, world_size=size)
+        return is_host
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
@@ -346,9 +338,7 @@ class _GatherWithGradient(torch.autograd.Function):
 # The process group is the process's own, and so is what belongs to it.
 _first_failure: FirstFailure | None = None
 _host: Any = None
-_connections = Connections()
 _joined: WeakSet[ProcessGroupStrategy] = WeakSet()
-_attempts = 0
 
 
 def current() -> ProcessGroupStrategy | None:
@@ -356,43 +346,20 @@ def current() -> ProcessGroupStrategy | None:
     return next((strategy for strategy in _joined if strategy.is_joined), None)
 
 
-def begin_attempt() -> Attempt | None:
-    """An attempt that any rank may have to give up while others wait for it; None for one rank alone. All ranks call it."""
-    global _attempts
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    engines = [strategy.name for strategy in _joined if strategy.drives_one]
-    if engines:
-        raise ConfigurationError(
-            f"a try that one rank gives up would leave the others in process groups of {engines[0]}'s engine, which cannot be broken off: "
-            "try batch sizes in runs of their own, or on one rank."
-        )
-    _attempts += 1
-    return Attempt(_attempts, _connections)
+def end_all_ranks(error: BaseException, where: str = "") -> None:
+    """Lets the other ranks of this process's group end, wherever they are; this one raises the error.
 
-
-def meet_again() -> None:
-    """After an attempt that a rank gave up: all ranks make a new process group, since collectives of the old one were broken off.
-
-    What was wrapped for the old one (DDP's modules) is of no use any more.
+    Args:
+        error: why.
+        where: what it was in.
     """
-    global _connections, _host
-
-    def leave() -> None:
-        global _host
-        _host = None
-        for strategy in list(_joined):
-            strategy.leave_group()
-
-    longest = max((strategy.timeout for strategy in _joined), default=timedelta(minutes=30))
-    _connections = make_anew(_attempts, longest, leave)
-    for strategy in list(_joined):
-        strategy.setup_environment()
+    if _first_failure is not None:
+        _first_failure.report(error, where)
 
 
-def _watch(rank: int, size: int) -> None:
+def _watch(rank: int, size: int, is_host: bool) -> None:
     global _first_failure
-    _first_failure = FirstFailure(dist.distributed_c10d._get_default_store(), rank, size)
+    _first_failure = FirstFailure(dist.distributed_c10d._get_default_store(), rank, size, is_host)
 
 
 def _host_group(timeout: timedelta) -> Any:
@@ -401,20 +368,21 @@ def _host_group(timeout: timedelta) -> Any:
     if _host is None and dist.get_backend() == "gloo":
         _host = dist.group.WORLD
     elif _host is None:
-        # A rank may wait in this one too when another gives an attempt up.
-        with _connections:
-            _host = dist.new_group(backend="gloo", timeout=timeout)
+        _host = dist.new_group(backend="gloo", timeout=timeout)
     return _host
 
 
 def _leave() -> None:
     """The one place where a process leaves its group: gloo aborts a process that ends within it, in one run of three (tried)."""
     global _first_failure, _host
-    failed = _first_failure is not None and (_first_failure.told or _first_failure.follows)
-    if _first_failure is not None:
-        _first_failure.close()
-    _first_failure = _host = None
-    if dist.is_initialized() and not (failed and "nccl" in dist.get_backend()):
+    watch, _first_failure, _host = _first_failure, None, None
+    failed = watch is not None and (watch.told or watch.follows)
+    if watch is not None:
+        watch.close()
+    if not dist.is_initialized() or (failed and "nccl" in dist.get_backend()):
         # After a failure NCCL would wait for ranks that are gone.
+        return
+    # A rank that is stopped would hold gloo up.
+    with ended_after(LEAVE) if failed else nullcontext():
         gc.collect()
         dist.destroy_process_group()

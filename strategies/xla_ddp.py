@@ -86,18 +86,20 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
         self.check_precision()
         ProcessGroupStrategy.setup_environment(self)
 
-    def _init_group(self, backend: str) -> None:
+    def _init_group(self, backend: str) -> bool:
         import torch_xla.distributed.xla_backend  # noqa: F401  (it registers "xla" and "xla://")
 
         if self._kind is not None:
             os.environ.setdefault("PJRT_DEVICE", self._kind)
         if self.place is None:
-            super()._init_group("gloo")
+            is_host = super()._init_group("gloo")
         else:
             dist.init_process_group("xla", init_method="xla://", timeout=self.timeout)
             # The runtime numbers devices by where they are, which need not be the order in which ranks were started.
             self.place = replace(self.place, rank=dist.get_rank(), world_size=dist.get_world_size())
+            is_host = self.place.rank == 0
         self._device = runtime.start_rank()
+        return is_host
 
     # modules ----------------------------------------------------------------------------------------------------------
     def synchronize(self, module: nn.Module) -> None:

@@ -7,10 +7,16 @@ import logging
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.launch.environment import ranks_in_words
+from leyden.strategies.launch.tries import Tries, tries
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -39,6 +45,7 @@ class Ended:
         code: the exit status that it gives to the launch.
         told: it wrote down an error of its own, before any other.
         note: what was written down by one that only lost its connection; "" if nothing was.
+        others: in that case, who was not there any more, and where each of the others was.
     """
 
     rank: int
@@ -46,6 +53,7 @@ class Ended:
     code: int
     told: bool
     note: str = ""
+    others: str = ""
 
     def words(self) -> str:
         """How the rank ended, where it could not say so itself; "" where it told its error."""
@@ -56,7 +64,9 @@ class Ended:
             name = signal.Signals(-code).name if -code in signal.valid_signals() else "?"
             hint = " Out of memory, perhaps." if -code == signal.SIGKILL else ""
             return f"rank {self.rank} was killed by signal {-code} ({name}); all ranks are ended.{hint}"
-        return f"rank {self.rank} ended with exit code {code}, and all ranks with it. {self.note}"
+        if self.others:
+            return f"{self.others}. Rank {self.rank} waited for it, and all ranks are ended: {self.note}"
+        return f"rank {self.rank} ended with exit code {code}, and all ranks with it. {self.note}".rstrip()
 
 
 def engine_config(count: int, machines: Machines, logs: str, **others: Any) -> LaunchConfig:
@@ -71,13 +81,15 @@ def engine_config(count: int, machines: Machines, logs: str, **others: Any) -> L
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
+    from leyden.strategies.launch.loopback import register
+
     several = machines.num_nodes > 1
     fields: dict[str, Any] = {
         "min_nodes": machines.num_nodes,
         "max_nodes": machines.num_nodes,
         "nproc_per_node": count,
         "run_id": f"leyden-{machines.port}" if several else uuid.uuid4().hex,
-        "rdzv_backend": "static" if several else "c10d",
+        "rdzv_backend": "static" if several else register(),
         "rdzv_endpoint": f"{machines.address}:{machines.port}" if several else "localhost:0",
         "rdzv_configs": {"rank": machines.node_rank, "timeout": 900} if several else {},
         "max_restarts": 0,
@@ -114,20 +126,33 @@ def run_engine(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
+    from leyden.strategies.launch.loopback import NAME
+
     sys.stdout.flush()
     sys.stderr.flush()
-    with _as_agent(variables, folder):
-        try:
-            elastic_launch(config, program)(*arguments)
-        except ChildFailedError as error:
-            ended = first_failure(error)
-            (tell or _say)(ended)
-            return ended.code
-        except SignalException as error:
-            return 128 + int(error.sigval)
-        except KeyboardInterrupt:
-            return 128 + signal.SIGINT
-    return 0
+    is_alone = config.rdzv_backend == NAME
+    with tries() as tried, _as_agent(_of_one_machine(tried) | dict(variables) if is_alone else variables, folder):
+        while True:
+            try:
+                elastic_launch(config, program)(*arguments)
+            except ChildFailedError as error:
+                if is_alone and tried.again():
+                    continue
+                ended = first_failure(error, config.nproc_per_node)
+                (tell or _say)(ended)
+                return ended.code
+            except SignalException as error:
+                return 128 + int(error.sigval)
+            except KeyboardInterrupt:
+                return 128 + signal.SIGINT
+            return 0
+
+
+def _of_one_machine(tried: Tries) -> dict[str, str]:
+    """What only ranks of one machine find: gloo listens on the loopback device, and they are started again for a smaller size."""
+    from leyden.strategies.launch.meeting import gloo_on_loopback
+
+    return {**gloo_on_loopback(), **tried.variables()}
 
 
 @contextlib.contextmanager
@@ -135,13 +160,15 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
     """What the ranks find in their environment, and an engine that leaves the talking to them."""
     environ = {
         AGENT: str(os.getpid()),
-        # Ranks that share the engine's own store read stale addresses when they are started a second time.
+        # Ranks that share the store of torch's "c10d" read stale addresses when they are started a second time.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         **variables,
     }
     before = {name: os.environ.get(name) for name in environ}
-    logger = logging.getLogger("torch.distributed.elastic")
+    logger, ended = logging.getLogger("torch.distributed.elastic"), threading.Event()
     level, place = logger.level, os.getcwd()
+    if sys.platform.startswith("linux"):
+        threading.Thread(target=_wake, args=(ended,), name="leyden-wake", daemon=True).start()
     os.environ.update(environ)
     logger.setLevel(logging.CRITICAL)
     if folder is not None:
@@ -149,6 +176,7 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
     try:
         yield
     finally:
+        ended.set()
         os.chdir(place)
         logger.setLevel(level)
         for name, value in before.items():
@@ -158,11 +186,25 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
                 os.environ[name] = value
 
 
-def first_failure(error: Any) -> Ended:
+def _wake(ended: threading.Event) -> None:
+    """Continues ranks that are stopped and have been told to end, which they cannot see: the engine would wait 30 s for each."""
+    while not ended.wait(1.0):
+        for process in map(int, (entry for entry in os.listdir("/proc") if entry.isdigit())):
+            with suppress(OSError):
+                lines = Path(f"/proc/{process}/status").read_text().splitlines()
+                status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                waits = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
+                is_stopped = status["State"].startswith("T") and int(status["PPid"]) == os.getpid()
+                if is_stopped and waits & 1 << signal.SIGTERM - 1:
+                    os.kill(process, signal.SIGCONT)
+
+
+def first_failure(error: Any, count: int) -> Ended:
     """Which rank of those that ended badly did so first.
 
     Args:
         error: the engine's ChildFailedError.
+        count: ranks of this machine.
     """
     failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
     # One that wrote down its error came before those that only lost their connection to it; SIGTERM is how the engine ends
@@ -174,8 +216,23 @@ def first_failure(error: Any) -> Ended:
     code = int(first.exitcode)
     if told:
         return Ended(rank, first, code if code > 0 else 1, True)
-    note = next((failure.message["message"] for _, failure in failures if os.path.isfile(failure.error_file)), "")
-    return Ended(rank, first, 128 - code if code < 0 else code, False, note)
+    written = next(((rank, failure) for rank, failure in failures if os.path.isfile(failure.error_file)), None)
+    if written is None or odd:
+        note = "" if written is None else written[1].message["message"]
+        return Ended(rank, first, 128 - code if code < 0 else code, False, note)
+    rank, first = written
+    return Ended(rank, first, 1, False, first.message["message"], _others(rank, first, count, error.failures))
+
+
+def _others(rank: int, failure: Any, count: int, failures: Mapping[int, Any]) -> str:
+    """Who was not there any more when a rank lost its connection, in words; "" where it does not know."""
+    message = failure.error_file_data["message"]
+    here = range(rank - failure.local_rank, rank - failure.local_rank + count)
+    # The engine keeps no record of one that ended with 0.
+    left = [other for other in message.get("silent", ()) if other in here and other not in failures]
+    if left:
+        return f"{ranks_in_words(left)} ended with exit code 0, in the middle of what the others do"
+    return str(message.get("others", ""))
 
 
 def _lost(failure: Any) -> bool:

@@ -134,3 +134,21 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     if text is None or not text.isdigit():
         raise ConfigurationError(f"the environment variable {name}={text!r} is no number: start ranks with torchrun.")
     return int(text)
+
+
+def ranks_in_words(numbers: list[int]) -> str:
+    """Numbers of ranks as one writes them.
+
+    Example:
+        >>> ranks_in_words([1]), ranks_in_words([1, 2, 3, 7])
+        ('rank 1', 'ranks 1 to 3, 7')
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    told = [" to ".join(map(str, span)) for span in spans]
+    more = f" and {len(told) - 8} more" if len(told) > 8 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(told[:8])}{more}"

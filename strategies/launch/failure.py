@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -10,18 +11,25 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
 from leyden.strategies.errors import add_note
 from leyden.strategies.launch.engine import AGENT
-from leyden.strategies.launch.environment import STARTER
+from leyden.strategies.launch.environment import STARTER, ranks_in_words
 
 KEY = "failed"
 GRACE = 4.0
 """Seconds in which a rank may leave by itself after another one failed."""
+ANSWER = 5.0
+"""Seconds in which the store, and a rank that is asked where it is, must answer."""
+LEAVE = 5.0
+"""Seconds in which a process group must be left after a failure."""
+FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen ")
+TIME_OUTS = ("timed out", "timeout", "time out")
 LOST = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "connectFullMesh"),
     *(
@@ -34,31 +42,80 @@ LOST = (
 """What gloo and the store, and in the second line NCCL, say when another rank is gone."""
 
 
+class Unanswered(RuntimeError):
+    """A process that a call waits for did not answer in time."""
+
+
+class Limited:
+    """Makes calls that wait for another process, each within a limit: torch's store and gloo wait for ever for one that is stopped.
+
+    The calls are made in a thread, since nothing can interrupt them. After one without an answer the thread is of no use any more.
+    """
+
+    def __init__(self) -> None:
+        self.is_stuck = False
+        self._wanted: SimpleQueue[Callable[[], Any]] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="leyden-calls", daemon=True).start()
+
+    def call(self, seconds: float, function: Callable[..., Any], *args: Any) -> Any:
+        """What the function returns or raises.
+
+        Raises:
+            Unanswered: if that takes longer, or an earlier call did.
+        """
+        if self.is_stuck:
+            raise Unanswered("an earlier call was not answered")
+        self._wanted.put(lambda: function(*args))
+        try:
+            value, error = self._answers.get(timeout=seconds)
+        except Empty:
+            self.is_stuck = True
+            raise Unanswered(f"no answer within {seconds:.0f} s") from None
+        if error is not None:
+            raise error
+        return value
+
+    def _serve(self) -> None:
+        while True:
+            wanted = self._wanted.get()
+            try:
+                self._answers.put((wanted(), None))
+            except Exception as error:
+                self._answers.put((None, error))
+
+
 class FirstFailure:
     """Lets one rank of all tell its error, and ends the others. Lives as long as the process.
 
     The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already. While a
     run lasts, a thread of each rank looks once in a while, since a rank may wait for the failed one where nothing would ever
-    wake it.
+    wake it. It answers by where the rank's main thread is, so that the first one can say for whom it waited.
+
+    Nothing here waits for another process without a limit: it may be stopped, and the store with it.
 
     Args:
         store: of the process group; connections of its own are made.
         rank: of this process.
         size: ranks in all.
+        is_host: the store lives in this process.
         interval: seconds between two looks.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, interval: float = 0.5) -> None:
+    def __init__(self, store: Any, rank: int, size: int, is_host: bool, interval: float = 0.5) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.rank, self.size = rank, size
         self.told = False
         """This rank's error is the first, and was told."""
         self.follows = False
-        """Another rank failed first."""
+        """Another rank failed first, or the agent tells how this one ended."""
+        self._is_first = False
         prefix = f"leyden/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = PrefixStore(prefix, store.clone())
         self._watched = PrefixStore(prefix, store.clone())
+        self._limited = Limited()
+        self._is_host = is_host
         self._interval = interval
         self._run = 0
         self._looks = False
@@ -77,11 +134,14 @@ class FirstFailure:
 
     def end_run(self) -> None:
         """Looks no more, so that rank 0, which may hold the store, can go."""
-        with self._looking:
-            looked, self._looks = self._looks, False
+        # The thread holds it while it looks, and for ever if the store does not answer.
+        held = self._looking.acquire(timeout=ANSWER)
+        looked, self._looks = self._looks, False
+        if held:
+            self._looking.release()
         if looked:
             with suppress(RuntimeError):
-                self._store.add(f"ended/{self._run}", 1)
+                self._ask("add", f"ended/{self._run}", 1)
 
     def report(self, error: BaseException, where: str = "") -> bool:
         """Tells the other ranks of an error.
@@ -96,43 +156,89 @@ class FirstFailure:
         if self.told or self.follows:
             return self.told
         if isinstance(error, SystemExit) and not error.code:
-            # An end in order, which every rank comes to by itself.
+            # An end in order, which every rank comes to by itself; if it does not, the others can say who has left.
+            self._answer(f"left with exit code 0{', at ' + where if where else ''}")
             return True
+        self._answer("was " + _place(traceback.extract_tb(error.__traceback__)))
         lost = is_lost(error)
         if lost and self._another_failed(seconds=2.0):
             self.follows = True
             return False
         place = f"rank {self.rank}{', ' + where if where else ''}"
         text = f"{place}: {_last_line(error)}"
-        first = self._claim(text, lost)
+        first = self._is_first = self._claim(text, lost)
         # Whoever started the ranks says how one ended that is gone without a word.
         self.told = first and not (lost and AGENT in os.environ)
         self.follows = not self.told
+        silent, words = self._others() if first and (lost or is_time_out(error)) else ([], "")
         if first:
-            _write_error_file(text, error, lost)
+            _write_error_file(text, error, lost, silent, words)
         if self.told:
-            add_note(error, f"leyden: this was {place}; the other ranks are ended.")
+            others = f" Of these, {words}" if words else ""
+            add_note(error, f"leyden: this was {place}; the other ranks are ended.{others}")
         return self.told
 
     def close(self) -> None:
-        """Ends the thread, before the store goes; rank 0 waits until nobody looks any more."""
+        """Ends the thread, before the store goes; the rank that holds it waits until nobody looks any more."""
+        if self._looks and not (self.told or self.follows):
+            self._answer("left before the others, in order")
         self.end_run()
         self._done.set()
-        self._thread.join(5.0)
+        self._thread.join(ANSWER)
         if sys.excepthook == self._at_exit:
             sys.excepthook = self._hook
-        if self.rank == 0 and self._run:
-            self._wait_for_others(2.0 if self.follows else 8.0)
+        if self._is_host and self._run:
+            self._wait_for_others(2.0 if self.told or self.follows else 8.0)
+
+    # the store --------------------------------------------------------------------------------------------------------
+    def _ask(self, name: str, *args: Any) -> Any:
+        return self._limited.call(ANSWER, getattr(self._store, name), *args)
+
+    def _answer(self, text: str) -> None:
+        """Writes down where this rank is, for the one that failed first; the first answer stands."""
+        with suppress(RuntimeError):
+            self._ask("compare_set", f"answer/{self.rank}", "", text)
+
+    def _others(self) -> tuple[list[int], str]:
+        """Which ranks do not answer, and where each of the others is, in words."""
+        end, pause = time.monotonic() + ANSWER, threading.Event()
+        found: dict[int, str] = {}
+        awaited = [rank for rank in range(self.size) if rank != self.rank]
+        with suppress(RuntimeError):
+            while True:
+                for rank in awaited:
+                    if self._ask("check", [f"answer/{rank}"]):
+                        found[rank] = self._ask("get", f"answer/{rank}").decode()
+                awaited = [rank for rank in awaited if rank not in found]
+                if not awaited or time.monotonic() > end:
+                    break
+                pause.wait(0.1)
+        places: dict[str, list[int]] = {}
+        for rank, answer in found.items():
+            places.setdefault(answer, []).append(rank)
+        words = [f"{ranks_in_words(ranks)} {answer}" for answer, ranks in list(places.items())[:8]]
+        if awaited:
+            end_of_them = "has ended or is stopped" if len(awaited) == 1 else "have ended or are stopped"
+            silent = "does not answer" if len(awaited) == 1 else "do not answer"
+            words.insert(
+                0, f"{ranks_in_words(awaited)} {silent}, so {'it' if len(awaited) == 1 else 'they'} {end_of_them}"
+            )
+        if self._limited.is_stuck:
+            words = ["nobody answers, since the store is in rank 0, which has ended or is stopped"]
+            awaited = [0] if self.rank != 0 else []
+        return awaited, "; ".join(words)
 
     def _wait_for_others(self, seconds: float) -> None:
         end, pause = time.monotonic() + seconds, threading.Event()
         with suppress(RuntimeError):
-            while self._store.add(f"ended/{self._run}", 0) < self.size and time.monotonic() < end:
+            while self._ask("add", f"ended/{self._run}", 0) < self.size and time.monotonic() < end:
                 pause.wait(0.02)
 
     def _claim(self, text: str, lost: bool) -> bool:
         try:
-            return bool(self._store.compare_set(KEY, "", text) == text.encode())
+            return bool(self._ask("compare_set", KEY, "", text) == text.encode())
+        except Unanswered:
+            return True
         except RuntimeError:
             # The store is gone with rank 0; an error of this rank's own is shown all the same.
             return not lost
@@ -142,8 +248,10 @@ class FirstFailure:
         end, pause = time.monotonic() + seconds, threading.Event()
         while True:
             try:
-                if self._store.check([KEY]):
+                if self._ask("check", [KEY]):
                     return True
+            except Unanswered:
+                return False
             except RuntimeError:
                 return True
             if time.monotonic() > end:
@@ -155,11 +263,14 @@ class FirstFailure:
             try:
                 with self._looking:
                     failed = self._looks and self._watched.check([KEY])
+                if failed and not self._is_first:
+                    self._watched.compare_set(f"answer/{self.rank}", "", "is " + _place_of_main_thread())
             except RuntimeError:
                 # Without a store nothing can be told, and collectives fail by themselves.
                 return
-            if failed and not self.told:
-                if not self._done.wait(GRACE) and not self.told:
+            if failed:
+                # The first one asks the others, and leaves by itself.
+                if not self._done.wait(0.0 if self._is_first else GRACE) and not self._is_first:
                     self.end_run()
                     sys.stdout.flush()
                     sys.stderr.flush()
@@ -170,6 +281,38 @@ class FirstFailure:
         """An error outside of any run ends the script: told as one of a run is."""
         if self.report(error):
             self._hook(kind, error, trace)
+
+
+def _place_of_main_thread() -> str:
+    ident = threading.main_thread().ident
+    frame = sys._current_frames().get(ident) if ident is not None else None
+    return _place(traceback.extract_stack(frame)) if frame is not None else "outside of Python"
+
+
+def _place(stack: traceback.StackSummary) -> str:
+    """The innermost line that is not torch's or Python's own."""
+    own = [frame for frame in stack if not any(part in frame.filename for part in FOREIGN)] or list(stack)
+    if not own:
+        return "outside of Python"
+    return f"at {own[-1].filename}, line {own[-1].lineno}, in {own[-1].name}: {own[-1].line}"
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Ends this process, with status 1, if the block takes longer, even where it waits in C and lets no thread of Python run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+def is_time_out(error: BaseException) -> bool:
+    """True for what gloo, NCCL and the store say when another rank has not answered for as long as the time-out."""
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in TIME_OUTS)
 
 
 def is_lost(error: BaseException) -> bool:
@@ -188,14 +331,23 @@ def _last_line(error: BaseException) -> str:
     return traceback.format_exception_only(type(error), error)[0].strip()
 
 
-def _write_error_file(text: str, error: BaseException, lost: bool) -> None:
-    """What torch's agent reads to tell which rank was the first."""
+def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[int], others: str) -> None:
+    """What the agent reads to tell which rank was the first.
+
+    Args:
+        text: the error in one line.
+        error: the error.
+        lost: it only follows from the end of another rank.
+        silent: ranks that did not answer.
+        others: where each of the others is, in words.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     trace = "".join(traceback.format_exception(error))
     stamp = str(int(time.time()))
-    message = {"message": text, "lost": lost, "extraInfo": {"py_callstack": trace, "timestamp": stamp}}
+    extra = {"py_callstack": trace, "timestamp": stamp}
+    message = {"message": text, "lost": lost, "silent": silent, "others": others, "extraInfo": extra}
     with open(path, "w") as file:
         json.dump({"message": message}, file)
 

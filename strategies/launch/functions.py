@@ -12,12 +12,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER
+from leyden.strategies.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
+from leyden.strategies.launch.tries import Tries, tries
 
 PATIENCE = 10.0
 """Seconds in which the others may end by themselves after one rank has failed."""
@@ -63,17 +66,60 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
                 f"start_method='spawn' must pickle the Trainer, the module and the loaders, and could not: {error}. Define classes "
                 "and functions at the top of a file that can be imported, or use strategy='ddp_fork'."
             ) from error
+    with tries() as tried:
+        while True:
+            try:
+                return _run_once(start_method, count, handed, tried)
+            except Exception:
+                if not tried.again():
+                    raise
+
+
+def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     context: Any = multiprocessing.get_context("spawn" if start_method == "spawn" else "fork")
-    port = free_port()
+    # Ranks may come to it at once, and are let in when all are started: a process that forks should have no thread of a store's.
+    listener = listen()
+    places = [_Place(rank, count, listener.getsockname()[1], start_method, tried.variables()) for rank in range(count)]
     ranks: list[tuple[Any, Any]] = []
-    for rank in range(count):
+    for place in places:
         receiver, sender = context.Pipe(duplex=False)
-        arguments = (sender, rank, count, port, start_method, handed)
-        process = context.Process(target=_rank, args=arguments, name=f"leyden rank {rank}")
+        # Of forked ranks, none keeps the port open when this process is gone.
+        own = listener if start_method != "spawn" else None
+        process = context.Process(target=_rank, args=(sender, place, handed, own), name=f"leyden rank {place.rank}")
         process.start()
         sender.close()
         ranks.append((process, receiver))
-    return _Watch(ranks).result()
+    store = store_on(listener)
+    try:
+        return _Watch(ranks).result()
+    finally:
+        del store
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which rank of how many a process is, and the port of their store, which is in the process that started them."""
+
+    rank: int
+    count: int
+    port: int
+    starter: str
+    others: dict[str, str]
+
+    def variables(self) -> dict[str, str]:
+        return {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": str(self.count),
+            "LOCAL_WORLD_SIZE": str(self.count),
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(self.port),
+            AGENTS_STORE: "True",
+            STARTER: self.starter,
+            **gloo_on_loopback(),
+            **self.others,
+        }
 
 
 def _check_fork() -> None:
@@ -165,37 +211,36 @@ def _end(processes: list[Any], patience: float) -> None:
         process.join()
 
 
-def _rank(sender: Any, rank: int, count: int, port: int, starter: str, handed: Any) -> None:
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            STARTER: starter,
-        }
-    )
+def _rank(sender: Any, place: _Place, handed: Any, listener: socket.socket | None) -> None:
+    os.environ.update(place.variables())
+    if listener is not None:
+        listener.close()
     if hasattr(os, "setpgrp"):
         # Ctrl-C in a terminal reaches the caller alone, which passes it on once.
         os.setpgrp()
     # A forked OpenMP has lost its threads, and would wait for them.
-    torch.set_num_threads(1 if starter != "spawn" else max(1, (os.cpu_count() or 1) // count))
+    torch.set_num_threads(1 if place.starter != "spawn" else max(1, (os.cpu_count() or 1) // place.count))
     try:
         function, args = unpacked(handed) if isinstance(handed, bytes) else handed
         value = function(*args)
-        answer = ("returned", packed(value) if rank == 0 else None)
+        answer = ("returned", packed(value) if place.rank == 0 else None)
     except SystemExit:
         raise
     except BaseException as error:
-        text = f"{type(error).__name__} on rank {rank}: {error}"
+        _tell_ranks(error)
+        text = f"{type(error).__name__} on rank {place.rank}: {error}"
         sender.send(("raised", (_pack(error), text, traceback.format_exc())))
         # The caller, who knows the cause, reports it.
         sys.exit(1)
     sender.send(answer)
     sender.close()
+
+
+def _tell_ranks(error: BaseException) -> None:
+    """Ends the others, which may wait for this one where nothing else would wake them."""
+    group = sys.modules.get("leyden.strategies.process_group")
+    if group is not None:
+        group.end_all_ranks(error)
 
 
 def packed(value: Any) -> bytes:

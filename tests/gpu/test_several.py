@@ -14,7 +14,7 @@ from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Accelerator, Trainer, TrainModule, find_executable_batch_size
+from leyden import Trainer, TrainModule
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -77,33 +77,6 @@ def test_nccl_trains_as_one_gpu_does() -> None:
         assert found["sent"] == [(f"cuda:{rank}", 0), (f"cuda:{rank}", 1)]
         for strategy in ("ddp", "fsdp", "fsdp_cpu_offload") if rank == 0 else ("ddp",):
             assert found[strategy] == pytest.approx(expected, abs=1e-5), strategy
-
-
-def short_of_memory() -> list[int]:
-    accelerator = Accelerator()
-    sizes: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> None:
-        sizes.append(batch_size)
-        accelerator.free_memory()
-        model, loader = nn.Linear(8, 1), DataLoader(data(), batch_size)
-        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
-        for step, (x, y) in enumerate(loader):
-            if step == 2 and batch_size > 1 and accelerator.is_last_process:
-                torch.empty(2**44, device=accelerator.device)
-            accelerator.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-        # The other rank waits here, on its device.
-        accelerator.gather(torch.ones(1, device=accelerator.device)).sum().item()
-
-    train()
-    return sizes
-
-
-def test_ranks_that_wait_on_their_gpu_are_woken_when_one_is_short_of_memory() -> None:
-    assert run_world(2, short_of_memory, timeout=120) == [[4, 2, 1]] * 2
 
 
 FORKED = """

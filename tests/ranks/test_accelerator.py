@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks.world import DEBUG, run_world
+from ranks.world import run_world
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -361,7 +361,7 @@ class SplitStream(Stream):
 
 
 def streamed() -> dict[str, Any]:
-    from leyden import Accelerator, DataLoaderConfiguration, LocalSGD, find_executable_batch_size
+    from leyden import Accelerator, DataLoaderConfiguration, LocalSGD
 
     found: dict[str, Any] = {}
     for name, config, loader in (
@@ -405,16 +405,6 @@ def streamed() -> dict[str, Any]:
             local_sgd.step()
             apart.append(next(model.parameters()).tolist())
     found["apart"] = (apart, next(model.parameters()).tolist())
-    found["sizes"] = []
-
-    @find_executable_batch_size(starting_batch_size=8)
-    def train(batch_size: int) -> int:
-        found["sizes"].append(batch_size)
-        if accelerator.process_index == 1 and batch_size > 2:
-            raise MemoryError("only here")
-        return batch_size
-
-    train()
     return found
 
 
@@ -433,60 +423,10 @@ def test_streams_lists_and_data_that_rank_0_hands_out() -> None:
         assert found["workers"][1] == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0, 8.0]
         assert found["list"][1] == [float(number) for number in range(5)]
         assert sorted(found["seeded"][1]) == list(range(8))
-        assert found["sizes"] == [8, 4, 2]
     assert first["seeded"][1] == second["seeded"][1]
     apart = [a != b for a, b in zip(first["apart"][0], second["apart"][0], strict=True)]
     assert apart == [True, False, True]
     assert first["apart"][1] == second["apart"][1]
-
-
-def short_of_memory(strategy: str, ends: bool) -> tuple[list[int], list[Any], float]:
-    """The last rank runs out of memory at its third step, while the others wait for it in a backward, until batches are of 2."""
-    from leyden import Accelerator, find_executable_batch_size
-
-    accelerator = Accelerator(cpu=True, strategy=strategy)
-    sizes: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=8, accelerator=accelerator)
-    def train(batch_size: int) -> list[Any]:
-        sizes.append(batch_size)
-        accelerator.free_memory()
-        model, optimizer = build()
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(numbers(96), batch_size))
-        for step, (x, y) in enumerate(loader):
-            if step == 2 and batch_size > 2 and accelerator.is_last_process:
-                raise MemoryError("only here")
-            accelerator.backward(F.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            if ends and step == 1:
-                # The others have done with the attempt when it is given up.
-                if accelerator.is_last_process and batch_size > 2:
-                    continue
-                break
-        return plain(accelerator.get_state_dict(model).values()) if batch_size <= 2 else []
-
-    weights = train()
-    return sizes, weights, float(accelerator.reduce(torch.tensor(1.0)))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "ends", "debug"),
-    [
-        ("ddp", 2, False, False),
-        pytest.param("ddp", 3, False, False, marks=pytest.mark.full),
-        ("fsdp", 2, False, False),
-        ("ddp", 2, True, False),
-        pytest.param("ddp", 2, False, True, marks=pytest.mark.full),
-    ],
-)
-def test_ranks_that_wait_are_woken_when_one_is_short_of_memory(
-    strategy: str, ranks: int, ends: bool, debug: bool
-) -> None:
-    found = run_world(ranks, short_of_memory, strategy, ends, environ=DEBUG if debug else None, timeout=60)
-    for sizes, weights, total in found:
-        assert sizes == [8, 4, 2] and total == ranks
-        assert weights == found[0][1] and weights
 
 
 def generative(by_leyden: bool) -> list[Any]:

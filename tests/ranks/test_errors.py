@@ -24,10 +24,12 @@ DEADLINE = 15.0
 """Seconds after which nobody may be left; a hang ends here, and nothing is measured."""
 
 SCRIPT = """
-import os, signal, sys, time
+import os, signal, sys, threading, time
+from datetime import timedelta
 import torch
 from leyden import Trainer, TrainModule
 from leyden.callbacks import ModelCheckpoint
+from leyden.strategies.ddp import DDPStrategy
 from torch.utils.data import DataLoader
 
 class Module(TrainModule):
@@ -36,7 +38,7 @@ class Module(TrainModule):
         self.net = torch.nn.Linear(4, 1)
 
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 5 and self.trainer.global_rank == 1:
+        if self.trainer.global_step == 5 and self.trainer.global_rank == int(sys.argv[2]):
             how = sys.argv[1]
             if how == "raise":
                 raise ZeroDivisionError("of this rank")
@@ -44,6 +46,14 @@ class Module(TrainModule):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "exit":
                 os._exit(7)
+            if how == "leave":
+                sys.exit(0)
+            if how == "vanish":
+                os._exit(0)
+            if how == "sleep":
+                threading.Event().wait()
+            if how == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             if how == "agent":
                 os.kill(int(os.environ["LEYDEN_AGENT"]), signal.SIGKILL)
                 time.sleep(60)
@@ -55,8 +65,9 @@ class Module(TrainModule):
     def train_dataloader(self):
         return DataLoader(torch.ones(400, 4), batch_size=2, num_workers=1 if sys.argv[1] == "agent" else 0)
 
+hangs = sys.argv[1] in ("sleep", "stop")
 trainer = Trainer(
-    devices=2, strategy="ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+    devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=8)) if hangs else "ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
     callbacks=ModelCheckpoint(every_n_train_steps=1, save_top_k=-1),
 )
 trainer.fit(Module())
@@ -79,13 +90,18 @@ def members(token: str) -> list[int]:
     return found
 
 
-def run_script(how: str, folder: Path) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the script; everybody must be gone."""
+def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the script, of which one rank ends; everybody must be gone."""
     (folder / "script.py").write_text(SCRIPT)
     token = uuid.uuid4().hex
     environ = {**os.environ, "TOKEN": token, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "script.py", how], cwd=folder, env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "script.py", how, str(rank)],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     deadline = time.monotonic() + DEADLINE
     while members(token) and time.monotonic() < deadline:
@@ -125,6 +141,45 @@ def test_a_rank_that_ends_without_a_word(how: str, code: int, message: str, tmp_
     found, _, err = run_script(how, tmp_path)
     assert found == code
     assert err.count(message) == 1 and "Traceback" not in err, err
+    assert_last_checkpoint_is_whole(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("how", "rank", "message"),
+    [
+        ("leave", 0, "leyden: rank 0 left with exit code 0, at step 5 (epoch 0, batch 5) in fit. Rank 1 waited for it"),
+        pytest.param("leave", 1, "leyden: rank 1 left with exit code 0, at step 5", marks=pytest.mark.full),
+        pytest.param("vanish", 0, "leyden: rank 0 ended with exit code 0, in the middle", marks=pytest.mark.full),
+        pytest.param("vanish", 1, "leyden: rank 1 ended with exit code 0, in the middle", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_ends_with_0_is_named(how: str, rank: int, message: str, tmp_path: Path) -> None:
+    code, _, err = run_script(how, tmp_path, rank)
+    assert code == 1
+    assert err.count(message) == 1 and "Traceback" not in err, err
+    assert_last_checkpoint_is_whole(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@pytest.mark.parametrize(
+    ("how", "rank", "message"),
+    [
+        ("stop", 0, "rank 0 does not answer, so it has ended or is stopped"),
+        pytest.param("stop", 1, "rank 1 does not answer", marks=pytest.mark.full),
+        pytest.param("sleep", 0, "in training_step: threading.Event().wait()", marks=pytest.mark.full),
+        pytest.param("sleep", 1, "in training_step: threading.Event().wait()", marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int, message: str, tmp_path: Path) -> None:
+    code, _, err = run_script(how, tmp_path, rank)
+    assert code == 1
+    waited = 1 - rank
+    assert (
+        f"leyden: this was rank {waited}, step 5 (epoch 0, batch 5) in fit; the other ranks are ended. Of these, "
+        in err
+    )
+    assert message in err and f"Of these, rank {rank}" in err and err.count("Traceback") == 1, err
     assert_last_checkpoint_is_whole(tmp_path)
 
 

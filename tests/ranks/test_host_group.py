@@ -13,7 +13,7 @@ from silent_device import SILENT, Begins, Waits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Accelerator, Callback, ConfigurationError, Trainer, TrainModule, find_executable_batch_size
+from leyden import Callback, ConfigurationError, Trainer, TrainModule
 from leyden.strategies.ddp import DDPStrategy
 
 COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "barrier", "_all_gather_base", "gather", "reduce_scatter")
@@ -111,26 +111,6 @@ def test_tensors_of_the_device_and_words_of_the_host_go_by_groups_of_their_own(b
         assert seen == {("fake", "meta"), ("gloo", "cpu")}
         assert waits == []
         assert steps == 3 and told == ["rank 0", "rank 1"]
-
-
-def waits_on_the_host(backend: str) -> tuple[list[int], bool]:
-    accelerator = Accelerator(strategy=DDPStrategy(process_group_backend=backend), cpu=True)
-    sizes: list[int] = []
-
-    @find_executable_batch_size(starting_batch_size=4)
-    def train(batch_size: int) -> None:
-        sizes.append(batch_size)
-        if batch_size > 1 and accelerator.is_last_process:
-            raise MemoryError("only here")
-        accelerator.wait_for_everyone()
-
-    train()
-    return sizes, accelerator.strategy.host_group is dist.group.WORLD
-
-
-def test_a_rank_that_waits_in_the_group_of_the_hosts_is_woken_too() -> None:
-    for sizes, is_one_group in run_world(2, waits_on_the_host, "cpu:gloo,cuda:gloo", timeout=60):
-        assert sizes == [4, 2, 1] and not is_one_group
 
 
 def gathers_unlike(backend: str) -> str:

@@ -127,7 +127,8 @@ def block(ended: Ended, folder: Path) -> str:
         ("log file", str(next((path for path in _files(folder) if path.is_file()), folder))),
     ]
     listed = "\n".join(f"  {name:<10} {value}" for name, value in rows)
-    head = f"leyden launch: rank {ended.rank} failed first, and all ranks are ended."
+    blamed = f"rank {ended.rank} failed first, and all ranks are ended" if not ended.others else ended.others
+    head = f"leyden launch: {blamed}."
     return "\n".join(part for part in (text.rstrip(), head, listed) if part)
 
 

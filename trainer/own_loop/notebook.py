@@ -94,10 +94,12 @@ def _with_precision(function: Callable[..., Any], precision: str, *args: Any) ->
     before = {name: os.environ.get(name) for name in told}
     os.environ.update(told)
     try:
-        return function(*args)
-    finally:
+        result = function(*args)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            # Only of ranks that have come to their end: the others would wait for one that has failed.
             torch.distributed.barrier()
+        return result
+    finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -1,11 +1,17 @@
-"""Which errors only follow from the end of another rank."""
+"""Which errors only follow from the end of another rank; a store that does not answer is waited for within a limit."""
 
 from __future__ import annotations
 
-import pytest
-from torch.distributed import DistBackendError
+import os
+import signal
+import subprocess
+import sys
 
-from leyden.strategies.launch.failure import is_lost
+import pytest
+from torch.distributed import DistBackendError, TCPStore
+
+from leyden.strategies.launch import failure
+from leyden.strategies.launch.failure import FirstFailure, is_lost
 
 
 @pytest.mark.parametrize(
@@ -27,3 +33,37 @@ def test_what_is_said_where_another_rank_is_gone(text: str) -> None:
 def test_an_error_of_ones_own_is_not_that() -> None:
     assert not is_lost(DistBackendError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"))
     assert not is_lost(RuntimeError("Timed out waiting for a remote process exiting prematurely"))
+
+
+HOST = """
+import signal, sys
+from leyden.strategies.launch.meeting import listen, store_on
+listener = listen()
+port = listener.getsockname()[1]
+store = store_on(listener)
+print(port, flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGSTOP")
+def test_a_rank_fails_on_its_own_where_the_process_with_the_store_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "ANSWER", 0.5)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    host = subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True)
+    assert host.stdout is not None
+    try:
+        store = TCPStore("127.0.0.1", int(host.stdout.readline()), None, False, wait_for_workers=False)
+        watch = FirstFailure(store, 1, 2, is_host=False)
+        watch.begin_run()
+        os.kill(host.pid, signal.SIGSTOP)
+        os.waitpid(host.pid, os.WUNTRACED)
+        error = RuntimeError("Timed out waiting 10000ms for recv operation to complete")
+        assert watch.report(error, "step 3")
+        watch.close()
+    finally:
+        host.kill()
+        host.wait()
+    if sys.version_info >= (3, 11):
+        [note] = error.__notes__
+        assert "this was rank 1, step 3" in note and "the store is in rank 0, which has ended or is stopped" in note

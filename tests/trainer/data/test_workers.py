@@ -125,7 +125,9 @@ def test_workers_end_when_their_main_process_is_killed(context: str, tmp_path: P
     with open(tmp_path / "out", "w") as out:
         # Workers hold on to standard output, so a pipe would be waited for.
         done = subprocess.run([sys.executable, "script.py", context], cwd=tmp_path, stdout=out, timeout=120)
-    workers = [int(line.split()[1]) for line in (tmp_path / "out").read_text().splitlines() if line.startswith("WORKER")]
+    workers = [
+        int(line.split()[1]) for line in (tmp_path / "out").read_text().splitlines() if line.startswith("WORKER")
+    ]
     deadline = time.monotonic() + 30.0
     left = workers
     while left and time.monotonic() < deadline:

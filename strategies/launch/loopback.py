@@ -1,0 +1,80 @@
+"""How the ranks of one machine meet under torch's elastic engine: in a store of the agent, on the loopback device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from leyden.strategies.launch.meeting import LOOPBACK, listen, store_on
+
+NAME = "leyden-loopback"
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of a single agent. torch's "c10d" unpickles what it reads in a store that every interface reaches; here nothing
+    is unpickled, and nobody outside of this machine reaches it.
+
+    The store lives in the agent, so it outlives every rank, and answers while one of them is stopped.
+
+    Args:
+        run_id: of the launch.
+        port: of the store; 0 for any that is free.
+    """
+
+    def __init__(self, run_id: str, port: int) -> None:
+        self._run_id, self._port = run_id, port
+        self._store: Any = None
+
+    def get_backend(self) -> str:
+        return NAME
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # A new store for each start: ranks that are started again must not read the addresses of those before them.
+        self._store = None
+        self._store = store_on(listen(self._port))
+        return RendezvousInfo(
+            PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port)
+        )
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """There is nobody else who could come."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    _, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=0)
+    return LoopbackRendezvous(parameters.run_id, port)
+
+
+def register() -> str:
+    """Makes it known to torch's engine.
+
+    Returns:
+        The name by which a LaunchConfig asks for it.
+    """
+    rendezvous_handler_registry.register(NAME, _handler)
+    return NAME

@@ -1,0 +1,206 @@
+"""How ranks meet: one store for all of them, on the loopback device where they share a machine, and a word about who is missing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from leyden.strategies.errors import LeydenError
+from leyden.strategies.launch.engine import AGENT
+from leyden.strategies.launch.environment import STARTER, RankEnvironment, ranks_in_words
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+LOOPBACK = "127.0.0.1"
+AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""torch's variable for "the store at MASTER_ADDR is that of whoever started the ranks"; "True" or "False"."""
+TOLD_AFTER = 6.0
+"""Seconds after which a rank says whom it waits for."""
+STORE_OPENS = timedelta(minutes=5)
+"""For how long a rank looks for rank 0's store, which opens as soon as rank 0 starts its first run."""
+
+
+def listen(port: int = 0) -> socket.socket:
+    """A socket on the loopback device, to which nobody outside of this machine can connect.
+
+    Args:
+        port: its port; 0 for any that is free.
+    """
+    found = socket.socket()
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    found.bind((LOOPBACK, port))
+    found.listen(4096)
+    return found
+
+
+def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)) -> TCPStore:
+    """A store that serves the ranks of this machine. torch's own would listen on every interface.
+
+    Args:
+        listener: what `listen` returned; the store owns it from now on.
+        timeout: how long its own waits last.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port = listener.getsockname()[1]
+    return TCPStore(
+        LOOPBACK,
+        port,
+        None,
+        True,
+        timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+        use_libuv=_uses_libuv(),
+    )
+
+
+def gloo_on_loopback() -> dict[str, str]:
+    """The variable by which gloo listens on the loopback device alone, for ranks of one machine; the user's own stands."""
+    name = "GLOO_SOCKET_IFNAME"
+    if sys.platform == "win32" or name in os.environ:
+        return {}
+    return {name: "lo0" if sys.platform == "darwin" else "lo"}
+
+
+def meet(place: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
+    """Waits until all ranks are there. After a few seconds a rank says for whom.
+
+    Args:
+        place: of this process among the ranks.
+        timeout: how long ranks wait for each other in a collective; here for five minutes at least, since they may start one after
+            the other.
+
+    Returns:
+        The store that they share, and whether it lives in this process.
+
+    Raises:
+        LeydenError: if rank 0's store does not open in five minutes, a rank does not come in time, or rank 0 has ended.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    host, port = place.address or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    is_host = place.rank == 0 and os.environ.get(AGENTS_STORE) != "True"
+    store = _open(host, port, timeout) if is_host else _reach(place, host, port, timeout)
+    # Ranks that were started again find nothing of the ones before them.
+    shared = PrefixStore(f"leyden/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _count(shared, place, f"{host}:{port}", max(timeout, STORE_OPENS))
+    return shared, is_host
+
+
+def _open(host: str, port: int, timeout: timedelta) -> Store:
+    if _is_loopback(host):
+        return store_on(listen(port), timeout)
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
+
+
+def _reach(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    at, why = f"{host}:{port}", ""
+
+    def is_open() -> bool:
+        nonlocal why
+        try:
+            with socket.create_connection((host, port), timeout=5.0):
+                return True
+        except OSError as error:
+            why = str(error)
+            return False
+
+    def say() -> None:
+        _say(f"{_this(place)} waits for rank 0, whose store at {at} is not open ({why}).", place)
+
+    if not _until(is_open, STORE_OPENS, say):
+        raise LeydenError(
+            f"{_this(place)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does not open ({why}). "
+            f"{_fix(place)}"
+        )
+    return TCPStore(host, port, None, False, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
+
+
+def _count(store: Store, place: RankEnvironment, at: str, limit: timedelta) -> None:
+    """Every rank writes that it is there; rank 0 waits for all, and the others for its word."""
+    keys = [f"here/{rank}" for rank in range(place.world_size)]
+    wanted, missing = (keys if place.rank == 0 else ["all here"]), ""
+
+    def say() -> None:
+        nonlocal missing
+        missing = ranks_in_words([rank for rank, key in enumerate(keys) if not store.check([key])])
+        # One rank says it for all.
+        if place.rank == 0:
+            _say(f"{_this(place)} waits at {at} for {missing}.", place)
+
+    try:
+        store.set(keys[place.rank], "1")
+        all_here = _until(lambda: store.check(wanted), limit, say)
+        if place.rank == 0 and all_here:
+            store.set("all here", "1")
+    except RuntimeError as error:
+        raise LeydenError(
+            f"{_this(place)} has lost the store at {at} before all ranks were there: rank 0, or who started it, has ended. What it "
+            "printed tells why."
+        ) from error
+    if not all_here:
+        raise LeydenError(
+            f"{_this(place)} has waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. {_fix(place)}"
+        )
+
+
+def _until(condition: Callable[[], bool], limit: timedelta, say: Callable[[], None]) -> bool:
+    """Asks again until the condition holds; False if it did not within the limit. Ctrl-C ends it."""
+    begin, pause, wait, told = time.monotonic(), threading.Event(), 0.005, False
+    while not condition():
+        waited = time.monotonic() - begin
+        if waited > TOLD_AFTER and not told:
+            say()
+            told = True
+        if waited > limit.total_seconds():
+            return False
+        pause.wait(wait)
+        wait = min(0.2, wait * 1.5)
+    return True
+
+
+def _say(text: str, place: RankEnvironment) -> None:
+    # A launcher of ours starts all ranks, and ends them if one ends: where they are slow there is nothing to do.
+    if STARTER not in os.environ and AGENT not in os.environ:
+        print(f"leyden: {text} {_fix(place)}", file=sys.stderr, flush=True)
+
+
+def _this(place: RankEnvironment) -> str:
+    return f"rank {place.rank} of {place.world_size}"
+
+
+def _fix(place: RankEnvironment) -> str:
+    if place.starter == "slurm":
+        return (
+            "srun's variables (SLURM_PROCID, SLURM_STEP_NUM_TASKS) say so: look at what the other tasks have printed."
+        )
+    names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
+    values = " ".join(f"{name}={os.environ[name]}" for name in names)
+    return (
+        f"The environment says so: {values}. If nobody starts other ranks, these variables are left over: unset {' '.join(names)}; "
+        "else look at what the other ranks have printed."
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    with suppress(OSError):
+        return socket.gethostbyname(host).startswith("127.")
+    return False
+
+
+def _uses_libuv() -> bool:
+    # As torch chooses: its wheels for Windows are built without.
+    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
