@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import with_article
-from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
+from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError, blame
 from leyden.trainer.checkpoint.tensors import Spec, check_tensor
 
 Classes: TypeAlias = "Mapping[str, type] | Iterable[type]"
@@ -34,6 +34,7 @@ KeyPath: TypeAlias = tuple[Step, ...]
 
 # Each level takes up to three levels of JSON, and Python's own JSON reader stops at about 1000.
 MAX_DEPTH = 100
+MAX_EMPTY = 2**20
 _INT_LIMIT = 2**63
 _TAG = "$"
 FACTORIES: dict[str, Any] = {
@@ -91,12 +92,8 @@ def decode(
     """
     known = _known_classes(like, types)
     decoder = _Decoder(tensors, known, where)
-    try:
+    with blame(where):
         return decoder.decode(value, 0)
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointError(where, f"cannot be rebuilt ({type(error).__name__}: {error}).") from error
 
 
 def check_encodable(tree: Any, where: str = "state") -> None:
@@ -471,6 +468,9 @@ class _Decoder:
         if "shape" not in value:
             return array.astype(dtype, copy=False)
         if dtype.itemsize == 0:
+            # No byte in the file stands behind them.
+            if math.prod(value["shape"]) > MAX_EMPTY:
+                raise ValueError(f"an array of {math.prod(value['shape'])} empty strings")
             return numpy.zeros(value["shape"], dtype)
         return numpy.frombuffer(array.tobytes(), dtype).reshape(value["shape"]).copy()
 

@@ -145,7 +145,7 @@ class Manifest:
                 versions=dict(parsed["versions"]),
                 format=int(parsed["format"]),
             )
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from error
         for name, entry in found.files.items():
             reason = unsafe(name)
@@ -161,6 +161,15 @@ _HEAD = b'{"digest": "'
 
 def _head(body: bytes) -> bytes:
     return _HEAD + hashlib.sha256(body).hexdigest().encode() + b'",\n'
+
+
+MAX_PARTS = 4_000_000
+"""Lists and dicts that a JSON file of state may have."""
+
+
+def parts_in(data: bytes) -> int:
+    """How many lists and dicts JSON has at most."""
+    return data.count(b"[") + data.count(b"{")
 
 
 def unsafe(name: str) -> str | None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,17 @@ from torch import Tensor
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.codec import Classes, decode
-from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.manifest import EXTRA, LAYOUT, OPTIMIZERS, PROGRESS, Manifest, read_manifest
+from leyden.trainer.checkpoint.errors import CheckpointError, blame
+from leyden.trainer.checkpoint.manifest import (
+    EXTRA,
+    LAYOUT,
+    MAX_PARTS,
+    OPTIMIZERS,
+    PROGRESS,
+    Manifest,
+    parts_in,
+    read_manifest,
+)
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.safefile import CheckedFile, read_tensors
 from leyden.trainer.checkpoint.shards import Table, Want, fill
@@ -33,6 +42,8 @@ from leyden.trainer.checkpoint.tensors import (
 )
 
 _MAX_JSON = 2**31
+# Tables of many shards have more parts than MAX_PARTS; what they describe has many bytes.
+_BYTES_OF_A_PART = 256
 
 
 class CheckpointReader:
@@ -95,9 +106,13 @@ class CheckpointReader:
         name = name if name.endswith(".json") else f"{name}.json"
         with self._file(name) as file:
             data = file.read(_MAX_JSON)
+            # Each list and dict takes fifty times its bytes in memory, so what was not written for its tensors is refused unparsed.
+            allowed = MAX_PARTS + sum(entry.size for entry in self.manifest.files.values()) // _BYTES_OF_A_PART
+            if parts_in(data) > allowed:
+                raise CheckpointError(file.path, f"has {parts_in(data)} nested parts, more than the {allowed} allowed.")
             try:
                 return json.loads(data, parse_constant=_no_constant)
-            except (ValueError, RecursionError) as error:
+            except (ValueError, RecursionError, MemoryError) as error:
                 raise CheckpointError(file.path, f"is no JSON ({type(error).__name__}: {error}).") from error
 
     def state(
@@ -275,16 +290,9 @@ class CheckpointReader:
             raise CheckpointError(self.path / name, f"is no part of this checkpoint. {hint}")
         return CheckedFile(self.path, name, entry)
 
-    @contextmanager
-    def _blame(self, name: str) -> Iterator[None]:
+    def _blame(self, name: str) -> AbstractContextManager[None]:
         """Turns whatever a forged file can provoke into one error that names the file."""
-        try:
-            yield
-        except CheckpointError:
-            raise
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
-            reason = f"does not hold what a checkpoint holds ({type(error).__name__}: {error})."
-            raise CheckpointError(self.path / name, reason) from error
+        return blame(self.path / name)
 
 
 class _Forms:

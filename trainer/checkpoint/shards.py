@@ -121,8 +121,11 @@ def _pieces(want: Want) -> list[tuple[str, _Piece]]:
     ):
         raise ValueError(f"a part of {sizes} at {want.offsets} is wanted of a tensor of shape {shape}")
     found = []
+    boxes = []
     for name, key, offsets, *rest in want.table["shards"]:
         extent = tuple(rest[0]) if rest else shape
+        if not all(type(number) is int and number >= 0 for number in (*offsets, *extent)):
+            raise ValueError(f"a shard of {extent} lies at {offsets}")
         begin = tuple(max(a, b) for a, b in zip(offsets, want.offsets, strict=True))
         end = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, extent, want.offsets, sizes, strict=True))
         if any(stop <= start for start, stop in zip(begin, end, strict=True)):
@@ -132,10 +135,25 @@ def _pieces(want: Want) -> list[tuple[str, _Piece]]:
         for dim, (start, base, size) in enumerate(zip(begin, want.offsets, overlap, strict=True)):
             place = place.narrow(dim, start - base, size)
         inside = tuple(start - base for start, base in zip(begin, offsets, strict=True))
+        boxes.append((begin, end))
         found.append((name, _Piece(key, want, inside, overlap, place)))
-    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel():
+    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel() or _overlap(boxes):
+        # Shards that overlap elsewhere leave as many elements unread, which would be whatever the memory held.
         raise ValueError(f"the shards of a tensor of shape {shape} do not fill a part of {sizes} at {want.offsets}")
     return found
+
+
+def _overlap(boxes: list[tuple[Sizes, Sizes]]) -> bool:
+    """True if two boxes, each given by its begin and its end, have an element in common."""
+    open_ones: list[tuple[Sizes, Sizes]] = []
+    for begin, end in sorted(boxes):
+        # Only those that reach into the rows where this one begins: few, since shards are mostly cut by rows.
+        open_ones = [box for box in open_ones if not begin or box[1][0] > begin[0]]
+        for other_begin, other_end in open_ones:
+            if all(max(a, b) < min(c, d) for a, b, c, d in zip(begin, other_begin, end, other_end, strict=True)):
+                return True
+        open_ones.append((begin, end))
+    return False
 
 
 def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
@@ -45,6 +46,10 @@ _COMPRESSED = {
     torch.sparse_bsr: "bsr",
     torch.sparse_bsc: "bsc",
 }
+
+
+# Elements that a tensor may show of fewer in memory, as `expand` does: whoever touches each of them needs memory for all.
+MAX_REPEATED = 2**26
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -100,6 +105,9 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
         raise UnsupportedStateError(where, "a nested tensor", "Save tensor.unbind() instead.")
     if tensor.layout not in (torch.strided, torch.sparse_coo, *_COMPRESSED):
         raise UnsupportedStateError(where, f"a tensor of the layout {tensor.layout}", hint)
+    if not is_sharded(tensor) and tensor.numel() > MAX_REPEATED and _repeats(tensor):
+        kind = f"an expanded tensor of {tensor.numel()} elements"
+        raise UnsupportedStateError(where, kind, "Save the tensor that it was expanded from.")
     if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
         raise UnsupportedStateError(where, f"a tensor of {tensor.dtype}", hint)
 
@@ -287,8 +295,10 @@ class TensorSource:
         memory = _from_stored(stored, dtype, (count,))
         shape, strides, offset = _sizes(spec["shape"]), _sizes(spec["strides"]), spec["offset"]
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if offset < 0 or (0 not in shape and last >= count):
+        if type(offset) is not int or offset < 0 or (0 not in shape and last >= count):
             raise ValueError(f"a view of shape {shape} leaves the memory it is a view of")
+        if math.prod(shape) > max(count, MAX_REPEATED):
+            raise ValueError(f"a view shows the {count} elements of its memory as {math.prod(shape)}")
         return torch.as_strided(memory, shape, strides, offset)
 
     def _part(self, key: str, away: bool) -> Tensor:

@@ -22,17 +22,19 @@ from torch import Tensor
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.codec import encode
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.trainer.checkpoint.manifest import (
     EXTRA,
     LAYOUT,
     MANIFEST,
+    MAX_PARTS,
     MODEL,
     OPTIMIZERS,
     PROGRESS,
     FileEntry,
     Manifest,
+    parts_in,
     unsafe,
 )
 from leyden.trainer.checkpoint.nodes import ship
@@ -183,7 +185,7 @@ class CheckpointWriter:
         file = f"{name}.safetensors" if tensors else None
         if file is not None:
             self._write(file, lambda path: write_tensors(path, tensors))
-        self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank)
+        self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank, where or name)
 
     def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None:
         """Writes `model.safetensors`, as any reader of safetensors takes it, and `layout.json`.
@@ -406,10 +408,13 @@ class CheckpointWriter:
         shutil.rmtree(aside, ignore_errors=True)
         return self._target
 
-    def _compact(self, name: str, obj: Any, of_rank: bool = False) -> None:
+    def _compact(self, name: str, obj: Any, of_rank: bool = False, where: str | None = None) -> None:
         if not (of_rank or self.is_first):
             return
         data = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()
+        if where is not None and parts_in(data) > MAX_PARTS:
+            kind = f"a nest of {parts_in(data)} lists and dicts"
+            raise UnsupportedStateError(where, kind, f"Save tensors or arrays: up to {MAX_PARTS} are read again.")
         self._write(name, lambda path: write_file(path, [data]))
 
     def _write(self, name: str, write: Callable[[Path], FileEntry]) -> None:
