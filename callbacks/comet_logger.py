@@ -11,6 +11,7 @@ from leyden.callbacks.logger import Logger
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
+from leyden.strategies.saved_state import SavedState
 
 
 class CometLogger(Logger):
@@ -103,6 +104,12 @@ class CometLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._key is None else {"key": self._key, "last_step": self._last_step}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            saved = SavedState(state)
+            saved.text("key")
+            saved.integer("last_step", least=-1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state and self._experiment is None:

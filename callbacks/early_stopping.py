@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, StateError, nearest
+from leyden.strategies.saved_state import SavedState, brief
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -125,6 +126,18 @@ class EarlyStopping(Callback):
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
         }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        saved = SavedState(state)
+        saved.integer("wait_count", least=0)
+        saved.integer("stopped_epoch", least=0)
+        saved.value("arguments")
+        saved.text("stopping_reason", among=[reason.value for reason in EarlyStoppingReason])
+        if not saved.is_none("stopping_reason_message"):
+            saved.text("stopping_reason_message")
+        score = saved.value("best_score")
+        if not isinstance(score, Tensor) or score.numel() != 1:
+            raise StateError("best_score", f"is {brief(score)}, and must be a tensor with one number")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.wait_count = state["wait_count"]

@@ -13,6 +13,7 @@ from leyden.callbacks.logger import Logger
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import MissingExtraError
+from leyden.strategies.saved_state import SavedState
 
 MOST = 100
 """Parameters that MLflow takes in one call."""
@@ -113,6 +114,12 @@ class MLFlowLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._run_id is None else {"run_id": self._run_id, "last_step": self._last_step}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            saved = SavedState(state)
+            saved.text("run_id")
+            saved.integer("last_step", least=-1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state and self._client is None:

@@ -9,7 +9,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.errors import ConfigurationError, StateError, kind_of, nearest
+from leyden.strategies.saved_state import SavedState
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -84,6 +85,13 @@ class Timer(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        elapsed = SavedState(state).nested("time_elapsed")
+        for stage in elapsed.entries:
+            if stage not in STAGES:
+                raise StateError(elapsed.path(stage), "is no stage")
+            elapsed.number(stage, least=0.0, most=1e12)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start.clear()

@@ -14,6 +14,7 @@ from leyden.callbacks.logger import Logger
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.saved_state import SavedState
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -207,6 +208,12 @@ class WandbLogger(Logger):
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.version is None else {"id": self.version, "last_step": self._last_step}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            saved = SavedState(state)
+            saved.text("id")
+            saved.integer("last_step", least=-1)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if not state or self._run is not None or self._given_id not in (None, state["id"]):

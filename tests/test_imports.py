@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.hooks",
         "leyden.trainer.hparams",
         "leyden.trainer.logs",
+        "leyden.trainer.metric_states",
         "leyden.trainer.epoch_values",
         "leyden.trainer.metrics",
     ),

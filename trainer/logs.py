@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.batch import batch_size_of
-from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.errors import ConfigurationError, StateError, kind_of, nearest
+from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.hooks import Hooks
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ Value: TypeAlias = "Tensor | float"
 Reduction: TypeAlias = "str | Callable[[Tensor], Tensor]"
 REDUCTIONS = ("mean", "sum", "max", "min")
 STAGES = ("validation", "test")
+STORED: Any = object()
 LOADER_SUFFIX = "/dataloader_idx_"
 STEP_EVENTS = (
     *("training_step", "on_train_batch_", "on_before_", "on_after_backward", "backward", "configure_gradient_clipping"),
@@ -447,18 +449,65 @@ class Logs:
             "epoch_values": {name: list(value) for name, value in self._epoch_values.items()},
         }
 
+    def check_state(self, state: Any) -> None:
+        """Raises StateError for what `state_dict` cannot have returned; changes nothing."""
+        _restored_entries(SavedState(state, "logs"))
+
     def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
         """Takes back sums and values. A function is known again at the next call of `record`."""
-        self.clear()
         parts = dict(module.named_modules())
-        self._epoch_values = {name: (value[0], value[1], value[2]) for name, value in state["epoch_values"].items()}
-        for saved in state["entries"]:
-            key = (saved["event"], saved["name"])
-            reduction = Reduced(saved["result"]) if saved["reduce_fx"] is None else saved["reduce_fx"]
-            entry = Entry(*key, (*saved["options"], reduction))
-            entry.take(saved)
-            entry.metric = parts.get(saved["metric"])
-            self._entries[key] = entry
+        entries, self._epoch_values = _restored_entries(SavedState(state, "logs"))
+        self._entries.clear()
+        for entry, metric in entries:
+            entry.metric = parts.get(metric) if metric is not None else None
+            self._entries[entry.event, entry.name] = entry
+
+
+def _restored_entries(
+    saved: SavedState,
+) -> tuple[list[tuple[Entry, str | None]], dict[str, tuple[Value, bool, bool]]]:
+    """The entries of a saved state, each with the name of its metric; and the values that are shown."""
+    found = []
+    for number, state in enumerate(saved.items("entries")):
+        entry = SavedState(state, saved.path(f"entries[{number}]"))
+        reduction = Reduced(_saved_value(entry, "result"))
+        chosen = reduction if entry.is_none("reduce_fx") else entry.text("reduce_fx", among=REDUCTIONS)
+        options = entry.items("options")
+        if len(options) != 5 or not all(option is None or isinstance(option, int) for option in options):
+            raise StateError(entry.path("options"), "must be five of true, false and null")
+        try:
+            made = Entry(entry.text("event"), entry.text("name"), (*options, chosen))
+        except ConfigurationError as error:
+            raise StateError(entry.path("event"), f"cannot be: {error}") from error
+        values = [_saved_value(entry, "values", value) for value in entry.items("values")]
+        made.take(
+            {
+                "value": _saved_value(entry, "value"),
+                "fresh": entry.flag("fresh"),
+                "total": _saved_value(entry, "total"),
+                "weight": entry.number("weight", least=0),
+                "values": values,
+                "loader": entry.integer("loader", least=-1),
+            }
+        )
+        found.append((made, None if entry.is_none("metric") else entry.text("metric")))
+    shown = {}
+    values_shown = saved.nested("epoch_values")
+    for name in values_shown.entries:
+        triple = values_shown.items(name)
+        if len(triple) != 3 or not all(isinstance(flag, bool) for flag in triple[1:]):
+            raise StateError(values_shown.path(name), "must be a value and two flags")
+        shown[name] = (_saved_value(values_shown, name, triple[0]), triple[1], triple[2])
+    return found, shown
+
+
+def _saved_value(saved: SavedState, key: str, value: Any = STORED) -> Any:
+    """A logged value: a number, a tensor with one element, or None."""
+    value = saved.value(key) if value is STORED else value
+    plain = value is None or type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    if not plain:
+        raise StateError(saved.path(key), f"is {brief(value)}, and must be a number")
+    return value
 
 
 def read_back(values: Mapping[K, Value]) -> dict[K, float]:
@@ -487,35 +536,6 @@ def _to_host(values: Tensor) -> list[float]:
     copied.record(torch.cuda.current_stream(values.device))
     copied.synchronize()
     return host.tolist()  # type: ignore[no-any-return]
-
-
-def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The accumulated state of every torchmetrics object among the named modules."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return {}
-    return {
-        name: {
-            # Copies: a metric changes its tensors in place afterwards, and appends to its lists.
-            "state": {
-                key: value.clone() if isinstance(value, Tensor) else list(value)
-                for key, value in metric.metric_state.items()
-            },
-            "update_count": metric._update_count,
-        }
-        for name, metric in modules
-        if isinstance(metric, torchmetrics.Metric)
-    }
-
-
-def load_metric_states(modules: Iterable[tuple[str, Any]], states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives torchmetrics objects back what `metric_states` took."""
-    for name, metric in modules:
-        if name in states:
-            for key, value in states[name]["state"].items():
-                setattr(metric, key, value.to(metric.device) if isinstance(value, Tensor) else value)
-            metric._update_count = states[name]["update_count"]
-            metric._computed = None
 
 
 def _same_options(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:

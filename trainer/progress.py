@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
+
+from leyden.strategies.saved_state import SavedState
 
 Phase: TypeAlias = Literal["epoch_start", "stepped", "validated", "settled", "paused", "epoch_end"]
+
+NEEDED = ("epoch", "batch", "global_step")
+"""Entries that every checkpoint has."""
+LONGEST = 1e12
+"""Seconds of training that no run reaches."""
 
 
 @dataclass(slots=True)
@@ -56,7 +64,25 @@ class Progress:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Progress:
-        """Reads what `to_dict` wrote; entries of a later version are passed over."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in values.items() if name in known})
+    def from_dict(cls, values: Mapping[str, Any]) -> Progress:
+        """Reads what `to_dict` wrote; entries of a later version are passed over.
+
+        Raises:
+            StateError: if an entry is of another kind, or out of range; names it.
+        """
+        saved = SavedState(values)
+        read: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            name, default = field.name, field.default
+            if name not in saved and name not in NEEDED:
+                # An earlier version did not have it.
+                continue
+            if name == "phase":
+                read[name] = saved.text(name, among=get_args(Phase))
+            elif isinstance(default, bool):
+                read[name] = saved.flag(name)
+            elif isinstance(default, float):
+                read[name] = saved.number(name, least=0.0, most=LONGEST)
+            else:
+                read[name] = saved.integer(name, least=0, most=2**62)
+        return cls(**read)

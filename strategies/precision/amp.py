@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.precision.base import Precision
+from leyden.strategies.saved_state import SavedState
 
 SKIPS_IN_A_ROW = 40
 """From the default scale of 2^16 this many halvings end at 2^-24: no gradient is left to find by halving on."""
@@ -164,6 +165,14 @@ class MixedPrecision(Precision):
         return {"scaler": self.scaler.state_dict(), "skips": self._skips}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(state["scaler"])
-            self._skips = state["skips"]
+        if self.scaler is None or not state:
+            return
+        saved = SavedState(state, "precision")
+        scaler, skips = saved.nested("scaler"), saved.integer("skips", least=0)
+        scaler.number("scale", least=1e-300, most=1e300)
+        scaler.number("growth_factor", least=1.0)
+        scaler.number("backoff_factor", least=1e-300, most=1.0)
+        scaler.integer("growth_interval", least=1)
+        scaler.integer("_growth_tracker", least=0)
+        self.scaler.load_state_dict(dict(scaler.entries))
+        self._skips = skips

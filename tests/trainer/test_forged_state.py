@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import CheckpointError, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpoint_books import read_books
+from leyden.strategies.errors import LeydenError
 from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from leyden.trainer.checkpoint.safefile import write_file
+from leyden.trainer.cli.main import main
 
 
 class Module(TrainModule):
@@ -157,3 +161,119 @@ def test_a_logger_goes_to_no_folder_outside_of_its_own(folder: Path, version: An
     with pytest.raises(CheckpointError, match=r"callbacks\.json: .*CSVLogger.*version"):
         resume(folder)
     assert everything_in(other) == before
+
+
+# what each owner checks ---------------------------------------------------------------------------------------------------
+def state_of_callback(kind: str, key: str, value: Any) -> Callable[[Any], None]:
+    def change(tree: Any) -> None:
+        next(state for name, state in tree["tree"].items() if name.startswith(kind))[key] = value
+
+    return change
+
+
+def at(*path: Any, value: Any) -> Callable[[Any], None]:
+    """Changes one entry of a JSON file; `...` as value takes it out."""
+
+    def change(tree: Any) -> None:
+        for key in path[:-1]:
+            tree = tree[key]
+        if value is ...:
+            del tree[path[-1]]
+        else:
+            tree[path[-1]] = value
+
+    return change
+
+
+RANK = ("tree",)
+FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
+    ("progress.json", at("global_step", value=...), "global_step is missing"),
+    ("progress.json", at("phase", value="bogus"), "phase is 'bogus', and must be one of epoch_start"),
+    ("progress.json", at("batch", value=-3), "batch is -3, and must be at least 0"),
+    ("progress.json", at("batch", value=1), "loader.place.batches is 2, and progress.json says 1"),
+    ("progress.json", at("seconds", value="x"), "seconds is 'x', and must be a number"),
+    ("progress.json", at("exact", value=1), "exact is 1, and must be true or false"),
+    ("rank-0.json", at(*RANK, "rng", "numpy", "state", "pos", value=10**8), "rng.numpy.state.pos is 100000000"),
+    ("rank-0.json", at(*RANK, "rng", "torch", value=[1]), "rng.torch is a list, and must be a tensor of bytes"),
+    ("rank-0.json", at(*RANK, "rng", "python", value=...), "rng.python is missing"),
+    ("rank-0.json", at(*RANK, "loader", "place", value=None), "loader.place is missing"),
+    ("rank-0.json", at(*RANK, "loader", "place", "source", "batches", value="x"), "source.batches is 'x'"),
+    ("rank-0.json", at(*RANK, "logs", "entries", 0, "weight", value=-1.0), "entries\\[0\\].weight is -1.0"),
+    ("rank-0.json", at(*RANK, "logs", "entries", 0, "event", value="on_nothing"), "entries\\[0\\].event cannot be"),
+    ("rank-0.json", at(*RANK, "metrics", value=3), "metrics is 3, and must be a dict"),
+    ("schedulers.json", at(*RANK, "schedulers", 0, "step_size", value=0), "schedulers\\[0\\].step_size is 0"),
+    ("schedulers.json", at(*RANK, "schedulers", 0, "last_epoch", value=...), "schedulers\\[0\\].last_epoch is missing"),
+    ("schedulers.json", at(*RANK, "schedulers", 1, "best", value="x"), "schedulers\\[1\\].best is 'x'"),
+    (
+        "schedulers.json",
+        at(*RANK, "schedulers", 0, "get_lr", value=1),
+        "schedulers\\[0\\].get_lr is no state of StepLR",
+    ),
+    (
+        "optimizer.json",
+        at("optimizers", 0, "tree", "param_groups", 0, "lr", value="x"),
+        "param_groups\\[0\\].lr is 'x'",
+    ),
+    ("optimizer.json", at("optimizers", 0, "tree", "state", "net.bias", "exp_avg", value=...), "exp_avg is missing"),
+    ("callbacks.json", state_of_callback("EarlyStopping", "wait_count", -1), "EarlyStopping.*wait_count is -1"),
+    ("callbacks.json", state_of_callback("ModelCheckpoint", "best_k_models", 3), "best_k_models is 3"),
+    ("callbacks.json", state_of_callback("CSVLogger", "rows", "x"), "CSVLogger.*rows is 'x'"),
+    ("user.json", at(*RANK, "checkpoint", value=None), "checkpoint is None, and must be a dict"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), FORGERIES, ids=[message for *_, message in FORGERIES])
+def test_each_owner_refuses_what_it_cannot_have_saved(
+    folder: Path, name: str, change: Callable[[Any], None], message: str
+) -> None:
+    """The error names file and entry; except for the optimizers', which are made later, not even the weights have changed."""
+    forge(saved(folder), name, change)
+    module = Module()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(saved(folder)))}/[\w-]+\.json: .*{message}"):
+        trainer(folder).fit(module, *loaders(), ckpt_path=saved(folder))
+    if name not in ("schedulers.json", "optimizer.json"):
+        assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+def entries_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all entries of a JSON file, of long lists those of the first three."""
+    if path:
+        yield path
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from entries_of(value, (*path, key))
+    elif isinstance(tree, list):
+        for number, value in enumerate(tree[:3]):
+            yield from entries_of(value, (*path, number))
+
+
+VALUES = [..., None, "bogus", -3, 0, 10**8, 2**40, 1.5, True, [], [1, [2]], {"a": {"b": 1}}, "/tmp/../x"]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 16))])
+def test_no_forged_entry_raises_anything_but_a_clear_error(folder: Path, seed: int) -> None:
+    """Whatever any entry of any JSON file is changed to, fit and the command line resume, or say what is wrong."""
+    random = Random(seed)
+    files = sorted(path.name for path in saved(folder).glob("*.json") if path.name != MANIFEST)
+    good = folder.parent / "good"
+    shutil.copytree(saved(folder), good)
+    for _ in range(25):
+        # A forged ranking may have had it deleted as the worst.
+        shutil.rmtree(saved(folder), ignore_errors=True)
+        shutil.copytree(good, saved(folder))
+        name = random.choice(files)
+        path, value = random.choice(list(entries_of(json.loads((good / name).read_text())))), random.choice(VALUES)
+        forge(saved(folder), name, at(*path, value=value))
+        try:
+            resume(folder)
+        except LeydenError:
+            pass
+        except Exception as error:
+            raise AssertionError(f"{name}: {path} = {value!r} raises {type(error).__name__}") from error
+        for command in (["checkpoint", "show", "--tensors"], ["merge"]):
+            words = [*command, str(saved(folder)), *([str(folder / "out.safetensors")] if command == ["merge"] else [])]
+            try:
+                main(words)
+            except Exception as error:
+                raise AssertionError(f"{words[0]}: {name}: {path} = {value!r}") from error

@@ -96,7 +96,8 @@ class Identity:
         if not reader.has(FILE):
             return None
         found = reader.json(FILE)
-        if not isinstance(found, dict) or not _is_sound(found):
+        needed = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(found, dict) or not needed <= found.keys() or not _is_sound(found):
             raise CheckpointError(reader.path / f"{FILE}.json", "does not say which run saved the checkpoint.")
         return cls(found["own"], found["module"], found["hparams"], found["optimizers"])
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.fragment import Fragment
+from leyden.strategies.saved_state import SavedState, brief
 
 # Full parameter names, or the module that has them.
 Names: TypeAlias = "Mapping[nn.Parameter, str] | Mapping[Tensor, str] | nn.Module"
@@ -90,14 +91,9 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
     Raises:
         ConfigurationError: if groups differ, or a parameter is missing or new; names it.
     """
-    if not {"state", "param_groups"} <= saved.keys():
-        raise ConfigurationError("this is no state of an optimizer by name: give what to_named or the reader returned.")
+    check_named(optimizer, saved, names)
     flat = _flat_names(optimizer, names)
-    _check_groups(optimizer, [list(group["params"]) for group in saved["param_groups"]], flat)
     index = {name: place for place, name in enumerate(name for group in flat for name in group)}
-    unknown = [name for name in saved["state"] if name not in index]
-    if unknown:
-        raise ConfigurationError(f"the saved optimizer has state for {unknown[0]!r}. {nearest(unknown[0], index)}")
     plain = {
         **saved.get("extra", {}),
         "state": {**{index[name]: entries for name, entries in saved["state"].items()}, **saved.get("other", {})},
@@ -122,6 +118,100 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(rate, Tensor) and isinstance(group["lr"], Tensor):
             group["lr"] = group["lr"].to(rate.device)
+
+
+# What torch's optimizers keep for each element of a parameter.
+_BY_ELEMENT = {
+    *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum"),
+    *("exp_inf", "prev", "ax"),
+}
+
+
+# What a step of torch's optimizers needs, once there is any state of a parameter.
+_NEEDED = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "RMSprop": ("step", "square_avg"),
+    "Adagrad": ("step", "sum"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Rprop": ("step", "prev"),
+}
+
+
+def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
+    """Refuses what `from_named` cannot load; changes nothing.
+
+    Args:
+        optimizer: as for `from_named`.
+        saved: the state.
+        names: as for `to_named`.
+
+    Raises:
+        ConfigurationError: if groups differ, or a parameter is missing or new; names it.
+        StateError: if an entry is of another kind than `to_named` returned; names it.
+    """
+    if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
+        raise ConfigurationError("this is no state of an optimizer by name: give what to_named or the reader returned.")
+    entries, flat = SavedState(saved), _flat_names(optimizer, names)
+    groups = [
+        SavedState(group, f"param_groups[{number}]") for number, group in enumerate(entries.items("param_groups"))
+    ]
+    there = [group.items("params") for group in groups]
+    for group, own in zip(groups, there, strict=True):
+        if not all(isinstance(name, str) for name in own):
+            raise StateError(group.path("params"), "must be names of parameters")
+    _check_groups(optimizer, there, flat)
+    index = _by_name(optimizer, flat)
+    state = entries.nested("state")
+    unknown = [name for name in state.entries if name not in index]
+    if unknown:
+        raise ConfigurationError(f"the saved optimizer has state for {unknown[0]!r}. {nearest(str(unknown[0]), index)}")
+    for part in ("other", "host", "dtypes", "extra"):
+        entries.nested(part, {})
+    for group, now in zip(groups, optimizer.param_groups, strict=True):
+        _check_options(group, now)
+    own_loading = not type(optimizer).__module__.startswith("torch.optim.")
+    for name, parameter in index.items() if not own_loading else ():
+        if name in state:
+            _check_moments(state.nested(name), parameter, type(optimizer).__name__)
+
+
+def _check_options(saved: SavedState, now: Mapping[str, Any]) -> None:
+    """Compares the options of a group with those that it has now: of the same kinds."""
+    for key, present in now.items():
+        if key == "params" or key not in saved or present is None:
+            continue
+        value = saved.value(key)
+        if isinstance(present, bool):
+            # None lets torch choose, as for `foreach`.
+            fits = value is None or isinstance(value, bool)
+        elif isinstance(present, (int, float, Tensor)):
+            fits = type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        elif isinstance(present, (tuple, list)):
+            numbers = all(type(item) in (int, float) or isinstance(item, Tensor) for item in present)
+            fits = isinstance(value, (tuple, list)) and len(value) == len(present)
+            fits = fits and not (numbers and not all(type(v) in (int, float) or isinstance(v, Tensor) for v in value))
+        else:
+            fits = not isinstance(present, str) or isinstance(value, str)
+        if not fits:
+            raise StateError(saved.path(key), f"is {brief(value)}, and this optimizer has {brief(present)}")
+
+
+def _check_moments(saved: SavedState, parameter: Tensor, kind: str) -> None:
+    for key in _NEEDED.get(kind, ()) if saved.entries else ():
+        saved.value(key)
+    for key, value in saved.entries.items():
+        fits = isinstance(value, (Tensor, Fragment))
+        if key in _BY_ELEMENT:
+            # SGD without momentum has none.
+            fits = (fits and value.shape == parameter.shape) or (value is None and key == "momentum_buffer")
+        elif key == "step":
+            fits = (fits and value.numel() == 1) or (kind == "SparseAdam" and type(value) is int)
+        else:
+            fits = True
+        if not fits:
+            wanted = "one number" if key == "step" else f"the shape {tuple(parameter.shape)}"
+            raise StateError(saved.path(key), f"is {brief(value)}, and must be a tensor of {wanted}")
 
 
 def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[list[str]]) -> None:

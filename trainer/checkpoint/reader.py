@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.codec import Classes, decode
 from leyden.trainer.checkpoint.errors import CheckpointError, blame
@@ -30,7 +31,7 @@ from leyden.trainer.checkpoint.manifest import (
 )
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.safefile import CheckedFile, read_tensors
-from leyden.trainer.checkpoint.shards import Table, Want, fill
+from leyden.trainer.checkpoint.shards import Table, Want, check_spec, fill
 from leyden.trainer.checkpoint.tensors import (
     TRANSLATED,
     Spec,
@@ -163,9 +164,12 @@ class CheckpointReader:
 
     def layout(self) -> dict[str, dict[str, Any]]:
         """What `layout.json` says of each of the module's tensors."""
-        parsed = self.json(LAYOUT)
         with self._blame(LAYOUT):
-            return {str(name): dict(spec) for name, spec in parsed["tensors"].items()}
+            tensors = SavedState(self.json(LAYOUT)).nested("tensors")
+            specs = {name: tensors.nested(name) for name in tensors.entries}
+            for spec in specs.values():
+                check_spec(spec, specs)
+            return {name: dict(spec.entries) for name, spec in specs.items()}
 
     def read_table(self, table: Table) -> Tensor:
         """The whole tensor of a table, merged from its shards, in the form in which it is stored."""

@@ -16,22 +16,22 @@ from torch import Tensor
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.checks import check_callbacks
+from leyden.trainer.checkpoint.checks import check_callbacks, check_rank, check_schedulers, check_user
 from leyden.trainer.checkpoint.codec import check_encodable
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.errors import CheckpointError, blame
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign, load_weights_only
 from leyden.trainer.checkpoint.identity import FILE as IDENTITY
 from leyden.trainer.checkpoint.identity import Difference, Identity
-from leyden.trainer.checkpoint.manifest import KEPT
+from leyden.trainer.checkpoint.manifest import KEPT, OPTIMIZERS, PROGRESS
 from leyden.trainer.checkpoint.nodes import is_shared
-from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
+from leyden.trainer.checkpoint.optimizers import check_named, from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.regrouped import load_buffers, own_buffers, read_rank, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import rng_state
-from leyden.trainer.logs import metric_states
+from leyden.trainer.metric_states import metric_states
 from leyden.trainer.progress import Progress
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
+SCHEDULERS, USER = "schedulers.json", "user.json"
 WORDS = ("last", "best", "auto", "current")
 """What `ckpt_path` may be in place of a path."""
 
@@ -166,7 +167,7 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
             stacklevel=2,
         )
     reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
-    progress = Progress.from_dict(reader.progress())
+    progress = progress_of(reader)
     exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     if goal.parts == {"weights"}:
         return reader, f"weights of {path}"
@@ -230,7 +231,9 @@ def check_same_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
                 stacklevel=2,
             )
         return
-    found = [d for d in identity.differences(before) if not d.replaced or "optimizers" in goal.parts]
+    with blame(reader.path / f"{IDENTITY}.json"):
+        differences = identity.differences(before)
+    found = [d for d in differences if not d.replaced or "optimizers" in goal.parts]
     if refuses and any(difference.counts for difference in found):
         raise ConfigurationError(
             f"{reader.path} was saved by another run, and ckpt_path='auto' continues none but its own: {_listed(found)}. Give each "
@@ -380,6 +383,8 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
     fits, whole = trainer.state.stage == "fit", reader.has("user")
     template = _template(trainer) if fits and whole else {}
     user = reader.state("user", like=template.get("user")) if whole else None
+    if user is not None:
+        check_user(reader.path / USER, user)
     if not fits or goal.parts == {"weights"}:
         return Saved(user, reader=reader)
     if not whole:
@@ -389,6 +394,11 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
         )
     callbacks = reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {}
     check_callbacks(reader.path, trainer.callbacks, callbacks)
+    progress = progress_of(reader) if "progress" in goal.parts else None
+    file = rank_file(reader, trainer)
+    with blame(file):
+        rank = read_rank(reader, trainer.strategy, trainer.module)
+    check_rank(file, rank, trainer.logs, trainer.module, progress)
     steps = "optimizers" in goal.parts
     # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
     parts = None if trainer.strategy.drives_one else trainer.strategy.state_parts(trainer.module)
@@ -397,10 +407,21 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
         callbacks,
         reader.state("schedulers") if steps else None,
         reader.optimizers(like=parts) if steps and parts is not None else None,
-        Progress.from_dict(reader.progress()) if "progress" in goal.parts else None,
-        read_rank(reader, trainer.strategy, trainer.module),
+        progress,
+        rank,
         reader,
     )
+
+
+def progress_of(reader: CheckpointReader) -> Progress:
+    """Where the run stood that saved a checkpoint."""
+    with blame(reader.path / PROGRESS):
+        return Progress.from_dict(reader.progress())
+
+
+def rank_file(reader: Reader, trainer: Trainer) -> Path:
+    """The file of this rank's own state, for messages."""
+    return reader.path / f"rank-{trainer.strategy.data_rank}.json"
 
 
 def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Saved:
@@ -414,19 +435,23 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
     saved = _read(trainer, reader, goal)
     if "weights" in goal.parts:
         if saved.user is not None:
-            trainer.hooks.load_into_module(saved.user["checkpoint"])
+            with blame(reader.path / USER, "on_load_checkpoint"):
+                trainer.hooks.load_into_module(saved.user["checkpoint"])
         if not trainer.module.strict_loading:
             check_partial(trainer.module, reader.names(), warns=trainer.is_global_zero)
         trainer.strategy.load_module(reader, trainer.module, trainer.module.strict_loading)
         if saved.rank is not None:
             load_buffers(trainer.module, saved.rank.get("buffers", {}))
     if trainer.state.stage == "fit" and saved.user is not None and "callbacks" in goal.parts:
-        if trainer.datamodule is not None and saved.user["datamodule"]:
-            trainer.datamodule.load_state_dict(saved.user["datamodule"])
-        trainer.hooks.load_into_callbacks(saved.user["checkpoint"])
+        if trainer.datamodule is not None and saved.user.get("datamodule"):
+            with blame(reader.path / USER, "datamodule"):
+                trainer.datamodule.load_state_dict(saved.user["datamodule"])
+        with blame(reader.path / USER, "on_load_checkpoint"):
+            trainer.hooks.load_into_callbacks(saved.user["checkpoint"])
         for callback in trainer.callbacks:
             if callback.state_key in saved.callbacks:
-                callback.load_state_dict(saved.callbacks[callback.state_key])
+                with blame(reader.path / "callbacks.json", callback.state_key):
+                    callback.load_state_dict(saved.callbacks[callback.state_key])
     return saved
 
 
@@ -452,7 +477,8 @@ def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | 
         optimizers = saved.optimizers
         if optimizers is None and isinstance(saved.reader, CheckpointReader):
             optimizers = saved.reader.optimizers(like=trainer.strategy.state_parts(trainer.module))
-        _restore_optimizers(trainer, optimizers or [], saved.schedulers)
+        assert saved.reader is not None
+        _restore_optimizers(trainer, optimizers or [], saved.schedulers, saved.reader.path)
     if saved.progress is not None:
         for field in dataclasses.fields(Progress):
             setattr(trainer.progress, field.name, getattr(saved.progress, field.name))
@@ -462,11 +488,13 @@ def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | 
         "metrics": saved.rank["metrics"],
         "loader": saved.rank["loader"] if "loaders" in goal.parts else None,
         "rng": saved.rank["rng"] if "rng" in goal.parts else None,
+        "file": None if saved.reader is None else rank_file(saved.reader, trainer),
     }
 
 
-def _restore_optimizers(trainer: Trainer, saved: list[dict[str, Any]], state: dict[str, Any]) -> None:
+def _restore_optimizers(trainer: Trainer, saved: list[dict[str, Any]], state: dict[str, Any], folder: Path) -> None:
     optimizers, configs = trainer.optimizers, trainer.lr_scheduler_configs
+    check_schedulers(folder / SCHEDULERS, state, [config.scheduler for config in configs])
     for kind, there, here in (
         ("optimizers", len(saved), len(optimizers)),
         ("schedulers", len(state["schedulers"]), len(configs)),
@@ -476,10 +504,17 @@ def _restore_optimizers(trainer: Trainer, saved: list[dict[str, Any]], state: di
                 f"the checkpoint has {there} {kind}, and configure_optimizers made {here}: make as many, or leave "
                 "'optimizers' out of restore."
             )
-    for config, scheduler_state in zip(configs, state["schedulers"], strict=True):
-        config.scheduler.load_state_dict(scheduler_state)
     names = parameter_names(trainer.module)
-    for optimizer, optimizer_state in zip(optimizers, saved, strict=True):
-        from_named(trainer.strategy.saved_form(optimizer), optimizer_state, names)
-    trainer.strategy.precision.load_state_dict(state["precision"])
-    trainer.strategy.load_state_dict(state.get("strategy", {}))
+    pairs = [(trainer.strategy.saved_form(optimizer), own) for optimizer, own in zip(optimizers, saved, strict=True)]
+    for number, (optimizer, own) in enumerate(pairs):
+        with blame(folder / OPTIMIZERS, f"optimizers[{number}]"):
+            check_named(optimizer, own, names)
+    with blame(folder / SCHEDULERS):
+        for config, scheduler_state in zip(configs, state["schedulers"], strict=True):
+            config.scheduler.load_state_dict(scheduler_state)
+    for number, (optimizer, own) in enumerate(pairs):
+        with blame(folder / OPTIMIZERS, f"optimizers[{number}]"):
+            from_named(optimizer, own, names)
+    with blame(folder / SCHEDULERS):
+        trainer.strategy.precision.load_state_dict(state["precision"])
+        trainer.strategy.load_state_dict(state.get("strategy", {}))

@@ -14,9 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.safefile import CheckedFile, memory_of, read_header
-from leyden.trainer.checkpoint.tensors import dtype_named
+from leyden.trainer.checkpoint.tensors import DTYPES, dtype_named
 
 Table: TypeAlias = dict[str, Any]
 Sizes: TypeAlias = tuple[int, ...]
@@ -64,6 +66,46 @@ def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) 
         chosen[key] = rank
         load[rank] += sizes[key]
     return chosen
+
+
+def check_spec(spec: SavedState, others: Mapping[str, SavedState]) -> None:
+    """Refuses what `layout.json` cannot say of a tensor.
+
+    Args:
+        spec: of one tensor.
+        others: of all, by name.
+
+    Raises:
+        StateError: names the entry.
+    """
+    if "alias_of" in spec:
+        if "alias_of" in others.get(spec.text("alias_of"), spec):
+            raise StateError(spec.path("alias_of"), "names no tensor that is stored")
+        return
+    _check_form(spec)
+    parts = spec.nested("parts")
+    if not parts.entries:
+        raise StateError(spec.path("parts"), "is empty")
+    for part in parts.entries:
+        table = parts.nested(part)
+        _check_form(table)
+        for number, shard in enumerate(table.items("shards")):
+            where = table.path(f"shards[{number}]")
+            if not isinstance(shard, list) or len(shard) not in (3, 4) or not all(type(n) is str for n in shard[:2]):
+                raise StateError(where, "must be a file, a key, offsets and sizes")
+            for sizes in shard[2:]:
+                _check_sizes(where, sizes)
+
+
+def _check_form(spec: SavedState) -> None:
+    if spec.text("dtype") not in DTYPES:
+        raise StateError(spec.path("dtype"), f"is {brief(spec.value('dtype'))}, and no dtype that this Leyden knows")
+    _check_sizes(spec.path("shape"), spec.value("shape"))
+
+
+def _check_sizes(where: str, sizes: Any) -> None:
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < 2**62 for size in sizes):
+        raise StateError(where, f"is {brief(sizes)}, and must be a list of sizes")
 
 
 # reading ----------------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.c
 _BYTES = tuple(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
 # Those that are stored as another one.
 TRANSLATED = (*_REAL, *_BYTES)
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NATIVE, *_REAL, *_BYTES)}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NATIVE, *_REAL, *_BYTES)}
 _COMPRESSED = {
     torch.sparse_csr: "csr",
     torch.sparse_csc: "csc",
@@ -108,7 +108,7 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
     if not is_sharded(tensor) and tensor.numel() > MAX_REPEATED and _repeats(tensor):
         kind = f"an expanded tensor of {tensor.numel()} elements"
         raise UnsupportedStateError(where, kind, "Save the tensor that it was expanded from.")
-    if str(tensor.dtype).removeprefix("torch.") not in _DTYPES:
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
         raise UnsupportedStateError(where, f"a tensor of {tensor.dtype}", hint)
 
 
@@ -314,9 +314,9 @@ def dtype_named(name: str) -> torch.dtype:
     Raises:
         ValueError: if no saved tensor can have it.
     """
-    if name not in _DTYPES:
+    if name not in DTYPES:
         raise ValueError(f"{name!r} is no dtype that this Leyden knows")
-    dtype: torch.dtype = _DTYPES[name]
+    dtype: torch.dtype = DTYPES[name]
     return dtype
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint.errors import CheckpointError, blame
 from leyden.trainer.checkpoint.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.staging import set_aside
@@ -94,11 +96,13 @@ def show(path: str, tensors: bool) -> None:
     )
     _section("progress", reader.progress())
     if reader.has("hparams"):
-        for owner, values in reader.state("hparams").items():
-            if owner != KEPT:
-                _section(f"hyperparameters of the {owner}", values)
+        with blame(reader.path / "hparams.json"):
+            hparams = SavedState(reader.state("hparams"))
+            kept = {owner: hparams.nested(owner).entries for owner in hparams.entries if owner != KEPT}
+        for owner, values in kept.items():
+            _section(f"hyperparameters of the {owner}", values)
     _section("files", {name: size_of(entry.size) for name, entry in sorted(manifest.files.items())})
-    layout: dict[str, Any] = reader.json(LAYOUT)["tensors"]
+    layout = reader.layout()
     owned = {name: spec for name, spec in layout.items() if "alias_of" not in spec}
     count = sum(_numel(shape_of(spec)) for spec in owned.values())
     tied = f", {len(layout) - len(owned)} more names of tied ones" if len(layout) > len(owned) else ""
@@ -129,7 +133,7 @@ def _numel(shape: list[int]) -> int:
     return count
 
 
-def _section(title: str, values: dict[str, Any]) -> None:
+def _section(title: str, values: Mapping[str, Any]) -> None:
     click.echo(f"\n{title}")
     width = max((len(str(name)) for name in values), default=0)
     for name, value in values.items():

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState, brief
+
 PARTS = ("sampler", "batch_sampler", "dataset", "datasets")
 """Attributes through which a loader reaches its samplers and data sets, and these what they wrap."""
 
@@ -37,7 +40,7 @@ class Generators:
         """Sets those that this process has."""
         for path, source in self._found().items():
             if path in states:
-                set_random_state(source, states[path])
+                set_random_state(source, states[path], f"generators.{path}")
 
 
 def parts_of(loader: Any) -> list[Any]:
@@ -88,8 +91,71 @@ def random_state(source: Any) -> Any:
     return plain(source.get_state(legacy=False))
 
 
-def set_random_state(source: Any, state: Any) -> None:
-    """Sets one generator object to what `random_state` returned."""
+def check_random_state(source: Any, state: Any, where: str) -> None:
+    """Refuses what `random_state` cannot have returned for a generator. Some crash the process that is set to it.
+
+    Raises:
+        StateError: names the entry.
+    """
+    if isinstance(source, torch.Generator):
+        _check_torch(state, where, source.get_state() if source.device.type == "cpu" else None)
+    elif isinstance(source, random.Random) or source is random:
+        _check_python(SavedState(state, where))
+    else:
+        check_numpy_state(SavedState(state, where), random_state(source))
+
+
+def _check_torch(state: Any, where: str, now: Tensor | None) -> None:
+    if not isinstance(state, Tensor) or state.dtype != torch.uint8 or state.dim() != 1:
+        raise StateError(where, f"is {brief(state)}, and must be a tensor of bytes")
+    if now is None:
+        return
+    try:
+        # torch checks the state that it is given; a generator of its own takes the blow.
+        torch.Generator().set_state(on_cpu(state))
+    except RuntimeError as error:
+        raise StateError(where, f"is no state of a generator of torch ({error})") from error
+
+
+def _check_python(saved: SavedState) -> None:
+    saved.integer("version", least=3, most=3)
+    words = saved.value("words")
+    if not isinstance(words, Tensor) or words.dtype != torch.int64 or tuple(words.shape) != (625,):
+        raise StateError(saved.path("words"), f"is {brief(words)}, and must be 625 whole numbers")
+    if bool((words < 0).any()) or bool((words >= 2**32).any()) or int(words[-1]) > 624:
+        raise StateError(saved.path("words"), "holds a number out of range")
+    if not saved.is_none("gauss"):
+        saved.number("gauss")
+
+
+# What an index into the words of a generator of NumPy may be; NumPy does not look.
+_POSITIONS = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1}
+
+
+def check_numpy_state(saved: SavedState, now: Any) -> None:
+    """Compares with the state of a generator of the same kind: the same entries, of the same kinds and sizes."""
+    for key, present in now.items():
+        if key == "bytes":
+            if not isinstance(saved.value(key), bytes) or len(saved.value(key)) != len(present):
+                raise StateError(saved.path(key), f"must be {len(present)} bytes")
+        elif isinstance(present, dict):
+            check_numpy_state(saved.nested(key), present)
+        elif isinstance(present, (str, list)):
+            if saved.value(key) != present:
+                raise StateError(saved.path(key), f"is {brief(saved.value(key))}, and must be {present!r}")
+        elif isinstance(present, int):
+            saved.integer(key, least=0, most=_POSITIONS.get(key, 2**128))
+        else:
+            saved.number(key)
+
+
+def set_random_state(source: Any, state: Any, where: str = "generator") -> None:
+    """Sets one generator object to what `random_state` returned.
+
+    Raises:
+        StateError: if it cannot have; the generator is as it was.
+    """
+    check_random_state(source, state, where)
     if isinstance(source, torch.Generator):
         source.set_state(on_cpu(state))
     elif isinstance(source, random.Random) or source is random:

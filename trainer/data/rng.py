@@ -10,11 +10,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, StateError
+from leyden.strategies.saved_state import SavedState, brief
 from leyden.strategies.spmd import runtime
-from leyden.trainer.data.generators import Generators, on_cpu, plain, plain_python, set_random_state, with_arrays
+from leyden.trainer.data.generators import (
+    Generators,
+    check_numpy_state,
+    check_random_state,
+    on_cpu,
+    plain,
+    plain_python,
+    set_random_state,
+    with_arrays,
+)
 
 SEED_VARIABLE = "LEYDEN_SEED"
 MAX_SEED = 2**32 - 1
@@ -72,8 +83,33 @@ def set_live_state(state: dict[str, Any]) -> None:
         np.random.set_state(state["numpy"])
 
 
+def check_rng_state(state: Any, where: str = "rng") -> None:
+    """Refuses what `rng_state` cannot have returned; changes nothing.
+
+    Raises:
+        StateError: names the entry.
+    """
+    saved = SavedState(state, where)
+    check_random_state(random, saved.value("python"), saved.path("python"))
+    check_random_state(torch.default_generator, saved.value("torch"), saved.path("torch"))
+    if "numpy" in saved:
+        import numpy as np
+
+        check_numpy_state(saved.nested("numpy"), plain(np.random.get_state(legacy=False)))
+    for key in ("cuda", "mps"):
+        found = saved.value(key) if key in saved else []
+        for value in found if isinstance(found, list) else [found]:
+            if not isinstance(value, Tensor) or value.dim() != 1:
+                raise StateError(saved.path(key), f"is {brief(value)}, and must be a tensor of bytes")
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets the generators to what `rng_state` returned; those of devices that this machine does not have are skipped."""
+    """Sets the generators to what `rng_state` returned; those of devices that this machine does not have are skipped.
+
+    Raises:
+        StateError: if it cannot have returned that; all are as they were.
+    """
+    check_rng_state(state)
     set_random_state(random, state["python"])
     torch.set_rng_state(on_cpu(state["torch"]))
     if "numpy" in state:

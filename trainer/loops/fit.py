@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Agreement
+from leyden.trainer.checkpoint.errors import blame
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import set_rng_state
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.differences import check_batches
-from leyden.trainer.logs import Value, load_metric_states
+from leyden.trainer.logs import Value
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.count import Count
 from leyden.trainer.loops.draws import Draws, check_drawing, draws_itself
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.loops.validation import Validation
+from leyden.trainer.metric_states import load_metric_states
 from leyden.trainer.plan import settings_of
 
 if TYPE_CHECKING:
@@ -498,7 +500,19 @@ class FitLoop:
         """After a resume: restores the places in the data, and finishes what the saved run had begun of a step or an epoch."""
         if self.restored is None:
             return
-        progress, saved, loader = self.progress, self.restored, self.restored["loader"]
+        with blame(self.restored.get("file") or "this run's own state"):
+            inside = self._take_back(self.restored)
+        progress = self.progress
+        if progress.phase == "epoch_end" and not self._is_done():
+            self._next_epoch()
+        elif inside and progress.phase != "paused":
+            self._settle()
+            if self._stops():
+                self._end_epoch(complete=progress.ended)
+
+    def _take_back(self, saved: dict[str, Any]) -> bool:
+        """Brings loaders, sums, metrics and random numbers to where they were; True inside an epoch."""
+        progress, loader = self.progress, saved["loader"]
         inside = progress.phase not in ("epoch_start", "epoch_end")
         assert self.cursor is not None
         if inside and loader is not None:
@@ -519,9 +533,4 @@ class FitLoop:
             load_metric_states(self.trainer.module.named_modules(), saved["metrics"])
         if saved["rng"] is not None:
             set_rng_state(saved["rng"])
-        if progress.phase == "epoch_end" and not self._is_done():
-            self._next_epoch()
-        elif inside and progress.phase != "paused":
-            self._settle()
-            if self._stops():
-                self._end_epoch(complete=progress.ended)
+        return inside

@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from leyden.trainer import checkpoint
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint import writer as writer_module
+from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign
 from leyden.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.safefile import MAX_HEADER, write_file
+from leyden.trainer.checkpoint.writer import CheckpointWriter
 
 FILES = [
     "manifest.json",
@@ -264,6 +266,53 @@ def test_a_forged_layout(two: tuple[Path, Path], change: Callable[[Any], None]) 
     forge(two[1], "layout.json", json.dumps(layout).encode())
     with pytest.raises(CheckpointError, match="new"):
         CheckpointReader(two[1]).model()
+
+
+def test_shards_that_overlap_leave_no_memory_unread(tmp_path: Path) -> None:
+    """Their sizes add up, and two rows of the tensor would be whatever the memory held."""
+    with CheckpointWriter(tmp_path / "one") as writer:
+        writer.model({"weight": torch.ones(4, 3)})
+        path = writer.commit(progress={})
+    layout = json.loads((path / "layout.json").read_text())
+    shard = ["model.safetensors", "weight", [0, 0], [2, 3]]
+    layout["tensors"]["weight"]["parts"][""]["shards"] = [shard, shard]
+    forge(path, "layout.json", json.dumps(layout).encode())
+    with pytest.raises(CheckpointError, match="do not fill"):
+        CheckpointReader(path).model()
+    with pytest.raises(CheckpointError, match="do not fill"):
+        CheckpointReader(path).fill({"weight": torch.empty(4, 3)})
+
+
+@pytest.mark.parametrize("kind", ["stride 0", "empty strings"])
+def test_a_small_file_asks_for_no_large_memory(tmp_path: Path, kind: str) -> None:
+    numpy = pytest.importorskip("numpy")
+    with CheckpointWriter(tmp_path / "one") as writer:
+        writer.state("user", {"tensor": torch.ones(1).expand(9), "array": numpy.array(["a", "b"])})
+        path = writer.commit(progress={})
+    user = json.loads((path / "user.json").read_text())
+    if kind == "stride 0":
+        user["tree"]["tensor"]["shape"] = [2**31]
+    else:
+        user["tree"]["array"].update(dtype="<U0", shape=[2**31])
+    forge(path, "user.json", json.dumps(user).encode())
+    with pytest.raises(CheckpointError, match=r"user\.json"):
+        CheckpointReader(path).state("user")
+
+
+def test_nested_json_is_refused_before_it_is_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with CheckpointWriter(tmp_path / "one") as writer:
+        writer.state("user", [])
+        path = writer.commit(progress={})
+    forge(path, "user.json", b'{"tensors": null, "tree": [' + b"[[]]," * 2_100_000 + b"[]]}")
+    with pytest.raises(CheckpointError, match="4200003 nested parts"):
+        CheckpointReader(path).state("user")
+    # What could not be read again is not written.
+    monkeypatch.setattr(writer_module, "MAX_PARTS", 100)
+    with (
+        CheckpointWriter(path) as writer,
+        pytest.raises(UnsupportedStateError, match="user is a nest of 103 lists and"),
+    ):
+        writer.state("user", [[] for _ in range(101)])
 
 
 def test_a_newer_format_says_so(two: tuple[Path, Path]) -> None:

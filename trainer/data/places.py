@@ -1,0 +1,64 @@
+"""The place of a loader as a checkpoint holds it: what is ours of it is checked, before a loader is brought there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.data.rng import check_rng_state
+
+# What loaders, samplers and data sets of the user have saved stands under other names, and is theirs to check.
+_COUNTS = ("batches", "drawn", "at", "of")
+_FLAGS = ("again", "had_workers", "ended")
+_RANDOM = ("rng", "ahead", "stream")
+_WITHIN = ("source", "before", "first", "inner", "rest", "begun")
+_MOST = 2**53
+
+
+def check_place(saved: SavedState) -> None:
+    """Refuses a place that no source of batches can have saved; changes nothing.
+
+    Raises:
+        StateError: names the entry.
+    """
+    if "batches" in saved and "epoch" in saved:
+        if not saved.is_none("epoch"):
+            saved.integer("epoch", least=0, most=_MOST)
+        saved.value("ahead")
+        saved.nested("source")
+    for key in _COUNTS:
+        _each(saved, key, _count)
+    for key in _FLAGS:
+        _each(saved, key, _flag)
+    for key in _RANDOM:
+        if not saved.is_none(key):
+            check_rng_state(saved.entries[key], saved.path(key))
+    if "generators" in saved:
+        saved.nested("generators")
+    for key in _WITHIN:
+        if isinstance(saved.entries.get(key), list):
+            continue
+        if not saved.is_none(key):
+            check_place(saved.nested(key))
+    if "parts" in saved:
+        for number, part in enumerate(saved.items("parts")):
+            check_place(SavedState(part, saved.path(f"parts[{number}]")))
+
+
+def _each(saved: SavedState, key: str, check: Any) -> None:
+    """An entry, or each of those of several loaders."""
+    value = saved.entries.get(key)
+    for item in value if isinstance(value, list) else [value]:
+        if item is not None:
+            check(saved.path(key), item)
+
+
+def _count(path: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise StateError(path, f"is {brief(value)}, and must be a whole number from 0")
+
+
+def _flag(path: str, value: object) -> None:
+    if type(value) is not bool:
+        raise StateError(path, f"is {brief(value)}, and must be true or false")
