@@ -280,7 +280,7 @@ class ModelCheckpoint(Callback):
         if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
             return
         # Metrics are left alone: after an error of the device nothing can be read back.
-        counters = {"epoch": trainer.current_epoch, "step": trainer.global_step}
+        counters = {"epoch": trainer.progress.epoch, "step": trainer.global_step}
         path = self._free_path(format_name("{epoch}-{step}", counters, self.auto_insert_metric_name))
         written = save_after(trainer, path, exception, self.save_weights_only)
         if written is not None and self.verbose:
@@ -343,7 +343,7 @@ class ModelCheckpoint(Callback):
         values = trainer.read_metrics(found) if found else {}
         # Ranks must agree on names and ranking, also where each logged its own value.
         values = dict(trainer.strategy.broadcast(values))
-        return {**values, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        return {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
 
     def _score(self, trainer: Trainer, values: Mapping[str, float]) -> float | None:
         """The monitored value; nan counts as the worst there is. None if there is nothing to rank by."""

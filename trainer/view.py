@@ -113,7 +113,12 @@ class TrainerView:
 
     @property
     def current_epoch(self) -> int:
-        return self.progress.epoch
+        """The epoch that runs, from 0; the number of epochs done once the last one is over.
+
+        An epoch that a limit or `should_stop` ended within is not over: a resume continues in it.
+        """
+        closes = self._fit is not None and self._fit.closes_epoch
+        return self.progress.epoch + (self.progress.phase == "epoch_end" and not closes)
 
     @property
     def window(self) -> Window:

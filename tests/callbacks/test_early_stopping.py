@@ -127,18 +127,18 @@ def test_where_it_checks(tmp_path: Path) -> None:
     values = [5.0] * 8
     twice = EarlyStopping("val", patience=3)
     # The first of the four checks sets the best; three fail: two epochs.
-    assert fit(tmp_path, values, twice, val_check_interval=0.5).current_epoch == 1
+    assert fit(tmp_path, values, twice, val_check_interval=0.5).current_epoch == 2
     every_batch = EarlyStopping("val", patience=1)
     # 1 is every batch, not the 1.0 that means an epoch.
     assert fit(tmp_path, values, every_batch, val_check_interval=1).global_step == 2
     without_validation = EarlyStopping("train", patience=2)
-    assert fit(tmp_path, values, without_validation, val=None).current_epoch == 2
+    assert fit(tmp_path, values, without_validation, val=None).current_epoch == 3
     every_second = EarlyStopping("val", patience=1)
-    assert fit(tmp_path, values, every_second, check_val_every_n_epoch=2).current_epoch == 3
+    assert fit(tmp_path, values, every_second, check_val_every_n_epoch=2).current_epoch == 4
     at_epoch_ends = EarlyStopping("val", patience=3, check_on_train_epoch_end=True)
-    assert fit(tmp_path, values, at_epoch_ends, val_check_interval=0.5).current_epoch == 3
+    assert fit(tmp_path, values, at_epoch_ends, val_check_interval=0.5).current_epoch == 4
     after_validation = EarlyStopping("val", patience=3, check_on_train_epoch_end=False)
-    assert fit(tmp_path, values, after_validation).current_epoch == 3
+    assert fit(tmp_path, values, after_validation).current_epoch == 4
 
 
 def test_neither_the_sanity_check_nor_a_quick_run_counts(tmp_path: Path) -> None:
@@ -170,14 +170,14 @@ def test_a_metric_that_nobody_logged(tmp_path: Path) -> None:
         fit(tmp_path, [5, 5], EarlyStopping("vall"))
     with pytest.warns(UserWarning, match="monitors 'vall'"):
         trainer = fit(tmp_path, [5, 5], EarlyStopping("vall", strict=False))
-    assert trainer.current_epoch == 1
+    assert trainer.current_epoch == 2
     with pytest.raises(ConfigurationError, match="Nothing was logged at all"):
         fit(tmp_path, [], EarlyStopping("val"), max_epochs=1)
 
 
 def test_min_epochs_come_first(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=1)
-    assert fit(tmp_path, [5.0] * 6, stopping, min_epochs=4).current_epoch == 3
+    assert fit(tmp_path, [5.0] * 6, stopping, min_epochs=4).current_epoch == 4
 
 
 def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,11 +197,11 @@ def test_a_resumed_run_stops_where_the_other_does(tmp_path: Path) -> None:
         return [EarlyStopping("val", patience=3), ModelCheckpoint(save_top_k=-1)]
 
     whole = parts()
-    assert fit(tmp_path / "whole", values, *whole).current_epoch == 4
+    assert fit(tmp_path / "whole", values, *whole).current_epoch == 5
     first = parts()
     fit(tmp_path / "cut", values, *first, max_epochs=3)
     second = parts()
-    assert fit(tmp_path / "cut", values, *second, ckpt_path="last").current_epoch == 4
+    assert fit(tmp_path / "cut", values, *second, ckpt_path="last").current_epoch == 5
     assert whole[0].state_dict() == second[0].state_dict()
 
 
@@ -209,21 +209,21 @@ def test_a_run_that_was_stopped_stays_so_with_the_same_arguments(tmp_path: Path)
     """It may be killed between the checkpoint that follows the verdict and the end of the run."""
     values = [5.0] * 6
     trainer = fit(tmp_path, values, EarlyStopping("val", patience=2), ModelCheckpoint())
-    assert trainer.current_epoch == 2
+    assert trainer.current_epoch == 3
     again = EarlyStopping("val", patience=2)
     with pytest.warns(UserWarning, match="had ended this run in epoch 2"):
-        assert fit(tmp_path, values, again, ModelCheckpoint(), ckpt_path="last").current_epoch == 2
+        assert fit(tmp_path, values, again, ModelCheckpoint(), ckpt_path="last").current_epoch == 3
     assert again.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     patient = EarlyStopping("val", patience=4)
-    assert fit(tmp_path, values, patient, ModelCheckpoint(), ckpt_path="last").current_epoch == 4
+    assert fit(tmp_path, values, patient, ModelCheckpoint(), ckpt_path="last").current_epoch == 5
 
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=2)
     trainer = fit(tmp_path, [5.0] * 6, stopping)
-    assert trainer.current_epoch == 2
+    assert trainer.current_epoch == 3
     trainer.fit(Scripted([5.0, 4.0, 3.0, 2.0, 1.0, 0.0]), DATA, DATA)
-    assert trainer.current_epoch == 5
+    assert trainer.current_epoch == 6
     assert stopping.stopping_reason is EarlyStoppingReason.NOT_STOPPED
 
 

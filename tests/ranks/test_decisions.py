@@ -131,12 +131,21 @@ def test_a_wish_of_one_rank_stops_all_one_window_later() -> None:
 
 def test_a_wish_in_the_last_window_or_epoch_hook_takes_effect_at_once() -> None:
     for told in told_by_all(fitted, (("on_train_batch_end", 1, 6, stop),), (("on_train_epoch_end", 1, 1, stop),)):
-        assert (told["step"], told["epoch"]) == (6, 0)
+        assert (told["step"], told["epoch"]) == (6, 1)
 
 
 def test_a_wish_in_a_validation_stops_all_before_the_next_step() -> None:
     [told] = told_by_all(fitted_with_validation, (("on_validation_end", 1, 1, stop),))
     assert (told["step"], told["validated"]) == (3, [3])
+
+
+def test_a_run_that_is_asked_to_stop_inside_an_epoch_is_validated_on_all_ranks() -> None:
+    for told in told_by_all(fitted_with_a_last_validation, ("on_train_batch_end", 1, 3, stop)):
+        assert (told["step"], told["validated"]) == (4, [4])
+
+
+def fitted_with_a_last_validation(*at: Any) -> dict[str, Any]:
+    return fitted(at, val=4)
 
 
 def fitted_with_validation(at: tuple[Any, ...]) -> dict[str, Any]:
@@ -230,7 +239,7 @@ def test_ranks_with_different_numbers_of_batches_hear_of_a_signal() -> None:
 def test_minus_one_of_one_rank_ends_the_epoch_on_all() -> None:
     """Each epoch has 6 batches; the first ends with the window after the one in which -1 was given."""
     for told in told_by_all(fitted, *[(("on_train_batch_start", rank, 2, skip),) for rank in (0, 1)]):
-        assert (told["step"], told["epoch"]) == (3 + 6, 1)
+        assert (told["step"], told["epoch"]) == (3 + 6, 2)
 
 
 def fitted_late(rank: int) -> dict[str, Any]:

@@ -58,6 +58,8 @@ class FitLoop:
         """Reads the training loader, and knows its place in it."""
         self.num_batches: int | None = 0 if trainer.limit_train_batches == 0 else None
         """Batches in an epoch, as limited; None where the loader does not know."""
+        self.closes_epoch = False
+        """The closing callbacks of an epoch's end run, for which it is still the current one."""
         self.step: Step
         self._iterator: Iterator[Any] | None = None
         self._settles = False
@@ -181,6 +183,8 @@ class FitLoop:
                     (agreement.exchange if is_last else agreement.send)()
                 if cut or self._stops():
                     complete, cut = is_last, False
+                    if not complete:
+                        self._validate_at_stop()
                     break
         else:
             cut = cut or (not progress.ended and self.num_batches is not None and 0 < progress.batch < self.num_batches)
@@ -291,7 +295,9 @@ class FitLoop:
             self.step.step_plateau_schedulers("epoch", progress.epoch + 1)
         self.clock.note()
         progress.phase = "epoch_end" if complete else "paused"
+        self.closes_epoch = True
         self.hooks.close("on_train_epoch_end")
+        self.closes_epoch = False
         if self._agreement is not None:
             self._agreement.exchange(epoch_ends=True)
         if complete:
@@ -378,6 +384,12 @@ class FitLoop:
             if self.trainer.lr_scheduler_configs and waits:
                 self.step.step_plateau_schedulers("step", progress.stepped)
             progress.phase = "settled"
+
+    def _validate_at_stop(self) -> None:
+        """`should_stop` ended the run inside an epoch: the weights that it leaves are validated, unless they just were."""
+        asked = self.trainer.should_stop if self._agreement is None else self._agreement.stops
+        if asked and self._past_minimum() and self.trainer.signals.received is None:
+            self.validation.run_at_stop()
 
     # data -------------------------------------------------------------------------------------------------------------
     def load_training_data(self, again: bool = False) -> None:

@@ -39,6 +39,9 @@ class Validation:
         """Batches between two validations; None for the end of an epoch, or an interval in time."""
         self.loop: EvaluationLoop | None = None
         self._before: dict[str, Any] | None = None
+        self._aside = False
+        self._validated = -1
+        """Batches that had been trained at the last pass."""
 
     def load(self, again: bool = False) -> None:
         """Gets the validation loaders, unless they are there."""
@@ -101,7 +104,7 @@ class Validation:
             window_start: index in the epoch of its first batch.
         """
         progress, every_epochs = self._progress, self._trainer.check_val_every_n_epoch
-        if self.loop is None or (every_epochs is not None and (progress.epoch + 1) % every_epochs):
+        if not self._in_this_epoch():
             return False
         if self._trainer.val_check_seconds is not None:
             agreement = self._agreement
@@ -112,17 +115,40 @@ class Validation:
         before = done - (progress.batch - window_start)
         return done // self._every > before // self._every
 
+    def _in_this_epoch(self) -> bool:
+        """True if the fit validates in this epoch."""
+        every = self._trainer.check_val_every_n_epoch
+        return self.loop is not None and (every is None or (self._progress.epoch + 1) % every == 0)
+
+    def run_at_stop(self) -> None:
+        """Validates where the run is asked to stop inside an epoch, unless it has just validated.
+
+        A run that was not stopped there would not validate, so a resume must go on as if this pass had not been: it leaves no
+        trace in loaders and random numbers, no scheduler follows it, and it is not run again.
+        """
+        progress = self._progress
+        if not self._in_this_epoch() or self._validated == progress.batches:
+            return
+        self._aside, skipped, progress.skipped = True, progress.skipped, True
+        try:
+            self.run()
+        finally:
+            self._aside, progress.skipped, progress.phase = False, skipped, "settled"
+
     def run(self) -> bool:
         """Validates; False if a signal interrupted it, so that it is still to be done."""
         assert self.loop is not None
         self._clock.note()
         self._trainer.strategy.synchronize_buffers()
         self._progress.seconds_at_validation = self._progress.seconds
+        self._validated = self._progress.batches
         done = False
         with self._remembering():
             undo = self._undoing()
             try:
                 done = self.loop.run() is not None
+                if self._aside:
+                    undo()
             finally:
                 if not done:
                     # After an error the device may be unusable, and the error is what counts.
@@ -144,8 +170,8 @@ class Validation:
             self._before = None
 
     def before_pass(self) -> dict[str, Any] | None:
-        """Returns "loaders", "metrics" and "rng" from before the pass that runs, which a resume runs again; None outside of one."""
-        runs_again = self._trainer.sanity_checking or self._progress.phase == "stepped"
+        """Returns "loaders", "metrics" and "rng" from before the pass that runs, where a resume begins there; None outside of one."""
+        runs_again = self._trainer.sanity_checking or self._aside or self._progress.phase == "stepped"
         return self._before if runs_again else None
 
     def _undoing(self) -> Callable[[], None]:

@@ -74,7 +74,7 @@ def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) 
     trainer = make(tmp_path, strategy, callbacks=[checkpoint, stopping], enable_checkpointing=True)
     trainer.fit(module, loader(), loader(6))
     assert not torch.equal(module.net.weight, before)
-    assert (trainer.global_step, trainer.current_epoch) == (4, 1)
+    assert (trainer.global_step, trainer.current_epoch) == (4, 2)
     assert Path(checkpoint.best_model_path).is_dir()
     assert float(checkpoint.best_model_score) == pytest.approx(float(trainer.callback_metrics["val_loss"]))  # type: ignore[arg-type]
     assert stopping.best_score == checkpoint.best_model_score

@@ -193,7 +193,7 @@ def test_minus_one_ends_the_epoch_after_its_window(
         module, data if sized else DataLoader(Stream(6)), batches(1), max_epochs=2, accumulate_grad_batches=accumulate
     )
     assert module.trained == [*range(trained)] * 2
-    assert (module.ends, trainer.current_epoch) == (2, 1)
+    assert (module.ends, trainer.current_epoch) == (2, 2)
     assert torch.allclose(module.net.weight, weights_of_plain_loop(data[:trained], accumulate, epochs=2))
     # Such an epoch is validated and counted by schedulers as any other.
     assert module.validated_at == [trained, 2 * trained]
