@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import CheckpointError, Trainer, TrainModule
+from leyden import Accelerator, CheckpointError, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpoint_books import read_books
 from leyden.strategies.errors import LeydenError
@@ -277,3 +277,31 @@ def test_no_forged_entry_raises_anything_but_a_clear_error(folder: Path, seed: i
                 main(words)
             except Exception as error:
                 raise AssertionError(f"{words[0]}: {name}: {path} = {value!r}") from error
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("rank-0.json", at(*RANK, "rng", "python", "version", value=9), "rank-0.json: rng.python.version is 9"),
+        ("rank-0.json", at(*RANK, "loaders", 0, "iteration", value=-1), r"loaders\[0\].iteration is -1"),
+        (
+            "schedulers.json",
+            at(*RANK, "schedulers", 0, "last_epoch", value="x"),
+            r"schedulers\[0\].last_epoch is 'x'",
+        ),
+        ("user.json", at(*RANK, "steps", value=...), "user.json: steps is missing"),
+        ("optimizer.json", at("optimizers", 0, "tree", "param_groups", 0, "lr", value="x"), "lr is 'x'"),
+    ],
+)
+def test_an_accelerator_refuses_forged_state_too(
+    tmp_path: Path, name: str, change: Callable[[Any], None], message: str
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    accelerator.prepare(model, optimizer, scheduler, loaders()[0])
+    accelerator.save_state(str(tmp_path / "one"))
+    forge(tmp_path / "one", name, change)
+    with pytest.raises(CheckpointError, match=message):
+        accelerator.load_state(str(tmp_path / "one"))

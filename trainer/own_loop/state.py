@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint.checks import check_schedulers
+from leyden.trainer.checkpoint.errors import CheckpointError, blame
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
+from leyden.trainer.checkpoint.manifest import OPTIMIZERS
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.regrouped import rank_seed, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.data.rng import rng_state, seeded_state, set_rng_state
+from leyden.trainer.data.places import check_place
+from leyden.trainer.data.rng import check_rng_state, rng_state, seeded_state, set_rng_state
 from leyden.trainer.own_loop.accelerate_folder import AccelerateFolder, is_folder
 
 if TYPE_CHECKING:
@@ -302,6 +306,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         raise CheckpointError(path, "was not written by save_state: a Trainer's checkpoint is resumed by Trainer.fit.")
     schedulers = reader.state("schedulers")
     rank = _read_rank(reader, accelerator)
+    _check_parts(reader.path, user, schedulers, rank, accelerator)
     _check("models", user["models"], len(models))
     _check("registered objects", len(user["registered"]), len(accelerator.registered))
     _check("optimizers", reader.optimizer_count(), len(accelerator.optimizers))
@@ -320,26 +325,60 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         accelerator.strategy.load_module(reader, whole, strict and len(left) == len(models))
     names = parameter_names(together(models))
     optimizers = reader.optimizers(like=accelerator.strategy.state_parts(together(models)))
-    for optimizer, state in zip(accelerator.optimizers, optimizers, strict=True):
-        from_named(accelerator.strategy.saved_form(optimizer), state, names)
-    for scheduler, state in zip(accelerator.prepared_schedulers, schedulers["schedulers"], strict=True):
-        scheduler.load_state_dict(state)
-    accelerator.precision.load_state_dict(schedulers["precision"])
-    accelerator.strategy.load_state_dict(schedulers.get("strategy", {}))
-    for obj, state in zip(accelerator.registered, user["registered"], strict=True):
-        obj.load_state_dict(state)
+    for number, (optimizer, state) in enumerate(zip(accelerator.optimizers, optimizers, strict=True)):
+        with blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
+            from_named(accelerator.strategy.saved_form(optimizer), state, names)
+    with blame(reader.path / "schedulers.json"):
+        for scheduler, state in zip(accelerator.prepared_schedulers, schedulers["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        accelerator.precision.load_state_dict(schedulers["precision"])
+        accelerator.strategy.load_state_dict(schedulers.get("strategy", {}))
+    for number, (obj, state) in enumerate(zip(accelerator.registered, user["registered"], strict=True)):
+        with blame(reader.path / "user.json", f"registered[{number}]"):
+            obj.load_state_dict(state)
     for tracker in accelerator.trackers:
         if tracker.name in user["trackers"] and hasattr(tracker, "logger"):
-            tracker.logger.load_state_dict(user["trackers"][tracker.name])
-    for loader, state in zip(accelerator.prepared_loaders, loaders, strict=True):
+            with blame(reader.path / "user.json", f"trackers.{tracker.name}"):
+                tracker.logger.load_state_dict(user["trackers"][tracker.name])
+    for number, (loader, state) in enumerate(zip(accelerator.prepared_loaders, loaders, strict=True)):
         if state is not None:
-            loader.load_state_dict(state)
+            with blame(reader.path, f"loaders[{number}]"):
+                loader.load_state_dict(state)
     accelerator.restore_counters(user["steps"])
     named = NAME.fullmatch(path.name)
     if named is not None:
         accelerator.project_configuration.iteration = int(named[1]) + 1
     if rank["rng"] is not None:
         set_rng_state(rank["rng"])
+
+
+def _check_parts(folder: Path, user: Any, schedulers: Any, rank: Any, accelerator: Accelerator) -> None:
+    """Refuses what `save` cannot have written, before anything is changed.
+
+    Raises:
+        CheckpointError: names the file and the entry.
+    """
+    with blame(folder / "user.json"):
+        saved = SavedState(user)
+        saved.integer("models", least=0)
+        saved.integer("steps", least=0)
+        saved.items("registered")
+        saved.nested("trackers")
+    own = [getattr(scheduler, "scheduler", scheduler) for scheduler in accelerator.prepared_schedulers]
+    check_schedulers(folder / "schedulers.json", schedulers, own)
+    with blame(folder / f"rank-{accelerator.strategy.data_rank}.json"):
+        saved = SavedState(rank)
+        if saved.value("rng") is not None:
+            check_rng_state(rank["rng"])
+        for number, state in enumerate(saved.items("loaders") if saved.value("loaders") is not None else ()):
+            if state is None:
+                continue
+            loader = SavedState(state, f"loaders[{number}]")
+            loader.integer("iteration", least=0)
+            loader.value("rest")
+            if loader.value("place") is not None:
+                loader.integer("position", least=0)
+                check_place(loader.nested("place"))
 
 
 def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> dict[str, Any]:
