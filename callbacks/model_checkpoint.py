@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -20,7 +20,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpoint_books import read_books
 from leyden.callbacks.checkpoint_name import check_template, format_name, metrics_in
 from leyden.callbacks.early_stopping import MODES, missing_metric, validates, validates_at_epoch_end
-from leyden.callbacks.on_exception_checkpoint import save_after
+from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint import staging
@@ -57,7 +57,7 @@ class ModelCheckpoint(Callback):
         save_last: also keeps the newest checkpoint, whether it is among the best or not, saves at the end of the run (Ctrl-C
             included), and points the link `last` to it where the file system has links. "link" means the same.
         save_top_k: how many to keep; -1 for all, 0 for none (but `save_last`'s).
-        save_on_exception: also saves when fit ends by an exception.
+        save_on_exception: also saves when fit ends by an exception, under the same template.
         save_weights_only: leaves out optimizers, progress and random numbers; such a checkpoint cannot be resumed from.
         mode: "min" if less of the metric is better, "max" if more is.
         auto_insert_metric_name: "{epoch}" becomes `epoch=3`; else `3`.
@@ -152,13 +152,13 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of those kept for their score, once there are `save_top_k`; "" before."""
-        full = 0 < self.save_top_k <= len(self.best_k_models)
+        """The worst of those kept for their score, once there are `save_top_k` (of -1: at any time); "" before."""
+        full = self.save_top_k != 0 and len(self.best_k_models) >= max(1, self.save_top_k)
         return self._worst_of(self.best_k_models) if full else ""
 
     @property
     def kth_value(self) -> Tensor:
-        """Its score: what a new one must beat."""
+        """Its score: what a new one must beat, unless all are kept."""
         path = self.kth_best_model_path
         return self.best_k_models[path] if path else torch.tensor(math.inf if self.mode == "min" else -math.inf)
 
@@ -279,9 +279,14 @@ class ModelCheckpoint(Callback):
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
             return
-        # Metrics are left alone: after an error of the device nothing can be read back.
-        counters = {"epoch": trainer.progress.epoch, "step": trainer.global_step}
-        path = self._free_path(format_name("{epoch}-{step}", counters, self.auto_insert_metric_name))
+        if not can_save_after(trainer, exception):
+            return
+        logged, values = trainer.callback_metrics, {}
+        # After an error of the device nothing can be read back: then the name is without metrics.
+        with suppress(Exception):
+            values = trainer.read_metrics({name: logged[name] for name in metrics_in(self.filename) if name in logged})
+        values = {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
+        path = self._free_path(format_name(self.filename, values, self.auto_insert_metric_name))
         written = save_after(trainer, path, exception, self.save_weights_only)
         if written is not None and self.verbose:
             trainer.print(f"saved {written} after {type(exception).__name__}")
@@ -475,7 +480,7 @@ class ModelCheckpoint(Callback):
         assert self.dirpath is not None
         kept = {*self.best_k_models, *self._recent}
         is_full = 0 < self.save_top_k <= len(self._recent)
-        loser = (self._recent[0] if is_full else self.kth_best_model_path) if ranks else ""
+        loser = (self._recent[0] if is_full else self.kth_best_model_path) if ranks and self.save_top_k > 0 else ""
         stays = kept - {loser}
         goes = {loser, self.last_model_path} if self.save_last else {loser}
         if not self.enable_version_counter:

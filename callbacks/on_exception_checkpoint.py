@@ -61,6 +61,16 @@ class OnExceptionCheckpoint(Callback):
         self.saved_path = save_after(trainer, self.ckpt_path, exception) or self.saved_path
 
 
+def can_save_after(trainer: Trainer, exception: BaseException) -> bool:
+    """True if there is something to save of a run that failed, and everybody is there to save it."""
+    if trainer.state.stage != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
+        return False
+    if isinstance(exception, CheckpointError):
+        return False
+    # Saving is done by all ranks together, and the others may be anywhere. A signal ends them in order.
+    return trainer.world_size == 1 or exception is trainer.signals.interruption
+
+
 def save_after(trainer: Trainer, path: str, exception: BaseException, weights_only: bool = False) -> Path | None:
     """Saves a run that failed, where there is something to save; what goes wrong now must not hide the first error.
 
@@ -73,12 +83,7 @@ def save_after(trainer: Trainer, path: str, exception: BaseException, weights_on
     Returns:
         What was written, or None.
     """
-    if trainer.state.stage != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
-        return None
-    if isinstance(exception, CheckpointError):
-        return None
-    if trainer.world_size > 1 and exception is not trainer.signals.interruption:
-        # Saving is done by all ranks together, and the others may be anywhere. A signal ends them in order.
+    if not can_save_after(trainer, exception):
         return None
     try:
         path = trainer.strategy.broadcast(path)

@@ -169,6 +169,16 @@ def test_the_kth_best_is_what_must_be_beaten(tmp_path: Path) -> None:
     assert float(callback.current_score) == pytest.approx(0.4)
 
 
+def test_where_all_are_kept_the_kth_best_is_the_worst(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(monitor="val", save_top_k=-1, filename="same")
+    assert callback.kth_best_model_path == ""
+    fit(tmp_path, callback, max_epochs=5)
+    scores = {path: float(score) for path, score in callback.best_k_models.items()}
+    assert len(scores) == 5 == len(steps(tmp_path / "checkpoints"))
+    assert callback.kth_best_model_path == max(scores, key=lambda path: scores[path])
+    assert float(callback.kth_value) == max(scores.values())
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_nan_is_the_worst(tmp_path: Path, mode: Any) -> None:
     callback = ModelCheckpoint(monitor="val", mode=mode)
@@ -666,7 +676,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ({"every_n_train_steps": 5, "every_n_epochs": 1}, "give one of the three"),
         ({"every_n_train_steps": 5, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
         ({"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
-        ({"train_time_interval": 60}, "train_time_interval=60 is a int: give 'DD:HH:MM:SS'"),
+        ({"train_time_interval": 60}, "train_time_interval=60 is an int: give 'DD:HH:MM:SS'"),
         ({"filename": ""}, "give a template"),
         ({"filename": "a/{epoch}"}, "folders in dirpath"),
         ({"filename": "{epoch"}, "a brace without its partner"),

@@ -160,3 +160,31 @@ def test_model_checkpoint_does_it_only_if_asked(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         make(tmp_path, ModelCheckpoint(every_n_train_steps=2)).fit(Failing(fails_at=5), DATA)
     assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
+
+
+def test_model_checkpoint_does_it_under_its_own_name(tmp_path: Path) -> None:
+    class Logs(Failing):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("value", float(batch_idx))
+            return super().training_step(batch, batch_idx)
+
+    callback = ModelCheckpoint(every_n_epochs=1, filename="mine-{step}-{value:.1f}", save_on_exception=True)
+    with pytest.raises(ArithmeticError):
+        make(tmp_path, callback).fit(Logs(fails_at=5), DATA)
+    [name] = os.listdir(tmp_path / "checkpoints")
+    assert name.startswith("mine-step=5-value=")
+
+    class Broken(ModelCheckpoint):
+        """As after an error of the device, when nothing can be read back."""
+
+        def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+            def fails(values: Any) -> Any:
+                raise RuntimeError("of the device")
+
+            trainer.read_metrics = fails
+            super().on_exception(trainer, module, exception)
+
+    broken = Broken(tmp_path / "broken", every_n_epochs=1, filename="mine-{step}-{value:.1f}", save_on_exception=True)
+    with pytest.raises(ArithmeticError), pytest.warns(UserWarning, match="'value', which was not logged"):
+        make(tmp_path, broken).fit(Logs(fails_at=5), DATA)
+    assert os.listdir(tmp_path / "broken") == ["mine-step=5-value=none"]
