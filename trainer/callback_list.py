@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from leyden.callbacks.base import Callback, in_order
@@ -63,15 +63,24 @@ class CallbackList:
         for callback in self.seen:
             callback._log_through(None)
 
-    def note_states(self, states: Mapping[str, Any]) -> None:
-        """Remembers how callbacks stood before the first step of the Trainer's first fit."""
-        if not self._initial:
-            self._initial = copy.deepcopy(dict(states))
+    def note_states(self) -> None:
+        """Remembers how callbacks stood before the Trainer's first fit, as far as they can say.
+
+        One that makes its state in `on_train_start` may raise before: another fit leaves it as it is then.
+        """
+        for callback in () if self._initial else self.lasting:
+            try:
+                state = {} if isinstance(callback, Logger) else copy.deepcopy(callback.state_dict())
+            except Exception:
+                # It is asked again after on_train_start, where it may not raise.
+                continue
+            if state:
+                self._initial[callback.state_key] = state
 
     def start_over(self) -> None:
-        """A callback that served an earlier fit starts as it did then; a logger keeps its run folder."""
+        """A callback that served an earlier fit starts as it did then; a logger, whose state was not noted, keeps its run folder."""
         for callback in self.lasting:
-            if callback.state_key in self._initial and not isinstance(callback, Logger):
+            if callback.state_key in self._initial:
                 callback.load_state_dict(copy.deepcopy(self._initial[callback.state_key]))
 
 

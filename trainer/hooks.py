@@ -7,14 +7,15 @@ margin are `fit` and the other methods of a Trainer, and the parts that they sha
     fit
         [fitted before] callback.load_state_dict (each starts as it was made)
         configure_callbacks, prepare_data, setup, configure_model
-        [resume] compose, module.on_load_checkpoint, datamodule.load_state_dict, callback.on_load_checkpoint
+        [resume] module.on_load_checkpoint, datamodule.load_state_dict, callback.on_load_checkpoint
         [resume] callback.load_state_dict
         configure_optimizers, on_fit_start
-        compose (so that what no checkpoint can hold is refused before the first step)
+        [first fit] callback.state_dict (to start a later fit from)
         [sanity check] on_sanity_check_start, val_dataloader, evaluation, on_sanity_check_end
         train_dataloader
         [no sanity check] val_dataloader
         on_train_start
+        compose (so that what no checkpoint can hold is refused before the first step)
         for epoch (a resumed run continues in here, at the place of its checkpoint)
             on_train_epoch_start
             for window

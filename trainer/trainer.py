@@ -517,10 +517,8 @@ class Trainer(TrainerView):
         restored, self._kept = self._kept, None
         if restored is None:
             restored = checkpoints.restore_run(self, saved, goal)
-        if not self.arguments.barebones:
-            state = checkpoints.check_composable(self)
-            if restored is None:
-                self._callback_list.note_states(state["callbacks"])
+        if restored is None and not self.arguments.barebones:
+            self._callback_list.note_states()
         hparams = hparams_to_log(self.datamodule, self.module) if self.loggers else {}
         for logger in self.loggers if hparams and self.is_global_zero else ():
             logger.log_hyperparams(hparams)

@@ -94,6 +94,7 @@ class Plan:
             "resume": self.resume,
             "with ckpt_path": self.ckpt_path,
             "fitted before": self.again,
+            "first fit": not self.again and not self.resume,
             "in fit": self.stage == "fit",
             "sanity check": self.sanity > 0 and not self.resume,
             "no sanity check": self.sanity == 0 or self.resume,
@@ -354,7 +355,7 @@ def test_resume(name: str, save_at: int, tmp_path: Path) -> None:
     second = Run(plan, tmp_path)
     second.trainer.fit(second.module, datamodule=second.data, ckpt_path=tmp_path / "saved")
     resumed = list(expected("fit", dataclasses.replace(plan, resume=True)))
-    begin = resumed.index(("closing", "on_train_start")) + 1
+    begin = resumed.index(("closing", "on_train_start")) + 1 + len(list(expected("compose", plan)))
     assert_same(second.trace, resumed[:begin] + after)
 
 

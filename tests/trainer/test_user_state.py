@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import math
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,100 @@ def test_nothing_is_composed_for_a_bare_run(tmp_path: Path) -> None:
     module = Module(len)
     Trainer(accelerator="cpu", barebones=True, max_epochs=1).fit(module, datamodule=Data())
     assert module.steps == 2
+
+
+class Average(Callback):
+    """Makes its state in on_train_start, and has none to tell of before."""
+
+    def __init__(self, called: list[str]) -> None:
+        self.called, self.weights = called, None
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self.called.append("on_train_start")
+        if self.weights is None:
+            self.weights = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.weights is not None
+        return dict(self.weights.items())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.called.append("load_state_dict")
+        self.weights = state
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        self.called.append("on_save_checkpoint")
+        checkpoint["mean"] = self.weights["layer.weight"].mean()  # type: ignore[index]
+
+
+def test_state_that_is_made_in_on_train_start_is_saved_and_resumed(tmp_path: Path) -> None:
+    called: list[str] = []
+    first = trainer(tmp_path, Average(called))
+    first.fit(Module(), datamodule=Data())
+    path = first.save_checkpoint(tmp_path / "saved")
+    assert called == ["on_train_start", "on_save_checkpoint", "on_save_checkpoint"]
+    average = Average(resumed := [])
+    module = Module()
+    trainer(tmp_path, average, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
+    assert resumed == ["load_state_dict", "on_train_start", "on_save_checkpoint"] and module.steps == 2
+    # Another fit has nothing to start from but what it has.
+    first.fit(Module(), datamodule=Data())
+    assert called[3:] == ["on_train_start", "on_save_checkpoint"]
+
+
+def test_what_a_hook_composes_draws_no_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
+    class Draws(Module):
+        drawn: Any = None
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            torch.rand(3)
+            super().on_save_checkpoint(checkpoint)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.drawn = torch.rand(1)
+            return super().training_step(batch, batch_idx)
+
+    def run(module: Draws, *callbacks: Callback, path: Any = None) -> Any:
+        torch.manual_seed(1)
+        trainer(tmp_path, *callbacks, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
+        return module.drawn
+
+    class Saves(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "saved")
+
+    whole = run(Draws(), Saves())
+    assert torch.equal(run(Draws(), path=tmp_path / "saved"), whole)
+
+
+@dataclasses.dataclass
+class Point:
+    x: float
+
+
+class Composes(Module):
+    """Has a dataclass in its checkpoint, and in no attribute."""
+
+    fails = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.fails and not self.trainer.optimizers:
+            raise AttributeError("nothing yet")
+        checkpoint["mine"] = Point(1.0)
+
+
+def test_a_class_that_no_attribute_has_is_found_in_what_is_composed(tmp_path: Path) -> None:
+    first = trainer(tmp_path)
+    first.fit(Composes(), datamodule=Data())
+    path = first.save_checkpoint(tmp_path / "saved")
+    module = Composes()
+    trainer(tmp_path, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
+    assert module.loaded == Point(1.0)
+    module = Composes()
+    module.fails = True
+    with pytest.warns(
+        UserWarning, match=r"values of Point, which come back as plain ones.*AttributeError: nothing yet"
+    ):
+        trainer(tmp_path, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
+    assert module.loaded == types.SimpleNamespace(x=1.0)

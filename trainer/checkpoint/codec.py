@@ -90,7 +90,7 @@ def decode(
     Raises:
         CheckpointError: if the value was not written by `encode`.
     """
-    known = _known_classes(like, types)
+    known = known_classes(like, types)
     decoder = _Decoder(tensors, known, where)
     with blame(where):
         return decoder.decode(value, 0)
@@ -530,7 +530,28 @@ _BUILDERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
 }
 
 
-def _known_classes(like: Any, types: Classes | None) -> dict[str, type]:
+def class_names(encoded: Any) -> set[str]:
+    """The classes of Enums, dataclasses and namedtuples in what `encode` gave, by their names without a module."""
+    found: set[str] = set()
+    pending = [encoded]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, dict):
+            pending += value.values()
+            if value.get(_TAG) in ("enum", "dataclass", "namedtuple") and isinstance(value.get("type"), str):
+                found.add(value["type"].rpartition(".")[2])
+    return found
+
+
+def known_classes(like: Any, types: Classes | None) -> dict[str, type]:
+    """The classes that values of a tree may be rebuilt as, by the names under which they stand in a checkpoint.
+
+    Args:
+        like: a live tree, whose own classes they are.
+        types: further ones.
+    """
     given = types.values() if isinstance(types, Mapping) else types or ()
     known = {name_of(cls): cls for cls in given}
     if isinstance(types, Mapping):

@@ -17,7 +17,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint import staging
 from leyden.trainer.checkpoint.checks import check_callbacks, check_rank, check_schedulers, check_user
-from leyden.trainer.checkpoint.codec import check_encodable
+from leyden.trainer.checkpoint.codec import check_encodable, class_names, known_classes
 from leyden.trainer.checkpoint.errors import CheckpointError, blame
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign, load_weights_only
@@ -276,14 +276,16 @@ def compose(trainer: Trainer) -> dict[str, Any]:
     return {"callbacks": callbacks, "user": {"checkpoint": checkpoint, "datamodule": datamodule}}
 
 
-def check_composable(trainer: Trainer) -> dict[str, Any]:
-    """Finds before the first step what the first save would refuse; returns what it composed."""
+def check_composable(trainer: Trainer) -> None:
+    """Finds before the first step what the first save would refuse.
+
+    It is called after `on_train_start`, in which averages of weights and the like are made.
+    """
     state = compose(trainer)
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
         trainer.strategy.saved_form(optimizer)
     for name, tree in state.items():
         check_encodable(tree, where=name)
-    return state
 
 
 def save(
@@ -381,8 +383,8 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
     if isinstance(reader, ForeignWeights):
         return Saved(reader=reader)
     fits, whole = trainer.state.stage == "fit", reader.has("user")
-    template = _template(trainer) if fits and whole else {}
-    user = reader.state("user", like=template.get("user")) if whole else None
+    live = _live_state(trainer, reader) if fits and whole else None
+    user = reader.state("user", like=live) if whole else None
     if user is not None:
         check_user(reader.path / USER, user)
     if not fits or goal.parts == {"weights"}:
@@ -392,7 +394,7 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
             reader.path,
             "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
         )
-    callbacks = reader.state("callbacks", like=template.get("callbacks")) if "callbacks" in goal.parts else {}
+    callbacks = reader.state("callbacks", like=live) if "callbacks" in goal.parts else {}
     check_callbacks(reader.path, trainer.callbacks, callbacks)
     progress = progress_of(reader) if "progress" in goal.parts else None
     file = rank_file(reader, trainer)
@@ -455,12 +457,29 @@ def restore_weights(trainer: Trainer, reader: Reader | None, goal: Goal) -> Save
     return saved
 
 
-def _template(trainer: Trainer) -> dict[str, Any]:
-    """The structure as it stands, for the classes in it; a hook that cannot tell yet leaves its classes unknown."""
+def _live_state(trainer: Trainer, reader: CheckpointReader) -> list[Any]:
+    """Where the classes are found of which values in a checkpoint are: in the attributes of callbacks, DataModule and module.
+
+    Only for a class that is in none of them the run's state is composed, before any hook of the run has made it.
+    """
+    wanted = {name for part in ("user", "callbacks") for name in class_names(reader.json(part))}
+    if not wanted:
+        return []
+    owners = [*trainer.callbacks, trainer.module, trainer.datamodule]
+    live: list[Any] = [vars(owner) for owner in owners if owner is not None]
+    unknown = wanted - {cls.__name__ for cls in known_classes(live, None).values()}
+    if not unknown:
+        return live
     try:
-        return compose(trainer)
-    except Exception:
-        return {}
+        return [*live, compose(trainer)]
+    except Exception as error:
+        warnings.warn(
+            f"{reader.path} has values of {', '.join(sorted(unknown))}, which come back as plain ones: no attribute of a callback or "
+            f"module is of that class, and the state could not be composed before the run ({type(error).__name__}: {error}). Have "
+            "an attribute of that class from the start.",
+            stacklevel=2,
+        )
+        return live
 
 
 def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.agreement import Agreement
 from leyden.trainer.checkpoint.errors import blame
+from leyden.trainer.checkpoint.run import check_composable
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import set_rng_state
 from leyden.trainer.data.sharding import NOTHING
@@ -104,6 +105,8 @@ class FitLoop:
         self.clock.start()
         if self._agreement is not None:
             self._agreement.exchange()
+        if not self.trainer.arguments.barebones:
+            check_composable(self.trainer)
         self._resume()
         self._tell_if_done()
         while not self._is_done():
