@@ -30,6 +30,8 @@ class Callback:
     """
 
     order: ClassVar[int] = 0
+    state_per_rank: ClassVar[bool | None] = None
+    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns where they differ."""
 
     @property
     def state_key(self) -> str:

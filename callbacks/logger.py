@@ -43,6 +43,7 @@ class Logger(Callback, ABC):
         3 {'loss': 0.5}
     """
 
+    state_per_rank = False
     is_writer: bool = True
     """False on the ranks that write nothing."""
     _stage: str | None = None

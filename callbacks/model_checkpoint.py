@@ -89,6 +89,7 @@ class ModelCheckpoint(Callback):
     """
 
     order: ClassVar[int] = 200
+    state_per_rank = False
     CHECKPOINT_NAME_LAST = "last"
     """Template of the link's name."""
     STARTING_VERSION = 1

@@ -43,6 +43,8 @@ class Timer(Callback):
         (0.0, 43200.0)
     """
 
+    state_per_rank = False
+
     def __init__(
         self, duration: Duration | None = None, interval: Literal["step", "epoch"] = "step", verbose: bool = True
     ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -30,6 +30,9 @@ class DataModule(Hyperparameters):
         ...     def train_dataloader(self):
         ...         return DataLoader(self.data, batch_size=2, shuffle=True)
     """
+
+    state_per_rank: ClassVar[bool | None] = None
+    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns where they differ."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None

@@ -10,7 +10,7 @@ import dataclasses
 import enum
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -119,8 +119,13 @@ class Identity:
 _ABSENT = {"$absent": ""}
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None = None) -> Any:
     """A value as JSON that is equal where the value is; a list and a tuple are alike, and so are a number and NumPy's of it.
+
+    Args:
+        value: anything.
+        depth: levels around it.
+        of_tensor: what stands for a tensor; its values or a digest of them if left out.
 
     Example:
         >>> plain({"betas": (0.9, float("nan"))})
@@ -136,21 +141,24 @@ def plain(value: Any, depth: int = 0) -> Any:
     if isinstance(value, PurePath):
         return {"$path": str(value)}
     if isinstance(value, Tensor):
-        return _tensor(value)
+        return (of_tensor or _tensor)(value)
     if depth > DEPTH:
         return _skipped(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(item, depth + 1) for key, item in value.items()}
+        return {str(key): plain(item, depth + 1, of_tensor) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
-        return sorted((plain(item, depth + 1) for item in value), key=repr)
+        return sorted((plain(item, depth + 1, of_tensor) for item in value), key=repr)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [plain(item, depth + 1) for item in value]
+        return [plain(item, depth + 1, of_tensor) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name, None), depth + 1) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name, None), depth + 1, of_tensor)
+            for field in dataclasses.fields(value)
+        }
     if type(value).__name__ in ("Namespace", "SimpleNamespace"):
-        return plain(vars(value), depth)
+        return plain(vars(value), depth, of_tensor)
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return plain(value.tolist(), depth + 1)
+        return plain(value.tolist(), depth + 1, of_tensor)
     if (
         isinstance(value, (bytes, bytearray, complex, torch.dtype, torch.device))
         or type(value).__module__ == "datetime"

@@ -32,20 +32,21 @@ def saved_ranks(reader: CheckpointReader) -> int:
     return count
 
 
-def read_rank(reader: CheckpointReader, strategy: Strategy, module: nn.Module) -> dict[str, Any]:
+def read_rank(reader: CheckpointReader, strategy: Strategy, module: nn.Module, like: Any = None) -> dict[str, Any]:
     """The state of this rank.
 
     Args:
         reader: of a checkpoint with the state of ranks.
         strategy: tells which rank this is, and how many there are.
         module: its metrics tell how they are reduced.
+        like: live state, whose classes are used for those saved.
     """
     rank, saved = strategy.data_rank, saved_ranks(reader)
     if saved == strategy.data_size:
-        own: dict[str, Any] = reader.state(f"rank-{rank}")
+        own: dict[str, Any] = reader.state(f"rank-{rank}", like=like)
         return own
     # Only the first has to see what the others had summed up.
-    states = [reader.state(f"rank-{number}") for number in (range(saved) if rank == 0 else range(1))]
+    states = [reader.state(f"rank-{number}", like=like) for number in (range(saved) if rank == 0 else range(1))]
     first = states[0]
     step = reader.progress()["global_step"]
     return {

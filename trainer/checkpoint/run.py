@@ -26,6 +26,7 @@ from leyden.trainer.checkpoint.identity import Difference, Identity
 from leyden.trainer.checkpoint.manifest import KEPT, OPTIMIZERS, PROGRESS
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.optimizers import check_named, from_named, parameter_names, to_named
+from leyden.trainer.checkpoint.rank_states import own_states, warn_of_difference, with_own
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.regrouped import load_buffers, own_buffers, read_rank, saved_ranks
@@ -318,12 +319,13 @@ def save(
             optimizers = [strategy.saved_form(optimizer) for optimizer in trainer.optimizers]
             strategy.save(writer, trainer.module, [to_named(optimizer, names) for optimizer in optimizers])
             writer.state("schedulers", _schedulers(trainer))
+            warn_of_difference(trainer, state, ranks)
             writer.state("callbacks", state["callbacks"])
             writer.state("user", state["user"])
             if trainer.identity is not None:
                 writer.json(IDENTITY, trainer.identity.to_dict())
             buffers = own_buffers(trainer.module, ranks)
-            own = {"buffers": buffers, **rank_state(trainer, loop, progress)}
+            own = {"buffers": buffers, **own_states(trainer, state), **rank_state(trainer, loop, progress)}
             writer.state(f"rank-{strategy.data_rank}", own, of_rank=True)
         hparams = _hparams(trainer)
         if hparams:
@@ -399,8 +401,10 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
     progress = progress_of(reader) if "progress" in goal.parts else None
     file = rank_file(reader, trainer)
     with blame(file):
-        rank = read_rank(reader, trainer.strategy, trainer.module)
+        rank = read_rank(reader, trainer.strategy, trainer.module, like=live)
     check_rank(file, rank, trainer.logs, trainer.module, progress)
+    if "callbacks" in goal.parts:
+        callbacks, user = with_own(trainer, reader, rank, callbacks, user or {})
     steps = "optimizers" in goal.parts
     # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
     parts = None if trainer.strategy.drives_one else trainer.strategy.state_parts(trainer.module)
@@ -462,7 +466,10 @@ def _live_state(trainer: Trainer, reader: CheckpointReader) -> list[Any]:
 
     Only for a class that is in none of them the run's state is composed, before any hook of the run has made it.
     """
-    wanted = {name for part in ("user", "callbacks") for name in class_names(reader.json(part))}
+    rank = [f"rank-{trainer.strategy.data_rank}"] if trainer.world_size > 1 else []
+    wanted = {
+        name for part in ("user", "callbacks", *rank) if reader.has(part) for name in class_names(reader.json(part))
+    }
     if not wanted:
         return []
     owners = [*trainer.callbacks, trainer.module, trainer.datamodule]
