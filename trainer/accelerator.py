@@ -21,6 +21,7 @@ from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin
 from leyden.trainer.own_loop.export import check_object, save_object, write_weights
 from leyden.trainer.own_loop.loader import PreparedLoader, skip_first_batches
 from leyden.trainer.own_loop.options import Options
+from leyden.trainer.own_loop.parallel import ParallelismConfig
 from leyden.trainer.own_loop.plugins import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -148,8 +149,10 @@ class Accelerator(Stepping):
     # properties -------------------------------------------------------------------------------------------------------
     @property
     def state(self) -> AcceleratorState:
-        """Ranks, device and precision alone."""
-        return AcceleratorState(self.strategy, self.mixed_precision, self.options.deepspeed)
+        """Ranks, device, precision and plugins alone."""
+        return AcceleratorState(
+            self.strategy, self.mixed_precision, self.options.deepspeed, self.options.fsdp_in_use(self.strategy)
+        )
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -194,6 +197,38 @@ class Accelerator(Stepping):
     @property
     def even_batches(self) -> bool:
         return self.dataloader_config.even_batches
+
+    # what transformers' Trainer and others read, by Accelerate's names --------------------------------------------------
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self.prepared_models
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        return list(self.prepared_optimizers)
+
+    @property
+    def _schedulers(self) -> list[PreparedScheduler]:
+        return self.prepared_schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        return self.prepared_loaders
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The one that was given."""
+        return self.options.mesh
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh of `parallelism_config`; None without one. FSDP's own is `strategy.device_mesh` in any case."""
+        return getattr(self.strategy, "device_mesh", None) if self.options.mesh is not None else None
+
+    @contextmanager
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Shares sequences where ranks are arranged for that, which in this version they never are: does nothing."""
+        yield
 
     # prepare ----------------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:

@@ -65,7 +65,11 @@ def accelerate_variables(settings: Settings, launched: Launched, accelerator: st
         found |= _fp8(settings.section("fp8_config"))
     found |= _compile(settings.section("dynamo_config"))
     if settings.kind == "FSDP":
-        found |= _fsdp(settings.section("fsdp_config"))
+        # Accelerate shards on GPUs alone: on CPUs it passes over FSDP2, and raises at FSDP1.
+        found |= _fsdp(settings.section("fsdp_config")) if accelerator != "cpu" else {"ACCELERATE_USE_FSDP": False}
+        # It makes from_pretrained skip the weights on all ranks but 0, for whoever prepares the model to send them there. A launch
+        # cannot know that somebody will: a teacher that only evaluates, say, is never prepared, and would hold no weights.
+        found["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False
     if settings.kind == "DEEPSPEED":
         found |= _deepspeed(settings.section("deepspeed_config"), launched)
     if settings.kind == "MEGATRON_LM":
@@ -86,9 +90,7 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, Any]:
         if key.name in section:
             name = key.name.upper()
             found[FSDP_NAMES.get(name, name)] = section[key.name]
-    # It makes from_pretrained skip the weights on all ranks but 0, for whoever prepares the model to send them there. A launch
-    # cannot know that somebody will: a teacher that only evaluates, say, is never prepared, and would hold no weights.
-    return {**found, "FSDP_CPU_RAM_EFFICIENT_LOADING": False}
+    return found
 
 
 def _deepspeed(section: Mapping[str, Any], launched: Launched) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from leyden.trainer.own_loop.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     Handlers,
@@ -64,8 +66,9 @@ class Options:
         """Further arguments of torch.compile, which a launch gives."""
         self._clips_to: float | None = given.get("clips_to")
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
+        self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
-        self._mesh: ParallelismConfig | None = given["parallelism_config"]
+        self.mesh: ParallelismConfig | None = given["parallelism_config"]
         self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
         self.accumulation.num_steps = accumulation_of(self.strategy, self.accumulation.num_steps)
         self.precision = self._precision(given["mixed_precision"])
@@ -88,6 +91,20 @@ class Options:
             # Without one, losses are not scaled and no step is skipped.
             found.may_skip = scaler.enabled
         return found
+
+    def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
+        """The plugin of a run that is sharded, also by a strategy's name or a launch: what others read of it, as it is carried out."""
+        settings = getattr(strategy, "settings", None)
+        if not isinstance(settings, Mapping) or "reshard_after_forward" not in settings:
+            return None
+        plugin = self.fsdp or FullyShardedDataParallelPlugin()
+        # Who reads "SHARDED_STATE_DICT" here writes files of Accelerate's own; get_state_dict has whole tensors.
+        return replace(
+            plugin,
+            fsdp_version=2,
+            state_dict_type=plugin.state_dict_type or "FULL_STATE_DICT",
+            activation_checkpointing=settings["activation_checkpointing_policy"] is not None,
+        )
 
     def autocast(self, precision: Precision, device: torch.device, handler: AutocastKwargs) -> torch.autocast:
         """autocast with other settings than those of the run."""
@@ -116,8 +133,8 @@ class Options:
     def apply(self, strategy: Strategy) -> None:
         """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
-        if self._mesh is not None:
-            self._mesh.check(strategy.world_size)
+        if self.mesh is not None:
+            self.mesh.check(strategy.world_size)
         if self._clips_to is not None:
             strategy.clip_each_step(self._clips_to)
         if self.deepspeed is None:

@@ -81,6 +81,28 @@ class ParallelismConfig:
     def dp_shard_enabled(self) -> bool:
         return self.shards > 1
 
+    @property
+    def tp_enabled(self) -> bool:
+        return False
+
+    @property
+    def cp_enabled(self) -> bool:
+        return False
+
+    @property
+    def sp_enabled(self) -> bool:
+        return False
+
+    @property
+    def cp_backend(self) -> str:
+        """Accelerate's default, which transformers' Trainer reads whether or not sequences are shared."""
+        return "torch"
+
+    @property
+    def sp_backend(self) -> str:
+        """The same."""
+        return "deepspeed"
+
     def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
         """The strategy.
 

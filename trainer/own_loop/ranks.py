@@ -17,6 +17,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 
 if TYPE_CHECKING:
     from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin
+    from leyden.trainer.own_loop.plugins import FullyShardedDataParallelPlugin
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -257,6 +258,7 @@ class AcceleratorState(PartialState):
     Attributes:
         mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
         deepspeed_plugin: the Accelerator's; None without DeepSpeed.
+        fsdp_plugin: the Accelerator's, or what its strategy comes to; None where nothing is sharded by FSDP.
     """
 
     def __init__(
@@ -264,6 +266,7 @@ class AcceleratorState(PartialState):
         strategy: Strategy | str | None = None,
         mixed_precision: str | None = None,
         deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     ) -> None:
         if isinstance(strategy, str):
             # Accelerate's first argument is the precision.
@@ -271,6 +274,7 @@ class AcceleratorState(PartialState):
         super().__init__(strategy=joined() if strategy is None else strategy)
         self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
         self.deepspeed_plugin = deepspeed_plugin
+        self.fsdp_plugin = fsdp_plugin
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
         """The plugin: there is one at most."""
