@@ -72,7 +72,8 @@ def test_the_weights_of_the_trainer_and_an_exact_load(tmp_path: Path) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="fp8", gradient_accumulation_steps=2)
         net = Net()
         names = list(net.state_dict())
-        model, optimizer, loader = accelerator.prepare(net, net.configure_optimizers(), BATCHES)
+        model, optimizer = accelerator.prepare(net, net.configure_optimizers())
+        loader = accelerator.prepare_data_loader(BATCHES)
         if resumes:
             accelerator.load_state(tmp_path / "state")
         else:
