@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "leyden.trainer.metric_states",
         "leyden.trainer.epoch_values",
         "leyden.trainer.metrics",
+        "leyden.trainer.nans",
     ),
     ("leyden.callbacks",),
     (

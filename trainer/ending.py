@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-from leyden.trainer import advice
+from leyden.trainer import advice, plan
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -17,7 +17,7 @@ def in_order(trainer: Trainer, stage: str) -> None:
     if interruption is None:
         _finalize(trainer, "success")
         if stage == "fit":
-            trainer.announce_end()
+            _announce(trainer)
         return
     _tell_listeners(trainer, interruption)
     _finalize(trainer, "interrupted")
@@ -26,6 +26,13 @@ def in_order(trainer: Trainer, stage: str) -> None:
         where = f"the last checkpoint is {last}" if last else "no checkpoint was saved"
         trainer.print(f"\nstopped at step {trainer.global_step}, epoch {trainer.current_epoch}: {where}")
     raise interruption
+
+
+def _announce(trainer: Trainer) -> None:
+    """Says why a fit ended, how long it took, and where the best checkpoint is; and warns of what went wrong in silence."""
+    if trainer._fit is not None and not trainer.arguments.barebones:
+        trainer.print(plan.closing_lines(trainer, trainer._fit.reason(), trainer._fit.seconds()))
+    trainer.logs.nans.warn()
 
 
 def by_error(trainer: Trainer, error: BaseException) -> None:

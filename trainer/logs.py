@@ -15,6 +15,7 @@ from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError, StateError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.hooks import Hooks
+from leyden.trainer.nans import Nans
 
 if TYPE_CHECKING:
     from leyden.trainer.epoch_values import EpochValues, Key
@@ -224,6 +225,7 @@ class Logs:
         """The groups in which loggers are given values of single steps."""
         self._ranks = ranks
         self._apart = -1
+        self.nans = Nans()
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
 

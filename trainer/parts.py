@@ -124,7 +124,13 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
     if arguments.enable_progress_bar:
         from leyden.callbacks.progress_bar import ProgressBar, TQDMProgressBar
 
-        if not any(isinstance(callback, ProgressBar) for callback in callbacks):
+        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+        if len(bars) > 1:
+            raise ConfigurationError(
+                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would draw over "
+                "each other: give one."
+            )
+        if not bars:
             callbacks.append(TQDMProgressBar())
     if arguments.enable_model_summary:
         from leyden.callbacks.model_summary import ModelSummary
@@ -189,6 +195,16 @@ def check_steps(module: TrainModule, stage: str) -> None:
     own = overrides(module, "predict_step", TrainModule) or overrides(module, "forward", nn.Module)
     if stage == "predict" and not own:
         raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
+
+
+def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None:
+    """Warns of a fit that changes no weight, which may be meant."""
+    if not optimizers:
+        warnings.warn(
+            f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return one, such as "
+            "torch.optim.AdamW(self.parameters(), lr=1e-3).",
+            stacklevel=4,
+        )
 
 
 @contextmanager

@@ -35,6 +35,7 @@ def send_rows(trainer: Trainer, rows: Sequence[Row]) -> None:
         if not math.isfinite(x):
             raise ConfigurationError(f"self.log('step', {x}): loggers take it as the step, so log a finite number.")
         numbers.setdefault("epoch", float(trainer.progress.epoch))
+        trainer.logs.nans.note(numbers, int(x))
         for logger in trainer.loggers:
             logger.log_metrics(numbers, step=int(x))
 

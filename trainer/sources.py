@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import Dataset
+
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
@@ -161,4 +163,9 @@ def _check_iterable(kind: str, loader: Any) -> None:
         raise ConfigurationError(
             f"the {kind} loader is {kind_of(loader)}, over which nothing can iterate: "
             f"{ported(loader, 'give a DataLoader, or any iterable of batches')}."
+        )
+    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        raise ConfigurationError(
+            f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: give "
+            "DataLoader(dataset, batch_size=…)."
         )

@@ -43,6 +43,7 @@ from leyden.trainer.parts import (
     seconds_of,
     to_evaluate,
     unwrapped,
+    warn_if_untrained,
 )
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.progress import Progress
@@ -51,6 +52,7 @@ from leyden.trainer.signals import Signals
 from leyden.trainer.sources import Sources
 from leyden.trainer.state import RunState
 from leyden.trainer.transfer import transfer_of
+from leyden.trainer.unheard import warn_of_unheard
 from leyden.trainer.view import TrainerView
 
 if TYPE_CHECKING:
@@ -460,6 +462,7 @@ class Trainer(TrainerView):
             self.identity = Identity.of(module, datamodule)
             checkpoints.check_same_run(self, reader, goal)
         check_steps(module, stage)
+        warn_of_unheard(module, datamodule, *self.callbacks)
         if datamodule is not None:
             datamodule.trainer = self
             datamodule.prepare_data()
@@ -509,6 +512,7 @@ class Trainer(TrainerView):
             self.accelerator.prepare_optimizers([self.module], optimizers)
             made = self.strategy.make_schedulers()
             self.lr_scheduler_configs += [SchedulerConfig(scheduler, "step") for scheduler in made]
+            warn_if_untrained(self.module, self.accelerator.optimizers)
             self.accelerator.check_parameters([self.module])
             differences.check_optimizers(self)
         else:
@@ -537,11 +541,6 @@ class Trainer(TrainerView):
             self.print(plan.five_lines(self, self._start))
         if debugging.is_debugging():
             debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
-
-    def announce_end(self) -> None:
-        """Prints why the fit ended, how long it took, and where the best checkpoint is."""
-        if self._fit is not None and not self.arguments.barebones:
-            self.print(plan.closing_lines(self, self._fit.reason(), self._fit.seconds()))
 
     def _finish_fit(self, loop: FitLoop) -> None:
         """Keeps what `ckpt_path="current"` resumes."""
@@ -595,4 +594,4 @@ class Trainer(TrainerView):
 
     def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
         """Python numbers of logged values, with one read-back for all of them."""
-        return read_back(values)
+        return self.logs.nans.note(read_back(values), self.progress.global_step)

@@ -187,7 +187,9 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "val improved by 1.000: 4.000." in printed
     assert "val did not improve in the last 1 checks. The best value was 4.000." in printed
     fit(tmp_path, [5, 4, 4], EarlyStopping("val", patience=1))
-    assert "improve" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "improved" not in printed
+    assert "EarlyStopping ends the run in epoch 2: val did not improve in the last 1 checks." in printed
 
 
 def test_a_resumed_run_stops_where_the_other_does(tmp_path: Path) -> None:
