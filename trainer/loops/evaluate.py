@@ -95,7 +95,7 @@ class EvaluationLoop:
         logs.tick = -1
         ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
-        batches: Iterator[Any] = itertools.islice(cursor.start(trainer.progress.epoch), limit)
+        batches: Iterator[Any] = itertools.islice(cursor.start(trainer.current_epoch), limit)
         if cursor.shares:
             batches = map(self._note_share, batches)
         for batch_idx, batch in enumerate(batches):
