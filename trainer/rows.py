@@ -26,18 +26,26 @@ def send_rows(trainer: Trainer, rows: Sequence[Row]) -> None:
     Raises:
         ConfigurationError: if the value logged as "step" is no number that a step could have.
     """
-    if not (trainer.loggers and trainer.is_global_zero):
+    # Asked for once: the Trainer looks for them among its callbacks.
+    loggers = trainer.loggers
+    if not (loggers and trainer.is_global_zero):
         return
     read = read_back({(place, name): value for place, (_, values) in enumerate(rows) for name, value in values.items()})
     for place, (step, values) in enumerate(rows):
         numbers = {name: read[place, name] for name in values}
-        x = numbers.pop("step", step)
-        if not math.isfinite(x):
-            raise ConfigurationError(f"self.log('step', {x}): loggers take it as the step, so log a finite number.")
-        numbers.setdefault("epoch", float(trainer.progress.epoch))
-        trainer.logs.nans.note(numbers, int(x))
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=int(x))
+        if "step" in numbers:
+            step = _whole(numbers.pop("step"))
+        if "epoch" not in numbers:
+            numbers["epoch"] = float(trainer.progress.epoch)
+        trainer.logs.nans.note(numbers, step)
+        for logger in loggers:
+            logger.log_metrics(numbers, step=step)
+
+
+def _whole(x: float) -> int:
+    if not math.isfinite(x):
+        raise ConfigurationError(f"self.log('step', {x}): loggers take it as the step, so log a finite number.")
+    return int(x)
 
 
 class StepRows:
