@@ -37,7 +37,7 @@ def main(how="backward"):
         for step, (x, y) in enumerate(loader):
             if step == 2 and batch_size > 2 and accelerator.is_last_process:
                 raise MemoryError("only here")
-            if step == 2 and how == "late" and not accelerator.is_last_process:
+            if step == 2 and how == "late" and batch_size > 2:
                 # The others have done with the function when one gives it up.
                 break
             accelerator.backward(F.mse_loss(model(x), y))
