@@ -23,16 +23,19 @@ def metrics_in(template: str) -> set[str]:
 
 
 def check_template(template: object) -> None:
-    """Refuses a template that cannot become a folder's name.
+    """Refuses a template that cannot become a checkpoint's name, or a path to it.
 
     Raises:
-        ConfigurationError: if it is empty, has a folder in it, or a field that cannot be formatted.
+        ConfigurationError: if it is empty, leads out of the folder it is used in, or has a field that cannot be formatted.
     """
     if not isinstance(template, str) or not template:
         raise ConfigurationError(f"filename={template!r}: give a template as '{{epoch}}-{{val_loss:.2f}}', or None.")
     plain = _FIELD.sub("", template)
-    if "/" in plain or "\\" in plain or template in (".", ".."):
-        raise ConfigurationError(f"filename={template!r} has a folder in it: give one name, and folders in dirpath.")
+    if "\\" in plain or any(part in ("", ".", "..") for part in folders_in(template)):
+        raise ConfigurationError(
+            f"filename={template!r} is no path below dirpath: separate folders by single slashes, as 'fold-1/{{epoch}}', and give "
+            "others in dirpath."
+        )
     if "{" in plain or "}" in plain:
         raise ConfigurationError(f"filename={template!r} has a brace without its partner: write fields as {{epoch}}.")
     for name, spec in _FIELD.findall(template):
@@ -42,6 +45,16 @@ def check_template(template: object) -> None:
             raise ConfigurationError(
                 f"filename={template!r}: {spec!r} cannot format {name!r} ({error}): use a format as {{val_loss:.2f}}."
             ) from None
+
+
+def folders_in(template: str) -> list[str]:
+    """The parts of a template between its slashes; those inside fields, as of a metric's name, do not count.
+
+    Example:
+        >>> folders_in("fold-1/{epoch}-{val/loss:.2f}")
+        ['fold-1', '0-0']
+    """
+    return _FIELD.sub("0", template).split("/")
 
 
 def format_name(template: str, values: Mapping[str, float], insert_names: bool) -> str:
@@ -67,6 +80,7 @@ def format_name(template: str, values: Mapping[str, float], insert_names: bool) 
                 stacklevel=4,
             )
             text = "none"
-        return f"{name}={text}" if insert_names else text
+        # A slash of the template makes a folder, and one of a metric's name does not.
+        return re.sub(r"[/\\]", "_", f"{name}={text}" if insert_names else text)
 
-    return re.sub(r"[/\\]", "_", _FIELD.sub(fill, template))
+    return _FIELD.sub(fill, template)

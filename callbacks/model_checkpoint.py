@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpoint_books import read_books
-from leyden.callbacks.checkpoint_name import check_template, format_name, metrics_in
+from leyden.callbacks.checkpoint_name import check_template, folders_in, format_name, metrics_in
 from leyden.callbacks.early_stopping import MODES, missing_metric, validates, validates_at_epoch_end
 from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.timer import parse_duration
@@ -51,7 +51,7 @@ class ModelCheckpoint(Callback):
     Args:
         dirpath: where to save. None for `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
         filename: the name's template: `{epoch}`, `{step}` and logged metrics, as "{epoch}-{val_loss:.2f}". None for
-            "{epoch}-{step}". A `/` of a metric's name becomes `_`.
+            "{epoch}-{step}". A `/` makes a folder, as in "fold-1/{epoch}"; that of a metric's name becomes `_`.
         monitor: the metric to rank by. None to keep the newest ones.
         verbose: prints what is saved.
         save_last: also keeps the newest checkpoint, whether it is among the best or not, saves at the end of the run (Ctrl-C
@@ -167,6 +167,11 @@ class ModelCheckpoint(Callback):
     def every_n_epochs(self) -> int:
         """Epochs between saves; 0 for none."""
         return self._every_n_epochs
+
+    @property
+    def depth(self) -> int:
+        """Levels of folders that `filename` makes below `dirpath`."""
+        return len(folders_in(self.filename)) - 1
 
     # state ------------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
@@ -323,7 +328,7 @@ class ModelCheckpoint(Callback):
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
         path = self._path(values, ranks) if ranks or self.save_last else None
         # Only the first rank surely sees the folder, so its word counts.
-        found = ranks, path and os.path.basename(path), path is not None and os.path.lexists(path)
+        found = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
         ranks, name, replaces = trainer.strategy.broadcast(found)
         if name is None:
             return
@@ -508,7 +513,7 @@ class ModelCheckpoint(Callback):
             return
         new = staging.sibling(link, "tmp")
         try:
-            os.symlink(os.path.basename(written), new, target_is_directory=True)
+            os.symlink(os.path.relpath(written, link.parent), new, target_is_directory=True)
             os.replace(new, link)
         except OSError:
             # No links here: the checkpoint itself is kept, and ckpt_path="last" finds it.

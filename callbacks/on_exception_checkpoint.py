@@ -27,7 +27,7 @@ class OnExceptionCheckpoint(Callback):
         filename: the checkpoint's name; if it is taken, `-v1` and so on is appended.
 
     Raises:
-        ConfigurationError: if `filename` is empty or has a folder in it.
+        ConfigurationError: if `filename` is empty, or leads out of its folder.
 
     Attributes:
         saved_path: what was written last, or None.

@@ -678,7 +678,10 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ({"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
         ({"train_time_interval": 60}, "train_time_interval=60 is an int: give 'DD:HH:MM:SS'"),
         ({"filename": ""}, "give a template"),
-        ({"filename": "a/{epoch}"}, "folders in dirpath"),
+        ({"filename": "../{epoch}"}, "no path below dirpath"),
+        ({"filename": "/{epoch}"}, "no path below dirpath"),
+        ({"filename": "a//{epoch}"}, "no path below dirpath"),
+        ({"filename": "a\\{epoch}"}, "no path below dirpath"),
         ({"filename": "{epoch"}, "a brace without its partner"),
         ({"filename": "{val_loss:2d}"}, "'2d' cannot format 'val_loss'"),
         ({"filename": "{epoch:q}"}, "'q' cannot format 'epoch'"),
@@ -692,3 +695,35 @@ def test_refusals(arguments: dict[str, Any], message: str) -> None:
 def test_zero_turns_a_trigger_off() -> None:
     assert ModelCheckpoint(every_n_epochs=0, every_n_train_steps=10).every_n_epochs == 0
     assert ModelCheckpoint(every_n_epochs=2, every_n_train_steps=0).every_n_epochs == 2
+
+
+class NoStep(Callback):
+    """Of a run that is resumed at its end, and has nothing to train."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        raise AssertionError(f"trains batch {batch_idx} of epoch {trainer.current_epoch}")
+
+
+def test_a_slash_in_the_filename_makes_a_folder_and_the_newest_of_all_is_resumed(tmp_path: Path) -> None:
+    home = tmp_path / "checkpoints"
+
+    def nested(fold: str) -> ModelCheckpoint:
+        return ModelCheckpoint(filename=f"{fold}/{{epoch}}-{{val/loss:.1f}}", save_top_k=2, save_last=True)
+
+    with pytest.warns(UserWarning, match="which was not logged"):
+        first = fit(tmp_path, nested("b"), max_epochs=3)
+    assert [names(home), names(home / "b")] == [
+        ["b", "last -> b/epoch=2-val_loss=none"],
+        ["epoch=1-val_loss=none", "epoch=2-val_loss=none"],
+    ]
+    assert first.checkpoint_callback is not None
+    assert first.checkpoint_callback.best_model_path == str(home / "b" / "epoch=2-val_loss=none")
+    # The newest lies in a folder that has fewer of them, and comes first by name.
+    with pytest.warns(UserWarning, match="which was not logged"):
+        second = fit(tmp_path, nested("a"), ckpt_path="auto", max_epochs=4)
+    assert (second.global_step, names(home / "a")) == (16, ["epoch=3-val_loss=none"])
+    fit(tmp_path, nested("a"), NoStep(), ckpt_path="last", max_epochs=4)
+    assert second.checkpoint_callback is not None
+    resumed = fit(tmp_path, nested("a"), ckpt_path=second.checkpoint_callback.best_model_path, max_epochs=4)
+    assert resumed.checkpoint_callback is not None
+    assert resumed.checkpoint_callback.best_model_path == second.checkpoint_callback.best_model_path

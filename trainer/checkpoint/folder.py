@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 from leyden.trainer.checkpoint import staging
@@ -13,11 +14,14 @@ from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from leyden.trainer.checkpoint.ranks import Ranks
 
 
-def newest(folder: str | os.PathLike[str], *, strict: bool = False, ranks: Ranks | None = None) -> Path | None:
+def newest(
+    folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: Ranks | None = None
+) -> Path | None:
     """The newest checkpoint of which every byte agrees with its checksum. Damaged ones are warned about and passed over.
 
     Args:
         folder: where the checkpoints are.
+        depth: levels of folders between it and them; it looks at each level down to there.
         strict: raise if there are only damaged ones, in place of returning None.
         ranks: those who look for it together: rank 0 says what is there, and each verifies a part.
 
@@ -32,8 +36,8 @@ def newest(folder: str | os.PathLike[str], *, strict: bool = False, ranks: Ranks
 
     ranks = Ranks() if ranks is None else ranks
     damaged: list[CheckpointError] = []
-    ranks.keep(lambda: staging.sweep(Path(folder)))
-    for name, reason in ranks.first(lambda: _newest_first(Path(folder))):
+    ranks.keep(lambda: _sweep(Path(folder), depth))
+    for name, reason in ranks.first(lambda: _newest_first(Path(folder), depth)):
         path = Path(folder, name)
         try:
             if reason is not None:
@@ -51,11 +55,11 @@ def newest(folder: str | os.PathLike[str], *, strict: bool = False, ranks: Ranks
     return None
 
 
-def _newest_first(folder: Path) -> list[tuple[str, tuple[str, str] | None]]:
+def _newest_first(folder: Path, depth: int) -> list[tuple[str, tuple[str, str] | None]]:
     """The names of checkpoints that seem to be there, each with the file and the reason for which it is none."""
     return [
-        (path.name, (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
-        for path, found in reversed(_ordered(folder))
+        (str(path.relative_to(folder)), (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
+        for path, found in reversed(_ordered(folder, depth))
     ]
 
 
@@ -64,9 +68,9 @@ def all_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [path for path, found in _ordered(Path(folder)) if isinstance(found, Manifest)]
 
 
-def highest_counter(folder: Path) -> int:
-    """The highest save counter in a folder, 0 if there is no checkpoint."""
-    return max((found.save_counter for _, found in _ordered(folder) if isinstance(found, Manifest)), default=0)
+def highest_counter(folder: Path, depth: int = 0) -> int:
+    """The highest save counter in a folder and in those so many levels below it, 0 if there is no checkpoint."""
+    return max((found.save_counter for _, found in _ordered(folder, depth) if isinstance(found, Manifest)), default=0)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -93,8 +97,35 @@ def delete(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(path, f"cannot be deleted: {error.strerror or error}.") from error
 
 
-def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
+def _ordered(folder: Path, depth: int = 0) -> list[tuple[Path, Manifest | CheckpointError]]:
     """Every checkpoint with its manifest, or with why that cannot be read; those come last, as if they were newest."""
+    found = [entry for place in _levels(folder, depth) for entry in _entries(place)]
+    return [(path, manifest) for _, path, manifest in sorted(found, key=lambda entry: entry[0])]
+
+
+def _levels(folder: Path, depth: int) -> list[Path]:
+    """A folder, and the folders so many levels below it that are no checkpoints themselves."""
+    found = level = [folder]
+    for _ in range(depth):
+        below: list[Path] = []
+        for place in level:
+            with suppress(OSError):
+                below += [path for path in sorted(place.iterdir()) if _may_hold_some(path)]
+        found, level = found + below, below
+    return found
+
+
+def _sweep(folder: Path, depth: int) -> None:
+    for place in _levels(folder, depth):
+        staging.sweep(place)
+
+
+def _may_hold_some(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not staging.is_staging(path.name) and not _looks_like_one(path)
+
+
+def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]]:
+    """The checkpoints directly in a folder, each after what orders them by age."""
     found: list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]] = []
     try:
         names = sorted(os.listdir(folder))
@@ -113,7 +144,7 @@ def _ordered(folder: Path) -> list[tuple[Path, Manifest | CheckpointError]]:
             found.append(((0, manifest.save_counter, manifest.saved_at, name), path, manifest))
         except CheckpointError as error:
             found.append(((1, 0, "", name), path, error))
-    return [(path, manifest) for _, path, manifest in sorted(found, key=lambda item: item[0])]
+    return found
 
 
 def _looks_like_one(path: Path) -> bool:

@@ -197,7 +197,7 @@ def settle_nodes(trainer: Trainer) -> None:
 def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
     folder = trainer.checkpoint_folder
     if goal.path in ("last", "auto"):
-        found = newest(folder, strict=goal.path == "auto", ranks=ranks)
+        found = newest(folder, depth=_depth(trainer, str(folder)), strict=goal.path == "auto", ranks=ranks)
         if found is None and goal.path == "last":
             raise CheckpointError(
                 folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
@@ -211,6 +211,20 @@ def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
             path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"
         )
     return path
+
+
+def _depth(trainer: Trainer, folder: str) -> int:
+    """How many levels of folders the names of checkpoints make below one."""
+    return max((c.depth for c in trainer.checkpoint_callbacks if c.folder_of(trainer) == folder), default=0)
+
+
+def _home(trainer: Trainer, path: Path) -> tuple[Path, int] | None:
+    """The folder whose checkpoints are counted together with that of a path, and the levels below it; None if it is none's."""
+    for callback in trainer.checkpoint_callbacks:
+        folder = callback.folder_of(trainer)
+        if callback.depth and path.parent.is_relative_to(folder):
+            return Path(folder), max(_depth(trainer, folder), len(path.parent.relative_to(folder).parts))
+    return None
 
 
 def check_same_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
@@ -302,7 +316,8 @@ def save(
         )
     strategy, progress = trainer.strategy, trainer.progress
     ranks = Ranks(strategy, path, trainer.saves_on_each_node)
-    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
+    home = _home(trainer, Path(os.path.abspath(path)))
+    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home) as writer:
         if loop is not None and trainer.state.stage == "fit":
             loop.send_ahead()
         for logger in trainer.loggers:

@@ -65,6 +65,8 @@ class CheckpointWriter:
             place.
         ranks: those that write it together. All make a writer and call the same methods of it; what each writes goes into one
             temporary folder, and rank 0 commits when all of them are done. If one fails, all raise and nothing is there.
+        home: among which checkpoints it is the newest: those in this folder, and so many levels below it. None for those
+            beside it.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. The previous
@@ -80,9 +82,17 @@ class CheckpointWriter:
         'step=1'
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, overwrite: bool = False, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        ranks: Ranks | None = None,
+        home: tuple[Path, int] | None = None,
+    ) -> None:
         # Absolute, since the user's code may change the working directory before the commit.
         self._target = Path(os.path.abspath(path))
+        self._home = (self._target.parent, 0) if home is None else home
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
         self._plan: dict[str, str] = {}
@@ -327,7 +337,7 @@ class CheckpointWriter:
                 self._files[name] = entry
         return Manifest(
             files=self._files,
-            save_counter=highest_counter(self._target.parent) + 1,
+            save_counter=highest_counter(*self._home) + 1,
             saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(),
             progress={key: progress[key] for key in ("epoch", "global_step") if key in progress},
             world_size=world_size,
