@@ -209,7 +209,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("value", ["0.5", None, torch.ones(2), np.ones(3), [1.0], 1 + 2j])
     def test_what_is_no_number_is_refused_by_name(self, value: Any) -> None:
-        with pytest.raises(ConfigurationError, match=r"the metric 'loss' is a .* single numbers"):
+        with pytest.raises(ConfigurationError, match=r"the metric 'loss' is .* single numbers"):
             plain_numbers({"loss": value})
 
 
