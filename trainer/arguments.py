@@ -86,16 +86,18 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     Raises:
         ConfigurationError: for the first value that cannot be; names the fix.
     """
+    defaults = Arguments()
     values = {
         name: value
         for name, value in given.items()
-        if value is not UNSET and (value is not None or name == NONE_MEANS_SOMETHING)
+        # Where None is the default, to give it says that a launch shall not fill it in.
+        if value is not UNSET and (value is not None or name == NONE_MEANS_SOMETHING or getattr(defaults, name) is None)
     }
-    named = frozenset(values)
+    named = frozenset(name for name, value in values.items() if value is not None or name == NONE_MEANS_SOMETHING)
     values = {**launched_arguments(values), **values}
     if values.get("barebones"):
         _barebones(values)
-    arguments = dataclasses.replace(Arguments(), **values)
+    arguments = dataclasses.replace(defaults, **values)
     _check(arguments)
     if arguments.fast_dev_run:
         _fast_dev_run(arguments)
