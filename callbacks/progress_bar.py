@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from leyden.callbacks import above_bars
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 
@@ -61,7 +62,7 @@ class TQDMProgressBar(ProgressBar):
     """One bar for the training epoch and one for evaluation, drawn by tqdm; plain lines where there is no terminal.
 
     A bar is redrawn at most ten times a second, and only then metrics are read back from the device: in between, a
-    batch costs one look at the clock. Without a terminal (a log file, a batch job), a line with epoch, step, speed and
+    batch costs one look at the clock. What is printed meanwhile comes above the bars. Without a terminal (a log file, a batch job), a line with epoch, step, speed and
     metrics is written at the end of each epoch, and every 30 s within one, the first one after 5 s.
 
     Args:
@@ -98,6 +99,7 @@ class TQDMProgressBar(ProgressBar):
         self._line_batch = 0
         self._has_written = False
         """A line was written in this run."""
+        self._printing: above_bars.AboveBars | None = None
 
     @property
     def refresh_rate(self) -> int:
@@ -143,6 +145,7 @@ class TQDMProgressBar(ProgressBar):
         self._plain = not is_interactive()
         if not self._plain:
             self._train_bar = self.init_train_tqdm()
+            self._begin_printing()
         self._begin_epoch(trainer)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -265,6 +268,7 @@ class TQDMProgressBar(ProgressBar):
         if self._train_bar is not None:
             draw(self._train_bar, trainer.progress.batch)
         self._eval_bar = getattr(self, f"init_{name}_tqdm")()
+        self._begin_printing()
         self._eval_bar.set_description_str(name.capitalize(), refresh=False)
         self._eval_bar.reset(self._eval_total)
         self._eval_due = 0.0
@@ -288,12 +292,27 @@ class TQDMProgressBar(ProgressBar):
         if self._eval_bar is not None:
             self._eval_bar.close()
         self._eval_bar, self._eval_due = None, NEVER
+        self._end_printing()
 
     def _close(self) -> None:
         self._close_evaluation()
         if self._train_bar is not None:
             self._train_bar.close()
         self._train_bar, self._due = None, NEVER
+        self._end_printing()
+
+    def _begin_printing(self) -> None:
+        """What anybody prints from now on comes above the bars."""
+        if self._printing is None:
+            self._printing = above_bars.begin(self._on_screen)
+
+    def _end_printing(self) -> None:
+        if not self._on_screen():
+            above_bars.end(self._printing)
+            self._printing = None
+
+    def _on_screen(self) -> list[Any]:
+        return [bar for bar in (self._train_bar, self._eval_bar) if bar is not None]
 
 
 def is_interactive() -> bool:

@@ -189,14 +189,22 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
 def _wake(ended: threading.Event) -> None:
     """Continues ranks that are stopped and have been told to end, which they cannot see: the engine would wait 30 s for each."""
     while not ended.wait(1.0):
-        for process in map(int, (entry for entry in os.listdir("/proc") if entry.isdigit())):
+        for process in _children():
             with suppress(OSError):
                 lines = Path(f"/proc/{process}/status").read_text().splitlines()
                 status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
                 waits = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
-                is_stopped = status["State"].startswith("T") and int(status["PPid"]) == os.getpid()
-                if is_stopped and waits & 1 << signal.SIGTERM - 1:
+                if status["State"].startswith("T") and waits & 1 << signal.SIGTERM - 1:
                     os.kill(process, signal.SIGCONT)
+
+
+def _children() -> list[int]:
+    """The processes that this one has started; none where the kernel does not list them."""
+    found: list[int] = []
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def first_failure(error: Any, count: int) -> Ended:

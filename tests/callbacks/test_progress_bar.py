@@ -244,6 +244,46 @@ def test_printing_leaves_the_bar_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert lines.index("hello-5") < len(lines) - 1
 
 
+def test_pythons_own_print_leaves_the_bars_whole(
+    tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Speaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            print("trained", batch_idx, end="")
+            print(" of", 10)
+
+        def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+            print(f"first {batch_idx}\nsecond {batch_idx}")
+            sys.stdout.writelines(["third", f" {batch_idx}\n"])
+
+    with Terminal() as terminal:
+        monkeypatch.setattr(sys, "stdout", sys.stderr)
+        trainer(tmp_path, TQDMProgressBar(), max_epochs=1, num_sanity_val_steps=1).fit(Speaks(), DATA, DATA)
+        assert sys.stdout is sys.stderr
+        monkeypatch.undo()
+    lines = terminal.drawn()
+    for batch in range(10):
+        assert {f"trained {batch} of 10", f"first {batch}", f"second {batch}", f"third {batch}"} <= set(lines)
+    assert numbers(lines, "Epoch 0/0")[-1] == "10/10"
+
+
+def test_a_stream_that_somebody_else_put_in_place_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = io.StringIO()
+
+    class Redirects(Net):
+        def on_train_start(self) -> None:
+            sys.stdout = other
+
+        def on_train_epoch_start(self) -> None:
+            sys.stdout = other
+
+    with Terminal():
+        monkeypatch.setattr(sys, "stdout", sys.stderr)
+        trainer(tmp_path, TQDMProgressBar(), max_epochs=1).fit(Redirects(), DATA)
+        assert sys.stdout is other
+        monkeypatch.undo()
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_printing_to_a_file_of_ones_own_goes_there_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], enabled: bool
