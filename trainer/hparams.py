@@ -49,7 +49,8 @@ class Hyperparameters:
         """Keeps the arguments of `__init__` in `self.hparams`, for checkpoints and loggers.
 
         Call it in `__init__`; in a base class it also takes the arguments of the subclass's `__init__`. Modules, classes and
-        partials are left out with a warning: no checkpoint holds them, and `load_from_checkpoint` needs them given.
+        partials are kept in `self.hparams` alone, with a warning: no checkpoint holds them, loggers do not see them, and
+        `load_from_checkpoint` needs them given.
 
         Args:
             *args: names to keep, all if left out; or one dict, Namespace or dataclass to keep in place of arguments. If it is
@@ -90,7 +91,8 @@ class Hyperparameters:
         found.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
         for name in left_out & found.keys():
             del found[name]
-        self.__dict__["_hparams_initial"] = copy.deepcopy(found)
+        # A copy of a module would take its memory once more.
+        self.__dict__["_hparams_initial"] = copy.deepcopy(AttributeDict(kept.saved(found)))
         self.__dict__["_log_hyperparams"] = logger
 
     @property
@@ -101,7 +103,7 @@ class Hyperparameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """A copy of `hparams` as they were kept."""
+        """A copy of `hparams` as they were kept, without modules, classes and partials."""
         initial: AttributeDict = copy.deepcopy(self.__dict__.get("_hparams_initial", AttributeDict()))
         return initial
 
@@ -112,7 +114,7 @@ class Hyperparameters:
 
     @property
     def kept_hparams(self) -> Kept:
-        """What `save_hyperparameters` left out, and which argument of `__init__` held the rest."""
+        """What no checkpoint holds of the hyperparameters, and which argument of `__init__` held the rest."""
         found: Kept = self.__dict__.setdefault("_hparams_kept", Kept())
         return found
 
@@ -134,7 +136,7 @@ class Kept:
     later: dict[str, ConfigurationError | None] = dataclasses.field(default_factory=dict)
 
     def held(self, chosen: Mapping[str, Any], owner: str, waits: bool) -> dict[str, Any]:
-        """Those values that a checkpoint holds; warns of the others, and refuses what is neither a module, class nor partial.
+        """Those values that `hparams` holds; warns of those that no checkpoint does, and refuses all but modules, classes, partials.
 
         Args:
             chosen: arguments by name.
@@ -151,10 +153,14 @@ class Kept:
                 self.skipped[name], self.later[name] = in_words(value), error
         if not waits:
             self.settle(owner)
-        return {name: value for name, value in wanted.items() if name not in self.skipped}
+        return {name: value for name, value in wanted.items() if name not in self.skipped or _is_code(value)}
+
+    def saved(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the hyperparameters that a checkpoint holds and loggers are given."""
+        return {name: value for name, value in hparams.items() if name not in self.skipped or not _is_code(value)}
 
     def settle(self, owner: str) -> None:
-        """Once nobody can ignore any more of them, at the latest when a run begins: warns of what is left out.
+        """Once nobody can ignore any more of them, at the latest when a run begins: warns of what no checkpoint holds.
 
         Raises:
             ConfigurationError: for an argument that no checkpoint can hold.
@@ -163,7 +169,7 @@ class Kept:
             if error is not None:
                 raise error
         if self.later:
-            _warn_of_left_out(owner, list(self.later), self.skipped)
+            _warn_of_unsaved(owner, list(self.later), self.skipped)
         self.later = {}
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,11 +178,11 @@ class Kept:
         return {name: value for name, value in found.items() if value}
 
 
-def _warn_of_left_out(owner: str, names: list[str], words: Mapping[str, str]) -> None:
+def _warn_of_unsaved(owner: str, names: list[str], words: Mapping[str, str]) -> None:
     listed = ", ".join(f"{name} ({words[name]})" for name in names)
     warnings.warn(
-        f"{owner}.save_hyperparameters leaves out {listed}: a checkpoint holds no modules, classes or partials. Give them to "
-        f"load_from_checkpoint(..., {names[0]}=…), and leave them out yourself to end this warning: "
+        f"{owner}.save_hyperparameters keeps {listed} in self.hparams alone: a checkpoint holds no modules, classes or "
+        f"partials. Give them to load_from_checkpoint(..., {names[0]}=…). To end this warning, leave them out: "
         f"self.save_hyperparameters(ignore={names}).",
         stacklevel=5,
     )
@@ -211,7 +217,7 @@ def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
     for owner in owners:
         if owner is None or not owner.logs_hparams:
             continue
-        for name, value in owner.hparams.items():
+        for name, value in owner.kept_hparams.saved(owner.hparams).items():
             other, before = found.setdefault(name, (owner, value))
             if not _equal(before, value):
                 raise ConfigurationError(

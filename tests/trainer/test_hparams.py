@@ -307,7 +307,7 @@ def test_what_a_subclass_ignores_its_base_does_not_keep(recwarn: pytest.Warnings
     assert [str(warning.message) for warning in recwarn] == []
 
 
-def test_modules_classes_and_partials_are_left_out_with_a_warning(quiet: Any, tmp_path: Path) -> None:
+def test_modules_classes_and_partials_are_in_hparams_and_in_no_checkpoint(quiet: Any, tmp_path: Path) -> None:
     class Template(Base):
         def __init__(self, net: Any, act: Any = torch.nn.ReLU, optimizer: Any = None, width: int = 1) -> None:
             TrainModule.__init__(self)
@@ -315,13 +315,15 @@ def test_modules_classes_and_partials_are_left_out_with_a_warning(quiet: Any, tm
             self.net, self.act, self.rate = net, act, 0.1
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
+            # As templates for Hydra write it.
+            return self.hparams.optimizer(self.parameters())
 
     given: dict[str, Any] = {"act": torch.nn.GELU, "optimizer": functools.partial(torch.optim.SGD, lr=0.5)}
-    expected = r"leaves out net \(a Linear\), act \(the class GELU\), optimizer \(partial\(SGD, lr=0\.5\)\).*ignore=\["
+    expected = r"keeps net \(a Linear\), act \(the class GELU\), optimizer \(partial\(SGD, lr=0\.5\)\).*ignore=\["
     with pytest.warns(UserWarning, match=expected):
         module = Template(torch.nn.Linear(2, 1), **given)
-    assert module.hparams == {"width": 1}
+    assert module.hparams == {"net": module.net, **given, "width": 1}
+    assert module.hparams_initial == {"width": 1}
     path = saved(module, quiet, tmp_path)
     with pytest.raises(ConfigurationError, match="Template needs net"):
         Template.load_from_checkpoint(path)
@@ -335,8 +337,8 @@ def test_what_nobody_ignores_is_refused_or_warned_of_when_a_run_begins(quiet: An
         def __init__(self, act: Any) -> None:
             super().__init__(1)
 
-    assert Open(torch.nn.ReLU).hparams == {"width": 1, "rate": 0.1, "deep": False}
-    with pytest.warns(UserWarning, match=r"Open\.save_hyperparameters leaves out act \(the class ReLU\)"):
+    assert Open(torch.nn.ReLU).hparams == {"width": 1, "rate": 0.1, "deep": False, "act": torch.nn.ReLU}
+    with pytest.warns(UserWarning, match=r"Open\.save_hyperparameters keeps act \(the class ReLU\)"):
         Trainer(**quiet, max_epochs=1).fit(Open(torch.nn.ReLU), [torch.ones(1, 2)])
     with pytest.raises(ConfigurationError, match=r"Open\.save_hyperparameters cannot keep the argument 'act'"):
         Trainer(**quiet, max_epochs=1).fit(Open(object()), [torch.ones(1, 2)])
@@ -372,7 +374,8 @@ def test_a_dataclass_comes_back_as_the_one_that_the_argument_is_of(quiet: Any, t
 def test_an_argument_that_init_does_not_take_is_warned_of(quiet: Any, tmp_path: Path) -> None:
     path = saved(Late(3), quiet, tmp_path)
     with pytest.warns(
-        UserWarning, match=r"Late takes no argument 'widht', and is built without it\. Did you mean 'width'\?"
+        UserWarning,
+        match=r"Late takes no argument 'widht', and is built without it\. Did you mean 'width'\? Known: width\.",
     ):
         assert Late.load_from_checkpoint(path, widht=9).hparams.width == 3
 

@@ -134,7 +134,7 @@ def _accepted(cls: type, saved: SavedArguments, given: dict[str, Any]) -> dict[s
     unknown = [] if takes_any else [name for name in given if name not in parameters]
     for name in unknown:
         warnings.warn(
-            f"{cls.__name__} takes no argument {name!r}, and is built without it. {nearest(name, [*parameters, *saved.values])}",
+            f"{cls.__name__} takes no argument {name!r}, and is built without it. {nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
             stacklevel=4,
         )
     values = {**values, **{name: value for name, value in given.items() if name not in unknown}}

@@ -373,7 +373,11 @@ def rank_state(trainer: Trainer, loop: FitLoop | None, progress: Progress) -> di
 
 def _hparams(trainer: Trainer) -> dict[str, Any]:
     owners = {"module": trainer.module, "datamodule": trainer.datamodule}
-    found = {name: dict(owner.hparams) for name, owner in owners.items() if owner is not None and owner.hparams}
+    found = {
+        name: values
+        for name, owner in owners.items()
+        if owner is not None and (values := owner.kept_hparams.saved(owner.hparams))
+    }
     kept = {
         name: said for name, owner in owners.items() if owner is not None and (said := owner.kept_hparams.to_dict())
     }

@@ -492,6 +492,8 @@ class FitLoop:
 
     def reason(self) -> str:
         """Why the fit ended, in a few words."""
+        if self.trainer.limit_train_batches == 0:
+            return "limit_train_batches=0 skips training"
         steps, epochs = self.limits.max_steps, self.limits.max_epochs
         if steps != -1 and self.progress.global_step >= steps:
             return f"max_steps={steps} reached"
