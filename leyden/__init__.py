@@ -50,7 +50,20 @@ _HOMES = {
     "debug_launcher": "leyden.trainer.own_loop.notebook",
     "synchronize_rng_states": "leyden.trainer.own_loop.world",
 }
-_MODULES = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
+_MODULES = (
+    "accelerator",
+    "big_modeling",
+    "data_loader",
+    "launchers",
+    "local_sgd",
+    "logging",
+    "optimizer",
+    "parallelism_config",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils",
+)
 """Modules of Accelerate's names, which scripts also reach as attributes."""
 
 if TYPE_CHECKING:

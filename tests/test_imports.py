@@ -64,7 +64,20 @@ PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
 MAX_LINES = 600
 # Modules of Accelerate's names: they hold names, and nothing else.
-THIN = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
+THIN = (
+    "accelerator",
+    "big_modeling",
+    "data_loader",
+    "launchers",
+    "local_sgd",
+    "logging",
+    "optimizer",
+    "parallelism_config",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils",
+)
 
 
 def sources() -> dict[str, Path]:

@@ -58,6 +58,14 @@ def test_an_unknown_argument_is_a_type_error_as_pythons_own() -> None:
         Trainer(max_epoch=1)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("name", "instead"), [("distributed_backend", "strategy"), ("auto_lr_find", "configure_opt"), ("patience", "Early")]
+)
+def test_an_argument_of_another_place_is_named_there(name: str, instead: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=f"use .*{instead}"):
+        Trainer(**{name: 1})
+
+
 @pytest.mark.parametrize("method", ["log", "log_dict"])
 def test_a_misspelt_argument_of_log_names_the_nearest(method: str, tmp_path: Path) -> None:
     class Misspelt(Module):

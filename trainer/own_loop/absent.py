@@ -22,7 +22,8 @@ INSTEAD = {
         "disk_offload get_balanced_memory get_max_memory get_max_layer_size compute_module_sizes check_device_map offload_state_dict "
         "offload_weight load_offloaded_weight load_offloaded_weights save_offload_index OffloadedWeightsLoader PrefixedDataset "
         "set_module_tensor_to_device has_offloaded_params align_module_device extract_submodules_state_dict find_tied_parameters "
-        "retie_parameters prepare_pippy"
+        "retie_parameters prepare_pippy named_module_tensors dtype_byte_size convert_file_size_to_int id_tensor_storage "
+        "check_tied_parameters_in_config check_tied_parameters_on_same_device"
     ),
     ON_META: "init_empty_weights init_on_device",
     "quantise with transformers' from_pretrained(..., quantization_config=BitsAndBytesConfig(…)), or torchao, before prepare": (
@@ -30,10 +31,10 @@ INSTEAD = {
     ),
     "Megatron-LM is not part of this version; strategy='fsdp' or DeepSpeed train big models": (
         "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep "
-        "avg_losses_across_data_parallel_group"
+        "avg_losses_across_data_parallel_group add_model_config_to_megatron_parser"
     ),
     "tensor, context and sequence parallelism are not part of this version": (
-        "TorchTensorParallelPlugin TorchTensorParallelConfig TorchContextParallelConfig DeepSpeedSequenceParallelConfig"
+        "TorchTensorParallelPlugin TorchTensorParallelConfig TorchContextParallelConfig DeepSpeedSequenceParallelConfig get_model_tp_size"
     ),
     "loaders are prepared by an Accelerator: accelerator.prepare_data_loader(loader)": (
         "prepare_data_loader DataLoaderShard DataLoaderDispatcher DataLoaderAdapter DataLoaderStateMixin BatchSamplerShard "
@@ -63,7 +64,7 @@ INSTEAD = {
     "use `leyden config default`": "write_basic_config",
     "use `leyden launch` or torchrun": (
         "PrepareForLaunch prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env "
-        "prepare_tpu install_xla test_launch SageMakerDistributedType ComputeEnvironment"
+        "prepare_tpu install_xla test_launch SageMakerDistributedType ComputeEnvironment is_port_in_use check_os_kernel TORCH_LAUNCH_PARAMS"
     ),
     "use unittest.mock.patch.dict(os.environ, …)": "patch_environment clear_environment purge_accelerate_environment",
     "use torch.utils.data.default_convert and map over it, or torch.utils._pytree.tree_map": (
@@ -72,6 +73,35 @@ INSTEAD = {
         "CannotPadNestedTensorWarning"
     ),
     "compare with packaging.version": "compare_versions is_torch_version",
+    "read os.environ": (
+        "get_int_from_env parse_flag_from_env parse_choice_from_env str_to_bool convert_dict_to_env_variables are_libraries_initialized"
+    ),
+    "ask torch.cuda, torch.backends or torch.accelerator": (
+        "is_bf16_available is_fp16_available is_fp8_available check_cuda_fp8_capability check_cuda_p2p_ib_support get_gpu_info "
+        "get_current_device_type get_cpu_distributed_information is_rocm_available is_habana_gaudi1 is_xccl_available"
+    ),
+    "use importlib.util.find_spec(package)": (
+        "is_4bit_bnb_available is_8bit_bnb_available is_bitsandbytes_multi_backend_available is_amdsmi_available is_lomo_available "
+        "is_pippy_available is_sagemaker_available is_import_timer_available is_weights_only_available deepspeed_required torchao_required "
+        "is_torchdata_stateful_dataloader_available is_transformer_engine_mxfp8_available"
+    ),
+    "look into the folder that save_state wrote (docs/checkpoints.md), whose files have names of their own": (
+        "MODEL_NAME OPTIMIZER_NAME SCHEDULER_NAME SAMPLER_NAME SCALER_NAME RNG_STATE_NAME PROFILE_PATTERN_NAME WEIGHTS_NAME "
+        "WEIGHTS_INDEX_NAME WEIGHTS_PATTERN_NAME SAFE_MODEL_NAME SAFE_WEIGHTS_NAME SAFE_WEIGHTS_INDEX_NAME SAFE_WEIGHTS_PATTERN_NAME"
+    ),
+    "use synchronize_rng_states([kind])": "synchronize_rng_state",
+    "use convert_to_fp32; a prepared model's outputs are float32 already": "convert_outputs_to_fp32",
+    "use find_batch_size": "ignorant_find_batch_size",
+    "every rank reads the weights in from_pretrained, which needs no such setting": (
+        "enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading ensure_weights_retied"
+    ),
+    "use accelerator.prepare with an fsdp_plugin": (
+        "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_prepare_model fsdp2_switch_optimizer_parameters model_has_dtensor "
+        "get_module_children_bottom_up"
+    ),
+    "use isinstance(model, peft.PeftModel)": "is_peft_model",
+    "use operator.attrgetter": "recursive_getattr",
+    "use torch.distributed.is_initialized(), or PartialState().use_distributed": "is_initialized",
 }
 PACKAGES = {
     "bnb": "bitsandbytes",

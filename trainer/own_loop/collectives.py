@@ -80,7 +80,8 @@ class Collectives(RankControl):
 
         Args:
             input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry for each
-                sample, or a nested structure of these. Tensors of no dimension become (num_processes,).
+                sample, or a nested structure of these. Tensors of no dimension become (num_processes,). Of a loss that is
+                repeated for each sample of a full batch as many are kept as the last batch has samples.
             use_gather_object: gather whatever it is as objects: lists are put together.
 
         Raises:
@@ -114,7 +115,8 @@ class Collectives(RankControl):
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
         if self.num_processes == 1:
-            return tensor
+            rows = self._reading[-1].rows_of_samples(len(tensor)) if tensor.dim() and self._reading else None
+            return tensor if rows is None or rows == len(tensor) else tensor[:rows]
         if tensor.dim() == 0 or self._is_regular():
             return self._gather_one(tensor)
         lengths: list[int] = self.strategy.all_gather_object(tensor.shape[0])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import BatchSampler
+
+from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
@@ -48,6 +51,7 @@ class PreparedLoader:
         """The place of a checkpoint, from which the next pass starts."""
         self.samples: list[tuple[int, int]] | None = None
         """For each rank: samples in the batch that was given last, and how many of them are no repeats; None if all."""
+        self._rows: set[int] = set()
         self._accelerator = accelerator
         self._move = move
         self._ended = True
@@ -94,6 +98,25 @@ class PreparedLoader:
             return False
         return self.position < batches.batches_of(len(batches.sampler))  # type: ignore[arg-type]
 
+    def rows_of_samples(self, rows: int) -> int:
+        """Of a tensor's rows those that stand for samples, on one process.
+
+        A loss that a script repeats for each sample of a full batch has too many rows in a last batch that is shorter. Several
+        rows for each sample may come to the same number: these came with the full batches, too.
+
+        Args:
+            rows: of a tensor that belongs to the batch that was given last.
+        """
+        batches: Any = getattr(self.given, "batch_sampler", None)
+        if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
+            return rows
+        size, here = batches.batch_size, len(batches.sampler) % batches.batch_size
+        if batches.drop_last or not here or self.position < len(batches):
+            self._rows.add(rows)
+            return rows
+        several = size % here == 0 and size // here * size in self._rows
+        return rows if rows != size or several else here
+
     def set_epoch(self, epoch: int) -> None:
         """The number of the next pass, told to whatever of sampler and data set has `set_epoch`."""
         self.iteration = epoch
@@ -131,6 +154,10 @@ class PreparedLoader:
             elif skip:
                 self.position = skip
                 return self.cursor.seek(self.iteration, skip, like=saved["place"])
+        if skip and self.cursor.length is not None and skip > self.cursor.length:
+            raise ConfigurationError(
+                f"skip_first_batches(loader, {skip}): the loader has {self.cursor.length} batches."
+            )
         self.position = skip or 0
         return self.cursor.seek(self.iteration, skip) if skip else self.cursor.start(self.iteration)
 

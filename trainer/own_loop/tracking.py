@@ -119,7 +119,7 @@ class LoggerTracker(GeneralTracker):
             )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records images: arrays of the shape (N, H, W, C), or (N, C, H, W) with `dataformats="NCHW"`."""
+        """Records images: arrays of the shape (N, C, H, W) with 1 or 3 channels, or (N, H, W, C); `dataformats=` says which."""
         if hasattr(self.logger, "log_image"):
             for key, images in values.items():
                 self.logger.log_image(key, list(images), step, **kwargs)
@@ -128,7 +128,8 @@ class LoggerTracker(GeneralTracker):
         if not hasattr(writer, "add_images"):
             raise ConfigurationError(f"the tracker {self.name!r} records no images.")
         for key, images in values.items():
-            writer.add_images(key, images, global_step=step, **{"dataformats": "NHWC", **kwargs})
+            order = "NCHW" if images.shape[1] in (1, 3) else "NHWC"
+            writer.add_images(key, images, global_step=step, **{"dataformats": order, **kwargs})
 
     def finish(self) -> None:
         self.logger.finalize("success")

@@ -41,7 +41,20 @@ from leyden.utils import (
     tqdm,
 )
 
-MODULES = ("data_loader", "launchers", "logging", "optimizer", "scheduler", "state", "tracking", "utils")
+MODULES = (
+    "accelerator",
+    "big_modeling",
+    "data_loader",
+    "launchers",
+    "local_sgd",
+    "logging",
+    "optimizer",
+    "parallelism_config",
+    "scheduler",
+    "state",
+    "tracking",
+    "utils",
+)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -61,6 +74,11 @@ def test_every_name_of_a_module_is_there(name: str) -> None:
         ("from leyden.data_loader import prepare_data_loader", r"accelerator\.prepare_data_loader"),
         ("from leyden.tracking import AimTracker", "GeneralTracker"),
         ("from leyden.utils import MegatronLMPlugin", "not part of this version"),
+        ("from leyden.utils import SAFE_WEIGHTS_NAME", "save_state"),
+        ("from leyden.utils import is_bf16_available", "torch.cuda"),
+        ("from leyden.utils import dtype_byte_size", "from_pretrained"),
+        ("from leyden.state import is_initialized", "is_initialized"),
+        ("from leyden.big_modeling import dispatch_model", "from_pretrained"),
         ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
     ],
 )

@@ -78,6 +78,18 @@ class Nameless(GeneralTracker):
         """Nothing."""
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 8, 6), (2, 1, 8, 6), (2, 8, 6, 3)])
+def test_images_have_their_channels_first_or_last(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(shape)}, step=1)
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    image = events.Images("seen")[0]
+    assert (image.height, image.width) == (8, 12)
+
+
 def test_an_unfinished_tracker_is_refused_before_anything_is_logged() -> None:
     with pytest.raises(TypeError, match="abstract method '?log"):
         Unfinished()

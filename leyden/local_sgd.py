@@ -1,0 +1,14 @@
+"""The names of `accelerate.local_sgd`, for scripts that import from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from leyden.trainer.own_loop.absent import attribute
+from leyden.trainer.own_loop.local_sgd import LocalSGD
+
+__all__ = ["LocalSGD"]
+
+
+def __getattr__(name: str) -> Any:
+    return attribute(__name__, name)
