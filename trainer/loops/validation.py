@@ -137,7 +137,9 @@ class Validation:
 
     def run(self) -> bool:
         """Validates; False if a signal interrupted it, so that it is still to be done."""
-        assert self.loop is not None
+        if self.loop is None:
+            # It was due in the checkpoint's run, and this one has none.
+            return True
         self._clock.note()
         self._trainer.strategy.synchronize_buffers()
         self._progress.seconds_at_validation = self._progress.seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -255,6 +256,24 @@ def test_a_limit_of_0_training_batches_leaves_the_sanity_check(Tiny: Any, fit: A
     assert (module.validated, module.trained, module.calls) == ([0, 1], [], ["end"])
     assert (trainer.num_training_batches, trainer.global_step, trainer.current_epoch) == (0, 0, 0)
     trainer.fit(module, None, batches(4), ckpt_path="current")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"limit_val_batches": 0}])
+def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
+    Tiny: Any, fit: Any, batches: Any, tmp_path: Path, arguments: Any
+) -> None:
+    class Killed(Tiny):
+        def on_validation_start(self) -> None:
+            raise KeyboardInterrupt
+
+    saves = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    with pytest.raises(KeyboardInterrupt):
+        options = {"val_check_interval": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+        fit(Killed(), batches(4), batches(1), callbacks=saves, **options)
+    module = Tiny()
+    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, **arguments)
+    trainer.fit(module, batches(4), batches(1) if arguments else None, ckpt_path=saves.best_model_path)
+    assert (trainer.global_step, module.validated) == (4, [])
 
 
 @pytest.mark.parametrize(("every", "loaded"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
