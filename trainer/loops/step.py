@@ -64,18 +64,21 @@ class Step(ABC):
 
     def step_plateau_schedulers(self, interval: str, count: int) -> None:
         """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
+        configs = self.trainer.lr_scheduler_configs
+        due = [config for config in configs if config.reduce_on_plateau and config.due(interval, count)]
+        if not due:
+            return
         logs = self.trainer.logs
         logs.begin_apart()
-        for config in self.trainer.lr_scheduler_configs:
-            if config.reduce_on_plateau and config.due(interval, count):
-                metric = config.monitored(self.trainer.callback_metrics)
-                if self.strategy.world_size > 1:
-                    # A value of a step is each rank's own, and the learning rate must be one.
-                    metric = self.strategy.broadcast(None if metric is None else float(metric))
-                if metric is not None:
-                    self.hooks.current = "lr_scheduler_step"
-                    self.module.lr_scheduler_step(config.scheduler, metric)
-                    self.hooks.current = ""
+        for config in due:
+            metric = config.monitored(self.trainer.callback_metrics)
+            if self.strategy.world_size > 1:
+                # A value of a step is each rank's own, and the learning rate must be one.
+                metric = self.strategy.broadcast(None if metric is None else float(metric))
+            if metric is not None:
+                self.hooks.current = "lr_scheduler_step"
+                self.module.lr_scheduler_step(config.scheduler, metric)
+                self.hooks.current = ""
         every = 1 if interval == "epoch" else self.trainer.log_every_n_steps
         if every and self.progress.global_step % every == 0:
             self.trainer.send(logs.step_values("train"))
