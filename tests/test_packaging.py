@@ -44,7 +44,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def modules() -> set[str]:
     """Files that must be shipped, by their path in the package."""
     inside = {f"leyden/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    return {*inside, "leyden/__init__.py", "leyden/__main__.py", "leyden/py.typed"}
+    own = {f"leyden/{path.name}" for path in (ROOT / "leyden").glob("*.py")}
+    return {*inside, *own, "leyden/py.typed"}
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(dist: Path) -> None:

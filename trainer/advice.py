@@ -35,7 +35,7 @@ def where(trainer: Trainer) -> str:
         return f"{trained} in {state.stage}"
     loader = "" if logs.dataloader_idx is None else f" of loader {logs.dataloader_idx}"
     evaluation = "the sanity check" if state.sanity_checking else state.pass_of
-    evaluated = f"batch {max(logs.tick, 0)}{loader} in {evaluation}"
+    evaluated = f"batch {logs.batch_idx}{loader} in {evaluation}"
     return f"{evaluated}, at {trained}" if state.stage == "fit" and not state.sanity_checking else evaluated
 
 

@@ -216,7 +216,9 @@ class Logs:
         self.batch: Any = None
         """The batch that is being worked on; its size weighs means."""
         self.tick = 0
-        """Number of the batch that is being worked on."""
+        """Number of the batch that is being worked on, over all loaders and passes."""
+        self.batch_idx = 0
+        """Its index in the loader that is evaluated."""
         self.dataloader_idx: int | None = None
         """Index of the loader, where there are several."""
         self.discards = False

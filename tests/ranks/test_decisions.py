@@ -305,7 +305,7 @@ def saved_by_time(rank: int, folder: str) -> list[int]:
         callbacks=[At("on_train_batch_end", rank, 2, jump), checkpoint],
     )
 
-    def save(path: str, weights_only: bool = False) -> str:
+    def save(path: str, weights_only: bool = False, **_: Any) -> str:
         asked.append(trainer.global_step)
         return path
 

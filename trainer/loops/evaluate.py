@@ -108,7 +108,7 @@ class EvaluationLoop:
                 continue
             if transfer is not None:
                 batch = transfer(batch, index)
-            logs.batch, logs.tick = batch, self._done
+            logs.batch, logs.tick, logs.batch_idx = batch, self._done, batch_idx
             if listens_start:
                 self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *which)
             self.hooks.current = self.step_name
