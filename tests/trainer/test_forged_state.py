@@ -198,6 +198,7 @@ FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
     ("rank-0.json", at(*RANK, "rng", "python", value=...), "rng.python is missing"),
     ("rank-0.json", at(*RANK, "loader", "place", value=None), "loader.place is missing"),
     ("rank-0.json", at(*RANK, "loader", "place", "source", "batches", value="x"), "source.batches is 'x'"),
+    ("rank-0.json", at(*RANK, "loader", "place", "source", "drawn", value=None), "source.drawn is None"),
     ("rank-0.json", at(*RANK, "logs", "entries", 0, "weight", value=-1.0), "entries\\[0\\].weight is -1.0"),
     ("rank-0.json", at(*RANK, "logs", "entries", 0, "event", value="on_nothing"), "entries\\[0\\].event cannot be"),
     ("rank-0.json", at(*RANK, "metrics", value=3), "metrics is 3, and must be a dict"),

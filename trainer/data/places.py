@@ -9,7 +9,9 @@ from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.data.rng import check_rng_state
 
 # What loaders, samplers and data sets of the user have saved stands under other names, and is theirs to check.
-_COUNTS = ("batches", "drawn", "at", "of")
+_COUNTS = ("at", "of")
+_NEEDED_COUNTS = ("batches", "drawn")
+"""Those that are never null where there are any."""
 _FLAGS = ("again", "had_workers", "ended")
 _RANDOM = ("rng", "ahead", "stream")
 _WITHIN = ("source", "before", "first", "inner", "rest", "begun")
@@ -27,8 +29,11 @@ def check_place(saved: SavedState) -> None:
             saved.integer("epoch", least=0, most=_MOST)
         saved.value("ahead")
         saved.nested("source")
-    for key in _COUNTS:
+    for key in (*_COUNTS, *_NEEDED_COUNTS):
         _each(saved, key, _count)
+    for key in _NEEDED_COUNTS:
+        if key in saved and saved.entries[key] is None:
+            _count(saved.path(key), None)
     for key in _FLAGS:
         _each(saved, key, _flag)
     for key in _RANDOM:
