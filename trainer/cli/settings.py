@@ -133,7 +133,7 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
         path: YAML, or JSON, which is YAML too.
 
     Raises:
-        ConfigurationError: if it is not there, is no YAML, or has a key or a value that is not known; names it.
+        ConfigurationError: if it is not there, is not valid YAML, or has an unknown key or value; names it.
     """
     path = Path(path)
     found = _loaded(path)
@@ -151,7 +151,7 @@ def _loaded(path: Path) -> Any:
     """What a YAML file holds.
 
     Raises:
-        ConfigurationError: if it cannot be read, or is no YAML of a configuration.
+        ConfigurationError: if it cannot be read, or is not valid YAML.
     """
     import yaml
 
@@ -161,9 +161,7 @@ def _loaded(path: Path) -> Any:
         raise ConfigurationError(f"the configuration file {path} is no plain file: {write}.")
     try:
         text = path.read_text(encoding="utf-8")
-        if len(text) > LARGEST:
-            raise ConfigurationError(f"{path} has {len(text):,} characters, and no configuration has so many: {write}.")
-        return yaml.safe_load(text)
+        found = yaml.safe_load(text) if len(text) <= LARGEST else None
     except OSError as error:
         raise ConfigurationError(
             f"the configuration file {path} cannot be read ({error.strerror}): {write}."
@@ -174,7 +172,13 @@ def _loaded(path: Path) -> Any:
         ) from None
     except (yaml.YAMLError, ValueError) as error:
         # ValueError: text that is no UTF-8, a number of thousands of digits, a date that there is not.
-        raise ConfigurationError(f"{path} is no YAML of a configuration: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        if "integer string conversion" in reason:
+            reason = "it holds a number of thousands of digits."
+        raise ConfigurationError(f"{path} is not a valid configuration file in YAML: {reason}") from None
+    if len(text) > LARGEST:
+        raise ConfigurationError(f"{path} has {len(text):,} characters, and no configuration has so many: {write}.")
+    return found
 
 
 def parse(found: Mapping[str, Any]) -> Settings:

@@ -127,9 +127,9 @@ def test_older_switches(switch: str, kind: str) -> None:
         ("fsdp_config: yes", "is no section of keys"),
         ("use_fsdp: true\ndistributed_type: DEEPSPEED", "contradict each other"),
         ("compute_environment: AMAZON_SAGEMAKER", "inside the job"),
-        ("a: [", "is no YAML"),
+        ("a: [", "is not a valid configuration file in YAML"),
         ("- a", "holds no keys"),
-        ("!!python/object/apply:os.system ['true']", "is no YAML"),
+        ("!!python/object/apply:os.system ['true']", "is not a valid configuration file in YAML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
@@ -194,7 +194,7 @@ def test_a_number_in_words_and_a_flag_that_is_false() -> None:
 HOSTILE = {
     "nested too deeply": "[" * 5000,
     "nested too deeply:": "num_processes: " + "[" * 1000 + "]" * 1000,
-    "no YAML of a configuration": f"num_processes: {'9' * 5000}",
+    "it holds a number of thousands of digits": f"num_processes: {'9' * 5000}",
     "num_processes: a number of thousands of digits is not a whole number": f"num_processes: 0x{'f' * 5000}",
     "month must be in 1..12": "main_process_ip: 2020-13-45",
     "mixed_precision: .*is not one value": "mixed_precision: &a [*a]",
@@ -211,6 +211,7 @@ def test_a_hostile_file_is_an_error_in_a_line(error: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigurationError, match=error) as caught:
         read_file(file)
     assert len(str(caught.value)) < 900
+    assert str(caught.value).count(str(file)) == 1 + str(caught.value).count("leyden config")
 
 
 def test_aliases_that_multiply_are_not_written_out(tmp_path: Path) -> None:
