@@ -83,10 +83,6 @@ def signature_of(function: Any) -> str:
 
 def _shown_default(parameter: inspect.Parameter) -> Any:
     default = parameter.default
-    if type(default).__name__ == "Unset":
-        from leyden.trainer.arguments import Arguments
-
-        default = getattr(Arguments(), parameter.name)
     plain = isinstance(default, (bool, int, float, str, tuple, type(None))) and not isinstance(default, enum.Enum)
     return default if plain or default is parameter.empty else _Other()
 
