@@ -14,7 +14,7 @@ from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.plain import plain_numbers
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.checkpoint import staging
+from leyden.trainer.format import staging
 
 METRICS_FILE = "metrics.csv"
 STEP = "step"

@@ -18,7 +18,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.plain import as_dict, json_value
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.checkpoint import staging
+from leyden.trainer.format import staging
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

@@ -23,10 +23,10 @@ from leyden.callbacks.early_stopping import MODES, missing_metric, validates, va
 from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import delete, identity
 from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.format import staging
+from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

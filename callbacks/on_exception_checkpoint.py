@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.format.errors import CheckpointError
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule

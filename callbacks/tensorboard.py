@@ -22,7 +22,7 @@ from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, StateError
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.checkpoint import staging
+from leyden.trainer.format import staging
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.accelerator import Accelerator
-from leyden.trainer.own_loop.absent import attribute
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.accelerator import Accelerator
 
 __all__ = ["Accelerator"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
+from leyden.trainer.accelerator.absent import attribute
 
 __all__ = []
 

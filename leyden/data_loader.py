@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.loader import skip_first_batches
-from leyden.trainer.own_loop.sharing import SeedableRandomSampler
-from leyden.trainer.own_loop.world import synchronize_rng_states
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.loader import skip_first_batches
+from leyden.trainer.accelerator.sharing import SeedableRandomSampler
+from leyden.trainer.accelerator.world import synchronize_rng_states
 
 __all__ = ["SeedableRandomSampler", "skip_first_batches", "synchronize_rng_states"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.notebook import debug_launcher, notebook_launcher
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.notebook import debug_launcher, notebook_launcher
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.local_sgd import LocalSGD
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.local_sgd import LocalSGD
 
 __all__ = ["LocalSGD"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.rank_logging import RankLogger as MultiProcessAdapter
-from leyden.trainer.own_loop.rank_logging import get_logger
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.rank_logging import RankLogger as MultiProcessAdapter
+from leyden.trainer.accelerator.rank_logging import get_logger
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 

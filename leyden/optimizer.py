@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.prepared import PreparedOptimizer as AcceleratedOptimizer
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.engine.prepared import PreparedOptimizer as AcceleratedOptimizer
 
 __all__ = ["AcceleratedOptimizer"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.parallel import ParallelismConfig
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.parallel import ParallelismConfig
 
 __all__ = ["ParallelismConfig"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.prepared import PreparedScheduler as AcceleratedScheduler
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.scheduler import PreparedScheduler as AcceleratedScheduler
 
 __all__ = ["AcceleratedScheduler"]
 

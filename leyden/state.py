@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.gradient_state import GradientState
-from leyden.trainer.own_loop.ranks import AcceleratorState, DistributedType, PartialState
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.gradient_state import GradientState
+from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState
 
 __all__ = ["AcceleratorState", "DistributedType", "GradientState", "PartialState"]
 

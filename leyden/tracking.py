@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.trackers import CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker
-from leyden.trainer.own_loop.tracking import GeneralTracker
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.trackers import CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker
+from leyden.trainer.accelerator.tracking import GeneralTracker
 
 __all__ = ["CometMLTracker", "GeneralTracker", "MLflowTracker", "TensorBoardTracker", "WandBTracker"]
 

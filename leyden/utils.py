@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from leyden.strategies.batch import batch_size_of as find_batch_size
-from leyden.trainer.own_loop.absent import attribute
-from leyden.trainer.own_loop.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from leyden.trainer.own_loop.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-from leyden.trainer.own_loop.memory import find_executable_batch_size, release_memory
-from leyden.trainer.own_loop.names import (
+from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from leyden.trainer.accelerator.memory import find_executable_batch_size, release_memory
+from leyden.trainer.accelerator.names import (
     DDPCommunicationHookType,
     DynamoBackend,
     LoggerType,
     PrecisionType,
     RNGType,
 )
-from leyden.trainer.own_loop.parallel import ParallelismConfig
-from leyden.trainer.own_loop.plugins import (
+from leyden.trainer.accelerator.parallel import ParallelismConfig
+from leyden.trainer.accelerator.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -30,9 +30,9 @@ from leyden.trainer.own_loop.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from leyden.trainer.own_loop.ranks import DistributedType
-from leyden.trainer.own_loop.seeds import set_seed
-from leyden.trainer.own_loop.world import (
+from leyden.trainer.accelerator.ranks import DistributedType
+from leyden.trainer.accelerator.seeds import set_seed
+from leyden.trainer.accelerator.world import (
     broadcast,
     broadcast_object_list,
     convert_to_fp32,

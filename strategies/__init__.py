@@ -24,28 +24,28 @@ from leyden.strategies.window import Window
 
 if TYPE_CHECKING:
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
-    from leyden.strategies.deepspeed import DeepSpeedStrategy as DeepSpeedStrategy
-    from leyden.strategies.fsdp import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
+    from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
     from leyden.strategies.precision.transformer_engine import (
         TransformerEnginePrecision as TransformerEnginePrecision,
     )
-    from leyden.strategies.xla import XLAFSDPStrategy as XLAFSDPStrategy
-    from leyden.strategies.xla import XLAStrategy as XLAStrategy
-    from leyden.strategies.xla_ddp import XLADDPStrategy as XLADDPStrategy
+    from leyden.strategies.xla.ddp import XLADDPStrategy as XLADDPStrategy
+    from leyden.strategies.xla.strategy import XLAFSDPStrategy as XLAFSDPStrategy
+    from leyden.strategies.xla.strategy import XLAStrategy as XLAStrategy
 
 _HOMES = {
     "DDPStrategy": "leyden.strategies.ddp",
-    "DeepSpeedStrategy": "leyden.strategies.deepspeed",
-    "FSDPStrategy": "leyden.strategies.fsdp",
+    "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",
+    "FSDPStrategy": "leyden.strategies.fsdp.strategy",
     "TransformerEnginePrecision": "leyden.strategies.precision.transformer_engine",
-    "XLADDPStrategy": "leyden.strategies.xla_ddp",
-    "XLAFSDPStrategy": "leyden.strategies.xla",
-    "XLAStrategy": "leyden.strategies.xla",
+    "XLADDPStrategy": "leyden.strategies.xla.ddp",
+    "XLAFSDPStrategy": "leyden.strategies.xla.strategy",
+    "XLAStrategy": "leyden.strategies.xla.strategy",
 }
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
-FSDP = ("leyden.strategies.fsdp", "FSDPStrategy")
-DEEPSPEED = ("leyden.strategies.deepspeed", "DeepSpeedStrategy")
+FSDP = ("leyden.strategies.fsdp.strategy", "FSDPStrategy")
+DEEPSPEED = ("leyden.strategies.deepspeed.strategy", "DeepSpeedStrategy")
 # Name -> module, class, arguments. Imported when asked for: torch.distributed costs a run without it some time.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
@@ -64,9 +64,9 @@ SEVERAL |= {
     "fsdp_shard_grad_op": (*FSDP, {"reshard_after_forward": False}),
     "fsdp_cpu_offload": (*FSDP, {"cpu_offload": True}),
     "hsdp": (*FSDP, {"device_mesh": "auto"}),
-    "xla": ("leyden.strategies.xla", "XLAStrategy", {}),
-    "xla_fsdp": ("leyden.strategies.xla", "XLAFSDPStrategy", {}),
-    "xla_ddp": ("leyden.strategies.xla_ddp", "XLADDPStrategy", {}),
+    "xla": ("leyden.strategies.xla.strategy", "XLAStrategy", {}),
+    "xla_fsdp": ("leyden.strategies.xla.strategy", "XLAFSDPStrategy", {}),
+    "xla_ddp": ("leyden.strategies.xla.ddp", "XLADDPStrategy", {}),
     "deepspeed": (*DEEPSPEED, {}),
     "deepspeed_stage_1": (*DEEPSPEED, {"stage": 1}),
     "deepspeed_stage_2": (*DEEPSPEED, {"stage": 2}),

@@ -267,7 +267,7 @@ class Place:
     def made(self) -> Any:
         """The strategy: its name, or an object."""
         if self.strategy == "hsdp":
-            from leyden.strategies.fsdp import FSDPStrategy
+            from leyden.strategies.fsdp.strategy import FSDPStrategy
 
             # By its name it wants four ranks; two can be replicas, too.
             return FSDPStrategy(device_mesh=(2, int(os.environ["WORLD_SIZE"]) // 2))
@@ -369,7 +369,7 @@ def evaluation(place: Place) -> None:
 
 def compiled(place: Place) -> None:
     """By torch.compile on the module; FSDP compiles its groups instead."""
-    from leyden.strategies.fsdp import FSDPStrategy
+    from leyden.strategies.fsdp.strategy import FSDPStrategy
 
     torch._dynamo.reset()
     made: Any = place.made()

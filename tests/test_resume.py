@@ -27,8 +27,8 @@ from leyden.callbacks.csv_logger import CSVLogger
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.format.errors import CheckpointError
 
 PROGRAM = Path(__file__).with_name("killed_runs.py")
 

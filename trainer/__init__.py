@@ -21,7 +21,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
-    "Accelerator": "leyden.trainer.accelerator",
+    "Accelerator": "leyden.trainer.accelerator.accelerator",
     "CombinedLoader": "leyden.trainer.data.combined",
     "DataModule": "leyden.trainer.datamodule",
     "TrainModule": "leyden.trainer.module",
@@ -30,7 +30,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator import Accelerator as Accelerator
+    from leyden.trainer.accelerator.accelerator import Accelerator as Accelerator
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule

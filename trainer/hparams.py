@@ -8,13 +8,34 @@ import dataclasses
 import functools
 import inspect
 import types
+import typing
 import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+
+if TYPE_CHECKING:
+    from leyden.trainer.checkpoint.module import SavedArguments
+
+    class_only = classmethod
+else:
+
+    class class_only(classmethod):
+        """A class method that raises when it is called on an instance, such as `load_from_checkpoint`."""
+
+        def __get__(self, instance: Any, owner: type | None = None) -> Any:
+            if instance is None:
+                return super().__get__(None, owner)
+            return lambda *args, **kwargs: _refuse_instance(self.__func__.__name__, type(instance).__name__)
+
+
+def _refuse_instance(method: str, cls: str) -> NoReturn:
+    raise ConfigurationError(
+        f"{method} returns a new {cls} and leaves this one as it is: call it on the class, module = {cls}.{method}(…)."
+    )
 
 
 class AttributeDict(dict[str, Any]):
@@ -291,7 +312,7 @@ def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
 
 def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
     """The error for a value that a checkpoint could not hold at the first save."""
-    from leyden.trainer.checkpoint.codec import check_encodable
+    from leyden.trainer.format.codec import check_encodable
 
     try:
         check_encodable(value, where=f"hparams[{name!r}]")
@@ -301,3 +322,63 @@ def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
             f"self.save_hyperparameters(ignore=[{name!r}])."
         )
     return None
+
+
+def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> dict[str, Any]:
+    """The saved values that `__init__` takes, under those that are given; an error names what it still needs."""
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    values = saved.values
+    if saved.argument is not None and saved.argument[0] in parameters:
+        name, kind = saved.argument
+        within = {key: value for key, value in given.items() if key in values and key not in parameters}
+        values = {name: _rebuilt(cls, name, kind, {**values, **within})}
+        given = {key: value for key, value in given.items() if key not in within}
+    unknown = [] if takes_any else [name for name in given if name not in parameters]
+    for name in unknown:
+        warnings.warn(
+            f"{cls.__name__} takes no argument {name!r}, and is built without it. {nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
+            stacklevel=4,
+        )
+    values = {**values, **{name: value for name, value in given.items() if name not in unknown}}
+    accepted = {name: value for name, value in values.items() if takes_any or name in parameters}
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is inspect.Parameter.empty
+        and p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        and name not in accepted
+    ]
+    if missing:
+        raise ConfigurationError(
+            f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have: give "
+            f"load_from_checkpoint(..., {missing[0]}=…), or call self.save_hyperparameters() in __init__ before training."
+        )
+    for name, was in saved.skipped.items():
+        if name in parameters and name not in accepted and in_words(parameters[name].default) != was:
+            warnings.warn(
+                f"{cls.__name__} was trained with {name}={was}, which no checkpoint holds, and is built with the default: give "
+                f"load_from_checkpoint(..., {name}=…).",
+                stacklevel=4,
+            )
+    return accepted
+
+
+def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:
+    """The one argument that held all hyperparameters, as the kind of object that it was."""
+    if kind == "namespace":
+        return argparse.Namespace(**values)
+    if kind != "dataclass":
+        return values if kind == "dict" else AttributeDict(values)
+    # The class is the one that the code of `cls` names, never one that the file does.
+    try:
+        hint = typing.get_type_hints(cls.__init__).get(name)  # type: ignore[misc]
+    except (NameError, TypeError):
+        # An annotation whose import is for type checkers alone.
+        hint = None
+    default = inspect.signature(cls).parameters[name].default
+    known = hint if dataclasses.is_dataclass(hint) else type(default)
+    if not dataclasses.is_dataclass(known) or not isinstance(known, type):
+        return types.SimpleNamespace(**values)
+    fields = {item.name for item in dataclasses.fields(known) if item.init}
+    return known(**{key: value for key, value in values.items() if key in fields})

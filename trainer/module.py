@@ -13,16 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.trainer.class_only import class_only
-from leyden.trainer.hparams import Hyperparameters
-from leyden.trainer.prepared import PreparedOptimizer
+from leyden.trainer.engine.prepared import PreparedOptimizer
+from leyden.trainer.hparams import Hyperparameters, arguments_for, class_only
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from leyden.callbacks.base import Callback
     from leyden.strategies.base import Strategy
-    from leyden.trainer.logs import Logs, Reduction
+    from leyden.trainer.logging.logs import Logs, Reduction
     from leyden.trainer.trainer import Trainer
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ class TrainModule(Hyperparameters, nn.Module):
     """The model, its steps and its optimizer.
 
     Write `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and any hook. The
-    order in which hooks are called is given in `leyden.trainer.hooks`. A hook that you do not override is never called.
+    order in which hooks are called is given in `leyden.trainer.events.hooks`. A hook that you do not override is never called.
 
     Example:
         >>> import torch
@@ -139,7 +138,7 @@ class TrainModule(Hyperparameters, nn.Module):
         """The prediction loaders, where none are given to `predict`."""
         raise _unwritten(self)
 
-    # hooks, in the order of leyden.trainer.hooks -------------------------------------------------------------------------
+    # hooks, in the order of leyden.trainer.events.hooks -------------------------------------------------------------------------
     def setup(self, stage: str) -> None: ...
     def teardown(self, stage: str) -> None: ...
     def on_fit_start(self) -> None: ...
@@ -571,7 +570,9 @@ class TrainModule(Hyperparameters, nn.Module):
         """
         from leyden.trainer.checkpoint.module import load_module
 
-        return load_module(cls, checkpoint_path, map_location, hparams_file, strict, trust, weights_only, kwargs)
+        return load_module(
+            cls, checkpoint_path, map_location, hparams_file, strict, trust, weights_only, kwargs, arguments_for
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         # The run that a module was in is no part of it: copies and pickles leave it behind.

@@ -15,25 +15,29 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.trainer import advice, debugging, differences, ending, launching, plan
 from leyden.trainer.arguments import resolve
-from leyden.trainer.callback_list import CallbackList
-from leyden.trainer.checkpoint import run as checkpoints
-from leyden.trainer.checkpoint.identity import Identity
 from leyden.trainer.datamodule import DataModule
-from leyden.trainer.engine import Engine
-from leyden.trainer.epoch_values import over_ranks
-from leyden.trainer.fit_limits import FitLimits
+from leyden.trainer.engine import debugging
+from leyden.trainer.engine.engine import Engine
+from leyden.trainer.engine.schedulers import SchedulerConfig, parse
+from leyden.trainer.events.hooks import Hooks
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.events.signals import Signals
+from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
-from leyden.trainer.hooks import Hooks
 from leyden.trainer.hparams import hparams_to_log
-from leyden.trainer.logs import Logs, Value, read_back
+from leyden.trainer.logging.epoch_values import over_ranks
+from leyden.trainer.logging.logs import Logs, Value, read_back
+from leyden.trainer.logging.rows import send_rows
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.loops.predict import PredictionLoop, keeping
 from leyden.trainer.module import TrainModule
-from leyden.trainer.optimization import SchedulerConfig, parse
-from leyden.trainer.parts import (
+from leyden.trainer.profilers import find_profiler
+from leyden.trainer.run import advice, differences, ending, launching
+from leyden.trainer.run import saving as checkpoints
+from leyden.trainer.run import summary as plan
+from leyden.trainer.run.build import (
     accumulation_of,
     build_callbacks,
     check_datamodule,
@@ -45,14 +49,12 @@ from leyden.trainer.parts import (
     unwrapped,
     warn_if_untrained,
 )
-from leyden.trainer.profilers import find_profiler
-from leyden.trainer.progress import Progress
-from leyden.trainer.rows import send_rows
-from leyden.trainer.signals import Signals
-from leyden.trainer.sources import Sources
-from leyden.trainer.state import RunState
-from leyden.trainer.transfer import transfer_of
-from leyden.trainer.unheard import warn_of_unheard
+from leyden.trainer.run.callback_list import CallbackList
+from leyden.trainer.run.fit_limits import FitLimits
+from leyden.trainer.run.identity import Identity
+from leyden.trainer.run.loaders import Sources
+from leyden.trainer.run.transfer import transfer_of
+from leyden.trainer.run.unheard import warn_of_unheard
 from leyden.trainer.view import TrainerView
 
 if TYPE_CHECKING:

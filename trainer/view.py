@@ -13,7 +13,7 @@ from leyden.callbacks.base import Callback
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
-from leyden.trainer.parts import loggers_of, with_loggers
+from leyden.trainer.run.build import loggers_of, with_loggers
 
 if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar
     from leyden.trainer.arguments import Arguments
-    from leyden.trainer.engine import Engine
-    from leyden.trainer.fit_limits import FitLimits
-    from leyden.trainer.logs import Logs
+    from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.engine.schedulers import SchedulerConfig
+    from leyden.trainer.events.progress import Progress
+    from leyden.trainer.events.signals import Signals
+    from leyden.trainer.events.state import RunState
+    from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
-    from leyden.trainer.optimization import SchedulerConfig
-    from leyden.trainer.progress import Progress
-    from leyden.trainer.signals import Signals
-    from leyden.trainer.sources import Sources
-    from leyden.trainer.state import RunState
+    from leyden.trainer.run.fit_limits import FitLimits
+    from leyden.trainer.run.loaders import Sources
 
 
 class TrainerView:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from leyden.strategies.errors import add_note
-from leyden.strategies.launch.engine import AGENT
+from leyden.strategies.launch.elastic import AGENT
 from leyden.strategies.launch.environment import STARTER, ranks_in_words
 
 KEY = "failed"

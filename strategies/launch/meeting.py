@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import LeydenError
-from leyden.strategies.launch.engine import AGENT
+from leyden.strategies.launch.elastic import AGENT
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, ranks_in_words
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.launch.engine import Machines, engine_config, run_engine
+from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
 from leyden.strategies.launch.environment import STARTER
 
 

@@ -23,9 +23,9 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpoint_name import format_name
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.folder import delete
 from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 

@@ -144,7 +144,7 @@ def fit(
     rate: float = 0.005,
 ) -> dict[str, Any]:
     """Fits under a layout; gives back what this rank saw, and on rank 0 the whole weights at the end."""
-    from leyden.strategies.deepspeed import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     layout = LAYOUTS[name]
     strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
@@ -205,7 +205,7 @@ def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) 
 
 def again_and_again(paths: list[str], folder: str) -> dict[str, list[Any]]:
     """One Trainer for several checkpoints: the loss of each without training, and a fit that begins in the middle of the last."""
-    from leyden.strategies.deepspeed import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     found: dict[str, list[Any]] = {}
     for name in ("stage 2", "stage 3"):
@@ -435,7 +435,7 @@ class Wide(TrainModule):
 
 
 def fit_wide(name: str, folder: str) -> Any:
-    from leyden.strategies.deepspeed import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     layout = LAYOUTS[name]
     strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)

@@ -19,7 +19,7 @@ def save(folder: str) -> dict[str, dict[str, Any]]:
     """One step of DeepSpeed's engine by itself, saved by itself; gives back the masters."""
     from deepspeed.utils import safe_get_full_fp32_param
 
-    from leyden.strategies.deepspeed import DeepSpeedStrategy
+    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     found = {}
     for stage, lower in ((2, False), (3, True)):

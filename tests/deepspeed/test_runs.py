@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import ConfigurationError, Trainer, TrainModule
-from leyden.strategies.deepspeed import DeepSpeedStrategy
+from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 # Of the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
-from leyden.strategies.deepspeed import DeepSpeedStrategy
+from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 # Of the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)

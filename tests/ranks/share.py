@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from leyden.trainer.checkpoint import safefile
+from leyden.trainer.format import safefile
 
 
 class Peak(TorchDispatchMode):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
-from leyden.trainer.signals import Signals
+from leyden.trainer.events.signals import Signals
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",

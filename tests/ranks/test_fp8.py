@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
-from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.precision import Float8Precision
-from leyden.strategies.sharding.shards import whole
 
 QUIET: dict[str, Any] = {
     "logger": False,

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor
 
 from leyden import Callback, Trainer, TrainModule
-from leyden.strategies.fsdp import FSDPStrategy
-from leyden.strategies.sharding.shards import whole
+from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 QUIET = {
     "logger": False,

@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
 from leyden.strategies.errors import LeydenError
-from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.precision import MixedPrecision
-from leyden.strategies.sharding.shards import whole
 from leyden.strategies.window import Window
 
 

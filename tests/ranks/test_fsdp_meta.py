@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from leyden import Trainer, TrainModule
-from leyden.strategies.fsdp import FSDPStrategy
-from leyden.strategies.sharding.shards import whole
+from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 

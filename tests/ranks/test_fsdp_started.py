@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from leyden import Trainer
-from leyden.strategies.fsdp import FSDPStrategy
+from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.full)])

@@ -9,8 +9,8 @@ import pytest
 
 from leyden import Trainer
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
-from leyden.strategies.spmd.mesh import Layout
-from leyden.strategies.xla import XLAFSDPStrategy, XLAStrategy
+from leyden.strategies.xla.mesh import Layout
+from leyden.strategies.xla.strategy import XLAFSDPStrategy, XLAStrategy
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="torch_xla is installed")

@@ -14,10 +14,10 @@ from torch.optim import SGD
 
 from leyden import Trainer, TrainModule
 from leyden.strategies import find_strategy
-from leyden.strategies.deepspeed import DeepSpeedStrategy
+from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
+from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.settings import RunSettings
-from leyden.strategies.zero.config import ARGUMENTS, ZeroConfig
 
 QUIET = {
     "accelerator": "cpu",

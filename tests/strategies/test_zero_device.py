@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from leyden import ConfigurationError
-from leyden.strategies.zero.engine import device_number
+from leyden.strategies.deepspeed.initialize import device_number
 
 
 @pytest.mark.parametrize(

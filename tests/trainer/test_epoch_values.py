@@ -11,9 +11,9 @@ from torch import Tensor
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMaxMetric, MinMetric, SumMetric
 
 from leyden import ConfigurationError
-from leyden.trainer import metrics
-from leyden.trainer.epoch_values import combined
-from leyden.trainer.logs import Entry, Reduced
+from leyden.trainer.logging import metrics
+from leyden.trainer.logging.epoch_values import combined
+from leyden.trainer.logging.logs import Entry, Reduced
 
 
 def entry(reduce_fx: Any) -> Entry:

@@ -18,9 +18,9 @@ from leyden import Accelerator, CheckpointError, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpoint_books import read_books
 from leyden.strategies.errors import LeydenError
-from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from leyden.trainer.checkpoint.safefile import write_file
 from leyden.trainer.cli.main import main
+from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
+from leyden.trainer.format.safefile import write_file
 
 
 class Module(TrainModule):

@@ -1,4 +1,4 @@
-"""The order of hooks: recorded runs against the pseudocode in the docstring of `leyden.trainer.hooks`, which is executed."""
+"""The order of hooks: recorded runs against the pseudocode in the docstring of `leyden.trainer.events.hooks`, which is executed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, DataModule, Trainer, TrainModule
-from leyden.trainer import hooks
+from leyden.trainer.events import hooks
 
 Event = tuple[str, str]
 OWNERS = ("datamodule", "callback", "module", "closing")

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, CheckpointError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
-from leyden.trainer.checkpoint import safefile
-from leyden.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from leyden.trainer.checkpoint.safefile import write_file
+from leyden.trainer.format import safefile
+from leyden.trainer.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from leyden.trainer.format.safefile import write_file
 
 NAMES = [
     *(

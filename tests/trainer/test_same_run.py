@@ -14,11 +14,11 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from leyden import ConfigurationError, DataModule, Trainer, TrainModule
-from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.identity import Identity, plain
-from leyden.trainer.checkpoint.manifest import MANIFEST, read_manifest
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.safefile import write_file
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import MANIFEST, read_manifest
+from leyden.trainer.format.safefile import write_file
+from leyden.trainer.run.identity import Identity, plain
 
 Optimizers = Callable[["Net"], Any]
 

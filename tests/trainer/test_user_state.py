@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, DataModule, Trainer, TrainModule
-from leyden.trainer.checkpoint.errors import UnsupportedStateError
+from leyden.trainer.format.errors import UnsupportedStateError
 
 
 class Colour(enum.Enum):

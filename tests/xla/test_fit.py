@@ -11,7 +11,7 @@ from xla.model import QUIET, Regression, loader
 from xla.process import on_xla
 
 from leyden import Trainer
-from leyden.strategies.xla import XLAStrategy
+from leyden.strategies.xla.strategy import XLAStrategy
 
 
 def layout_of(module: Regression) -> str:

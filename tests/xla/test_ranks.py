@@ -11,7 +11,7 @@ from xla.model import QUIET, Regression, loader
 from xla.process import on_xla
 
 from leyden import Trainer
-from leyden.strategies.xla_ddp import XLADDPStrategy
+from leyden.strategies.xla.ddp import XLADDPStrategy
 
 
 def fit(root: Path, **where: Any) -> dict[str, Any]:

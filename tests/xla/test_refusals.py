@@ -12,7 +12,7 @@ from xla.model import QUIET, Regression, loader
 from xla.process import on_xla
 
 from leyden import Accelerator, Trainer, seed_everything
-from leyden.strategies.xla import XLAStrategy
+from leyden.strategies.xla.strategy import XLAStrategy
 
 ONE = {"accelerator": "xla", "devices": 1}
 

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.checkpoint.errors import blame
 from leyden.trainer.data.places import check_place
 from leyden.trainer.data.rng import check_rng_state
-from leyden.trainer.metric_states import check_metric_states
+from leyden.trainer.format.errors import blame
+from leyden.trainer.logging.metric_states import check_metric_states
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
-    from leyden.trainer.logs import Logs
-    from leyden.trainer.progress import Progress
+    from leyden.trainer.events.progress import Progress
+    from leyden.trainer.logging.logs import Logs
 
 
 def check_callbacks(folder: Path, callbacks: Iterable[Callback], saved: Mapping[str, Any]) -> None:

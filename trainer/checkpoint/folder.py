@@ -8,10 +8,10 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.format import staging
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 
 
 def newest(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.safefile import CheckedFile, read_tensors
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.safefile import CheckedFile, read_tensors
 
 
 def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
@@ -83,3 +85,33 @@ def _unpickled(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=False)
     except Exception as error:
         raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
+
+
+class ForeignWeights:
+    """A file of another trainer, of which the weights are taken."""
+
+    def __init__(self, path: Path, trust: bool, weights_only: bool | None = None) -> None:
+        self.path = path
+        # By torch's safe loader nothing is run, trusted or not.
+        self._loaded = (
+            load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)
+        )
+
+    def names(self) -> list[str]:
+        """The names of the weights."""
+        return list(self.model())
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Copies weights into tensors where they are; of a DTensor only this rank's part."""
+        from leyden.trainer.checkpoint.shards import copy_part
+
+        found = self.model()
+        for name, target in targets.items():
+            copy_part(name, found[name], target)
+
+    def model(self, names: Any = None, device: Any = "cpu") -> dict[str, Tensor]:
+        """The weights: the file's own dict, or its entry `state_dict`."""
+        found = self._loaded.get("state_dict", self._loaded) if isinstance(self._loaded, Mapping) else None
+        if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise CheckpointError(self.path, "holds no dict of tensors, neither by itself nor under 'state_dict'.")
+        return dict(found)

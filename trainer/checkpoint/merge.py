@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.safefile import write_stream
-from leyden.trainer.checkpoint.shards import Table
-from leyden.trainer.checkpoint.tensors import TRANSLATED, dtype_named
+from leyden.trainer.format import staging
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.safefile import write_stream
+from leyden.trainer.format.shard_table import Table
+from leyden.trainer.format.tensors import TRANSLATED, dtype_named
 
 
 def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_prefix: str | None = None) -> Path:

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import inspect
 import json
 import os
-import types
-import typing
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.weights import check_partial, load_weights
-from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.manifest import KEPT
+from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.run import ForeignWeights
-from leyden.trainer.hparams import AttributeDict, in_words
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import KEPT
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -55,14 +49,15 @@ def load_module(
     trust: bool,
     weights_only: bool | None,
     given: dict[str, Any],
+    arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
 ) -> M:
-    """See `TrainModule.load_from_checkpoint`."""
+    """See `TrainModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
     path = Path(os.path.expanduser(path))
     reader = ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
     saved = _saved_arguments(reader, cls)
     if hparams_file is not None:
         saved = replace(saved, values=_read_hparams(Path(hparams_file)))
-    module = cls(**_accepted(cls, saved, given))
+    module = cls(**arguments_for(cls, saved, given))
     module.configure_model()
     if isinstance(reader, CheckpointReader) and reader.has("user"):
         module.on_load_checkpoint(reader.state("user")["checkpoint"])
@@ -99,7 +94,7 @@ def _saved_arguments(reader: CheckpointReader | ForeignWeights, cls: type) -> Sa
 
 
 def _encodable_only(values: list[Any]) -> list[Any]:
-    from leyden.trainer.checkpoint.codec import check_encodable
+    from leyden.trainer.format.codec import check_encodable
 
     kept = []
     for value in values:
@@ -119,63 +114,3 @@ def _read_hparams(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(path, "is no JSON object of hyperparameters.")
     return found
-
-
-def _accepted(cls: type, saved: SavedArguments, given: dict[str, Any]) -> dict[str, Any]:
-    """The saved values that `__init__` takes, under those that are given; an error names what it still needs."""
-    parameters = inspect.signature(cls).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    values = saved.values
-    if saved.argument is not None and saved.argument[0] in parameters:
-        name, kind = saved.argument
-        within = {key: value for key, value in given.items() if key in values and key not in parameters}
-        values = {name: _rebuilt(cls, name, kind, {**values, **within})}
-        given = {key: value for key, value in given.items() if key not in within}
-    unknown = [] if takes_any else [name for name in given if name not in parameters]
-    for name in unknown:
-        warnings.warn(
-            f"{cls.__name__} takes no argument {name!r}, and is built without it. {nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
-            stacklevel=4,
-        )
-    values = {**values, **{name: value for name, value in given.items() if name not in unknown}}
-    accepted = {name: value for name, value in values.items() if takes_any or name in parameters}
-    missing = [
-        name
-        for name, p in parameters.items()
-        if p.default is inspect.Parameter.empty
-        and p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        and name not in accepted
-    ]
-    if missing:
-        raise ConfigurationError(
-            f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have: give "
-            f"load_from_checkpoint(..., {missing[0]}=…), or call self.save_hyperparameters() in __init__ before training."
-        )
-    for name, was in saved.skipped.items():
-        if name in parameters and name not in accepted and in_words(parameters[name].default) != was:
-            warnings.warn(
-                f"{cls.__name__} was trained with {name}={was}, which no checkpoint holds, and is built with the default: give "
-                f"load_from_checkpoint(..., {name}=…).",
-                stacklevel=4,
-            )
-    return accepted
-
-
-def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:
-    """The one argument that held all hyperparameters, as the kind of object that it was."""
-    if kind == "namespace":
-        return argparse.Namespace(**values)
-    if kind != "dataclass":
-        return values if kind == "dict" else AttributeDict(values)
-    # The class is the one that the code of `cls` names, never one that the file does.
-    try:
-        hint = typing.get_type_hints(cls.__init__).get(name)  # type: ignore[misc]
-    except (NameError, TypeError):
-        # An annotation whose import is for type checkers alone.
-        hint = None
-    default = inspect.signature(cls).parameters[name].default
-    known = hint if dataclasses.is_dataclass(hint) else type(default)
-    if not dataclasses.is_dataclass(known) or not isinstance(known, type):
-        return types.SimpleNamespace(**values)
-    fields = {item.name for item in dataclasses.fields(known) if item.init}
-    return known(**{key: value for key, value in values.items() if key in fields})

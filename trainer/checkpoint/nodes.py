@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from leyden.trainer.checkpoint.errors import CheckpointError
-from leyden.trainer.checkpoint.manifest import FileEntry
 from leyden.trainer.checkpoint.ranks import Ranks
-from leyden.trainer.checkpoint.safefile import write_file
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import FileEntry
+from leyden.trainer.format.safefile import write_file
 
 _PIECE = 16 * 1024 * 1024
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from leyden.strategies.base import Strategy
-from leyden.trainer.checkpoint.errors import OtherRankError
+from leyden.trainer.format.errors import OtherRankError
 
 T = TypeVar("T")
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.codec import Classes, decode
-from leyden.trainer.checkpoint.errors import CheckpointError, blame
-from leyden.trainer.checkpoint.manifest import (
+from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.format import staging
+from leyden.trainer.format.codec import Classes, decode
+from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.manifest import (
     EXTRA,
     LAYOUT,
     MAX_PARTS,
@@ -29,10 +30,9 @@ from leyden.trainer.checkpoint.manifest import (
     parts_in,
     read_manifest,
 )
-from leyden.trainer.checkpoint.ranks import Ranks
-from leyden.trainer.checkpoint.safefile import CheckedFile, read_tensors
-from leyden.trainer.checkpoint.shards import Table, Want, check_spec, fill
-from leyden.trainer.checkpoint.tensors import (
+from leyden.trainer.format.safefile import CheckedFile, read_tensors
+from leyden.trainer.format.shard_table import Table, Want, check_spec, fill
+from leyden.trainer.format.tensors import (
     TRANSLATED,
     Spec,
     TensorSource,
@@ -190,7 +190,7 @@ class CheckpointReader:
         Raises:
             ConfigurationError: if a shape differs.
         """
-        from leyden.trainer.checkpoint.sharded import copy_part, parts_of
+        from leyden.trainer.checkpoint.shards import copy_part, parts_of
 
         with self._blame(LAYOUT):
             layout: dict[str, Any] = self.json(LAYOUT)["tensors"]
@@ -265,7 +265,7 @@ class CheckpointReader:
             tensors = {key: want.target for key, want in wants.items()}
             rectangles: dict[str, list[Want]] = {}
             if sharded:
-                from leyden.trainer.checkpoint.sharded import room_for
+                from leyden.trainer.checkpoint.shards import room_for
 
                 for key, (entry, parameter) in sharded.items():
                     rectangles[key], tensors[key] = room_for(found[key], entry, parameter)

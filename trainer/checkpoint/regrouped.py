@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from leyden.strategies.base import Strategy
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.safefile import memory_of
-from leyden.trainer.checkpoint.tensors import is_sharded
 from leyden.trainer.data.rng import seeded_state
+from leyden.trainer.format.safefile import memory_of
+from leyden.trainer.format.tensors import is_sharded
 
 
 def saved_ranks(reader: CheckpointReader) -> int:

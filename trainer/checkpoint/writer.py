@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.fragment import Fragment
-from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.codec import encode
-from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
-from leyden.trainer.checkpoint.manifest import (
+from leyden.trainer.checkpoint.nodes import ship
+from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.format import staging
+from leyden.trainer.format.codec import encode
+from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
+from leyden.trainer.format.manifest import (
     EXTRA,
     LAYOUT,
     MANIFEST,
@@ -37,11 +39,9 @@ from leyden.trainer.checkpoint.manifest import (
     parts_in,
     unsafe,
 )
-from leyden.trainer.checkpoint.nodes import ship
-from leyden.trainer.checkpoint.ranks import Ranks
-from leyden.trainer.checkpoint.safefile import entry_of, write_file, write_tensors
-from leyden.trainer.checkpoint.shards import Table, file_name, spread, whole_table
-from leyden.trainer.checkpoint.tensors import (
+from leyden.trainer.format.safefile import entry_of, write_file, write_tensors
+from leyden.trainer.format.shard_table import Table, file_name, spread, whole_table
+from leyden.trainer.format.tensors import (
     TensorCollector,
     address_of,
     check_tensor,
@@ -255,7 +255,7 @@ class CheckpointWriter:
     ) -> dict[str, Table]:
         """Writes tensors that all ranks have, or have shards of, each once; returns where each lies."""
         if any(is_sharded(tensor) for tensor in tensors.values()):
-            from leyden.trainer.checkpoint.sharded import plan
+            from leyden.trainer.checkpoint.shards import plan
 
             tables, mine = plan(tensors, stem, self._ranks)
         else:

@@ -14,7 +14,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.cli.rank import TRACE
 
 if TYPE_CHECKING:
-    from leyden.strategies.launch.engine import Ended
+    from leyden.strategies.launch.elastic import Ended
     from leyden.trainer.cli.plan import Plan
 
 MEETING_SECONDS = 900
@@ -37,7 +37,7 @@ def start(plan: Plan, command: list[str]) -> int:
         raise ConfigurationError(f"there is no program {command[0]}: give its path.")
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from leyden.strategies.launch.engine import Machines, engine_config, run_engine
+    from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
 
     kept = plan.engine.log_dir
     if kept is not None:

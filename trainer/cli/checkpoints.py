@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.checkpoint.errors import CheckpointError, blame
-from leyden.trainer.checkpoint.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.staging import set_aside
+from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
+from leyden.trainer.format.staging import set_aside
 
 
 @click.group("checkpoint")

@@ -15,11 +15,11 @@ import click
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.codec import check_encodable
-from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.cli.convert_state import Names, of_accelerate, of_lightning
+from leyden.trainer.format.codec import check_encodable
+from leyden.trainer.format.errors import CheckpointError
 
 MODEL = re.compile(r"(?:model|pytorch_model)(?:_(\d+))?\.(?:safetensors|bin)(\.index\.json)?$")
 OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_state", "custom_checkpoint")
@@ -202,7 +202,7 @@ def _zero(folder: Path, trust: bool) -> dict[str, Tensor]:
         )
     import torch
 
-    from leyden.strategies.zero.engine import import_deepspeed
+    from leyden.strategies.deepspeed.initialize import import_deepspeed
 
     # It tells on standard output what it does.
     with contextlib.redirect_stdout(sys.stderr):

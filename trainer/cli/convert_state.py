@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.codec import check_encodable
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.accelerator.saving import KIND
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.own_loop.state import KIND
-from leyden.trainer.progress import Progress
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.format.codec import check_encodable
+from leyden.trainer.format.errors import CheckpointError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 """Buffers of torch's own modules, which stand among the parameters in a state dict."""

@@ -106,7 +106,7 @@ def _shard(parameter: nn.Parameter, ranks: int) -> int:
 
 def _largest_group(model: nn.Module) -> int:
     """Parameters of the largest group that is gathered at once; the root's own are one."""
-    from leyden.strategies.sharding.policy import choose
+    from leyden.strategies.fsdp.policy import choose
 
     groups = [model.get_submodule(name) for name in choose(model, "auto").names]
     inside = {parameter for group in groups for parameter in group.parameters()}

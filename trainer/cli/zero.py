@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.zero.config import ZeroConfig
 from leyden.trainer.cli.settings import Settings
 
 STAGES = (1, 2, 3)

@@ -128,7 +128,7 @@ class LoaderCursor:
         if self.shares or not isinstance(whole, TorchSource) or not whole.goes_by_samples(state):
             self._source = whole
             return whole.resume(epoch, state)
-        from leyden.trainer.data.sharded import ShardedSource
+        from leyden.trainer.data.sharded_source import ShardedSource
 
         self._source = ShardedSource(shard_indices(whole.loader, Ranks()))
         return map(itemgetter(0), self._source.resume(epoch, state))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.strategies.spmd import runtime
+from leyden.strategies.xla import runtime
 from leyden.trainer.data.generators import (
     Generators,
     check_numpy_state,

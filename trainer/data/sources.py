@@ -437,7 +437,7 @@ def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
     if isinstance(loader, Composite):
         return loader.source(allow_replay)
     if isinstance(getattr(loader, "batch_sampler", None), RankBatches):
-        from leyden.trainer.data.sharded import ShardedSource
+        from leyden.trainer.data.sharded_source import ShardedSource
 
         return ShardedSource(loader, allow_replay)  # type: ignore[arg-type]
     if _has_state(loader):

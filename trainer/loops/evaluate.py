@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.agreement import Pass
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.sharding import NOTHING, Share
-from leyden.trainer.hooks import overrides
-from leyden.trainer.logs import Value, read_back
+from leyden.trainer.events.hooks import overrides
+from leyden.trainer.logging.logs import Value, read_back
+from leyden.trainer.logging.rows import StepRows
+from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.loops.signature import step_arguments
 from leyden.trainer.module import TrainModule
-from leyden.trainer.rows import StepRows
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer

@@ -1,4 +1,4 @@
-"""The fit loop: epochs, accumulation windows, and what happens between them. trainer/hooks.py gives the order of all hooks.
+"""The fit loop: epochs, accumulation windows, and what happens between them. trainer/events/hooks.py gives the order of all hooks.
 
 `run` is the way through a fit, `_epoch` the way through an epoch, batch by batch; everything below them is called from there.
 What a batch does to the weights is in `step.py`, validation in `validation.py`.
@@ -15,24 +15,24 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.agreement import Agreement
-from leyden.trainer.checkpoint.errors import blame
-from leyden.trainer.checkpoint.run import check_composable
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import set_rng_state
 from leyden.trainer.data.sharding import NOTHING
-from leyden.trainer.differences import check_batches
-from leyden.trainer.logs import Value
+from leyden.trainer.format.errors import blame
+from leyden.trainer.logging.logs import Value
+from leyden.trainer.logging.metric_states import load_metric_states
+from leyden.trainer.loops.agreement import Agreement
 from leyden.trainer.loops.clock import Clock
-from leyden.trainer.loops.count import Count
+from leyden.trainer.loops.counters import Count
 from leyden.trainer.loops.draws import Draws, check_drawing, draws_itself
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.loops.validation import Validation
-from leyden.trainer.metric_states import load_metric_states
-from leyden.trainer.plan import settings_of
+from leyden.trainer.run.differences import check_batches
+from leyden.trainer.run.saving import check_composable
+from leyden.trainer.run.summary import settings_of
 
 if TYPE_CHECKING:
-    from leyden.trainer.progress import Progress
+    from leyden.trainer.events.progress import Progress
     from leyden.trainer.trainer import Trainer
 
 

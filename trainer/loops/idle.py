@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from leyden.trainer.data.rng import undoing
-from leyden.trainer.metric_states import load_metric_states, metric_states
+from leyden.trainer.logging.metric_states import load_metric_states, metric_states
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer

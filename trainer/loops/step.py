@@ -13,8 +13,8 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import read_loss
-from leyden.trainer.engine import needs_closure
-from leyden.trainer.hooks import overrides
+from leyden.trainer.engine.engine import needs_closure
+from leyden.trainer.events.hooks import overrides
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.loops.signature import step_arguments
 from leyden.trainer.module import TrainModule

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.rng import isolated_rng, rng_state, undoing
+from leyden.trainer.logging.metric_states import load_metric_states, metric_states
 from leyden.trainer.loops.evaluate import EvaluationLoop
-from leyden.trainer.metric_states import load_metric_states, metric_states
 
 if TYPE_CHECKING:
-    from leyden.trainer.agreement import Agreement
+    from leyden.trainer.loops.agreement import Agreement
     from leyden.trainer.loops.clock import Clock
     from leyden.trainer.trainer import Trainer
 

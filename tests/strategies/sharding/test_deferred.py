@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from leyden.strategies import SingleDeviceStrategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.sharding.deferred import Deferred
-from leyden.strategies.sharding.values import Values
+from leyden.strategies.fsdp.deferred import Deferred
+from leyden.strategies.fsdp.values import Values
 
 
 class Rope(nn.Module):

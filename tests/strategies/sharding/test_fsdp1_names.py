@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.fsdp import SETTINGS, FSDPStrategy
+from leyden.strategies.fsdp.strategy import SETTINGS, FSDPStrategy
 
 
 def settings(**given: Any) -> dict[str, Any]:

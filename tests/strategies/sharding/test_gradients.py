@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from leyden.strategies import SingleDeviceStrategy
-from leyden.strategies.sharding.gradients import multiply
+from leyden.strategies.fsdp.gradients import multiply
 
 
 class Copies(TorchFunctionMode):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.sharding.blocks import compile_blocks
-from leyden.strategies.sharding.policy import choose
+from leyden.strategies.fsdp.blocks import compile_blocks
+from leyden.strategies.fsdp.policy import choose
 
 
 class Block(nn.Module):

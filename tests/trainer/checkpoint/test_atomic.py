@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from leyden.trainer.checkpoint import staging
-from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
-from leyden.trainer.checkpoint.manifest import CHUNK, read_manifest
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.staging import is_staging
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.format import staging
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import CHUNK, read_manifest
+from leyden.trainer.format.staging import is_staging
 
 HERE = Path(__file__).parent
 
@@ -205,7 +205,7 @@ FULL_DISK = """
     import resource, sys, torch
     from pathlib import Path
     from conftest import read, write
-    from leyden.trainer.checkpoint.errors import CheckpointError
+    from leyden.trainer.format.errors import CheckpointError
     from leyden.trainer.checkpoint.writer import CheckpointWriter
 
     folder = Path(sys.argv[1])

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.checkpoint.codec import MAX_DEPTH, check_encodable, decode, encode
-from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
-from leyden.trainer.checkpoint.tensors import TensorCollector, TensorSource
+from leyden.trainer.format.codec import MAX_DEPTH, check_encodable, decode, encode
+from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
+from leyden.trainer.format.tensors import TensorCollector, TensorSource
 
 
 class Colour(enum.Enum):

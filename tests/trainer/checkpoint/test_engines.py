@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.strategies.deepspeed.engine_state import NamedOptimizer, Piece, weights
 from leyden.strategies.single import SingleDeviceStrategy
 from leyden.strategies.weights import StateWriter, WeightReader
-from leyden.strategies.zero.state import NamedOptimizer, Piece, weights
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 

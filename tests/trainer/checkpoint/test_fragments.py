@@ -19,13 +19,13 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment, rectangles
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.run import ForeignWeights
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.format.errors import CheckpointError
 
 # Ranks; "flat" deals all elements out in equal stretches, "padded" each tensor by itself, as stages of ZeRO do.
 LAYOUTS = {"whole": 1, "flat 2": 2, "flat 3": 3, "padded 3": 3, "rows 2": 2, "columns 2": 2}

@@ -16,13 +16,13 @@ import torch
 
 from leyden.trainer import checkpoint
 from leyden.trainer.checkpoint import writer as writer_module
-from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import load_foreign
-from leyden.trainer.checkpoint.manifest import MANIFEST, FileEntry, Manifest, read_manifest
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.safefile import MAX_HEADER, write_file
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
+from leyden.trainer.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
+from leyden.trainer.format.safefile import MAX_HEADER, write_file
 
 FILES = [
     "manifest.json",

@@ -21,10 +21,10 @@ from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint import nodes
-from leyden.trainer.checkpoint.errors import CheckpointError
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.format.errors import CheckpointError
 
 
 class Net(TrainModule):

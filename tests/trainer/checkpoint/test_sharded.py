@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.weights import fill_weights, load_weights
-from leyden.trainer.checkpoint import shards
-from leyden.trainer.checkpoint.errors import CheckpointError
+from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.ranks import Ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.run import ForeignWeights
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.format import shard_table as shards
+from leyden.trainer.format.errors import CheckpointError
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "hsdp": 4}
 # A world of four costs seconds on a small machine.

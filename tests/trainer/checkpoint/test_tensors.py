@@ -12,10 +12,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from leyden.trainer.checkpoint.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.tensors import NATIVE, TensorCollector, TensorSource
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
+from leyden.trainer.format.tensors import NATIVE, TensorCollector, TensorSource
 
 DTYPES = [*NATIVE, torch.complex32, torch.complex64, torch.complex128, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2]
 

@@ -183,7 +183,7 @@ def test_two_machines_meet(script: Path, tmp_path: Path, environ: dict[str, str]
 def test_machines_that_lose_each_other_are_told_in_a_line(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-    from leyden.strategies.launch import engine
+    from leyden.strategies.launch import elastic as engine
 
     def lost(*_: Any, **__: Any) -> int:
         raise RendezvousConnectionError("the store has gone")

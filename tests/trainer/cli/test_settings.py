@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from leyden import ConfigurationError
-from leyden.strategies.fsdp import FSDPStrategy
-from leyden.strategies.zero.config import ZeroConfig
+from leyden.strategies.deepspeed.config import ZeroConfig
+from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.trainer.cli.keys import FAMILIES, TOP, Key
 from leyden.trainer.cli.settings import accelerate_file, default_file, parse, read_file, write_file
 

@@ -1,0 +1,1 @@
+"""DeepSpeed's ZeRO: the strategy, its config, its engine, and its state."""

@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism: the strategy, and what it is made of."""

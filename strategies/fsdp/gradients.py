@@ -1,0 +1,70 @@
+"""Gradients and optimizers of parameters that are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.sharding import local, whole
+
+UNSHARDABLE = {
+    "Adafactor": "takes means over rows and columns, of which a rank has only some",
+    "Muon": "orthogonalises whole matrices, of which a rank has only some rows",
+    "Rprop": "writes to single elements by an index, which torch cannot do on shards",
+    "LBFGS": "takes products over all parameters, and evaluates the loss again",
+    "SparseAdam": "needs sparse gradients, which are not sharded",
+}
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of torch whose step is wrong, or fails, on shards.
+
+    Raises:
+        ConfigurationError: says why.
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__module__.startswith("torch.optim") and kind.__name__ in UNSHARDABLE:
+            raise ConfigurationError(
+                f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use AdamW, SGD or another that works element by element, or "
+                "strategy='ddp'."
+            )
+
+
+def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiplies gradients in place, on each of their devices: with CPU offload there are two."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        by_device.setdefault(grad.device, []).append(grad)
+    for device, own in by_device.items():
+        if isinstance(factor, Tensor):
+            # Not beside the host on the way to the CPU, which would multiply by what is not there yet.
+            torch._foreach_mul_(own, factor.to(device, non_blocking=device.type != "cpu"))
+        else:
+            torch._foreach_mul_(own, factor)
+
+
+def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0) -> Tensor:
+    """Clips gradients to a total norm, over all shards and, beside them, whole parameters.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    if len(kinds) < 2:
+        return whole(nn.utils.clip_grad_norm_(parameters, value, norm_type))
+    # torch cannot stack norms of different meshes.
+    norms = [
+        whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type)) for own in kinds.values()
+    ]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    factor = (value / (total + 1e-6)).clamp(max=1.0)
+    multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
+    return total

@@ -1,0 +1,113 @@
+"""What was sharded, in which dtypes, and how: printed in a line, and compared with in a later run of the same module."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.policy import Groups
+from leyden.strategies.precision import MixedPrecision, Precision
+
+
+@dataclass(slots=True)
+class Plan:
+    """How a module was sharded.
+
+    Attributes:
+        groups: name of each group → its class. The root is a group besides.
+        left: module that the policy chose and that stays in the group around it → why.
+        checkpointed: modules whose activations are computed again in backward.
+        dtypes: of the shards, by number of parameters.
+        policy: in which dtypes parameters are gathered and gradients reduced.
+        mesh: sizes, (shard,) or (replicate, shard).
+        form: how layers compute, where the precision has changed them.
+    """
+
+    groups: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+    checkpointed: list[str] = field(default_factory=list)
+    dtypes: dict[torch.dtype, int] = field(default_factory=dict)
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    mesh: tuple[int, ...] = ()
+    form: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        groups: Groups,
+        checkpointed: list[str],
+        policy: MixedPrecisionPolicy,
+        mesh: tuple[int, ...],
+        form: str,
+    ) -> Plan:
+        kinds = {name: type(module.get_submodule(name)).__name__.removeprefix("FSDP") for name in sorted(groups.names)}
+        dtypes: Counter[torch.dtype] = Counter()
+        for parameter in module.parameters():
+            dtypes[parameter.dtype] += parameter.numel()
+        return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh, form)
+
+    def line(self) -> str:
+        """The plan in a line, for the summary at the start of fit."""
+        if not self.mesh:
+            return ""
+        kinds = Counter(self.groups.values())
+        groups = " + ".join([*(f"{count} {kind}" for kind, count in kinds.items()), "root"])
+        held = "/".join(_short(dtype) for dtype in self.dtypes)
+        parts = [
+            f"{groups} over {' × '.join(map(str, self.mesh))} rank{'s' if math.prod(self.mesh) > 1 else ''}",
+            f"{held} shards",
+        ]
+        if self.policy.param_dtype is not None:
+            parts.append(f"gathered in {_short(self.policy.param_dtype)}")
+        if self.policy.reduce_dtype is not None:
+            parts.append(f"reduced in {_short(self.policy.reduce_dtype)}")
+        if self.checkpointed:
+            parts.append(f"{len(self.checkpointed)} checkpointed")
+        if self.left:
+            parts.append(f"{len(self.left)} left in the root, being tied")
+        return ", ".join(parts)
+
+    def check_same(self, policy: MixedPrecisionPolicy, form: str) -> None:
+        """Refuses a second run of a module in other dtypes or layers than those it was sharded with.
+
+        Raises:
+            ConfigurationError: says which.
+        """
+        if policy != self.policy or form != self.form:
+            before, now = (
+                f"{kind}{', ' + how if how else ''}" for kind, how in ((self.policy, self.form), (policy, form))
+            )
+            raise ConfigurationError(
+                f"the module was sharded by an earlier run with {before}, and this one asks for {now}: use the same "
+                "precision, or a new module that loads the checkpoint."
+            )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def policy_of(precision: Precision) -> MixedPrecisionPolicy:
+    """The dtypes of `fully_shard` that a precision means.
+
+    Mixed precision keeps float32 shards, gathers them in half precision (half the bytes of autocast alone) and reduces
+    gradients in float32. What goes into a module is left alone: autocast converts it for each operation, so that losses and
+    norms are computed in float32 as under every other strategy.
+    """
+    if isinstance(precision, MixedPrecision):
+        return MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(cast_forward_inputs=False)
+
+
+def offload_of(wanted: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
+    """torch's policy for `cpu_offload`; memory is pinned only where there is an accelerator to copy to."""
+    if isinstance(wanted, OffloadPolicy):
+        return wanted
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if wanted else OffloadPolicy()

@@ -1,0 +1,422 @@
+"""FSDP: parameters, gradients and optimizer state are sharded over the ranks, by torch's `fully_shard` (FSDP2)."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from leyden.strategies.base import ClipAlgorithm
+from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
+from leyden.strategies.fsdp.fsdp1_names import Translation
+from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm, multiply
+from leyden.strategies.fsdp.guard import guard_exports, guard_shards
+from leyden.strategies.fsdp.options import Plan, offload_of, policy_of
+from leyden.strategies.fsdp.policy import WrapPolicy, choose
+from leyden.strategies.fsdp.restart import restart
+from leyden.strategies.fsdp.sharding import (
+    Replaced,
+    Sharding,
+    check_sharded,
+    local,
+    prefetch_forward,
+    shard_like,
+    whole,
+)
+from leyden.strategies.fsdp.values import Values
+from leyden.strategies.process_group import ProcessGroupStrategy
+from leyden.strategies.window import Window, read_loss
+
+T = TypeVar("T")
+GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
+SETTINGS = (
+    "auto_wrap_policy",
+    "reshard_after_forward",
+    "mp_policy",
+    "cpu_offload",
+    "activation_checkpointing_policy",
+    "ignored_modules",
+    "compile",
+    "device_mesh",
+    "sync_module_states",
+    "forward_prefetch",
+)
+
+
+class FSDPStrategy(ProcessGroupStrategy):
+    """Fully sharded data parallelism.
+
+    Args:
+        auto_wrap_policy: which modules are gathered and freed as a group: "auto" for the repeated block of the model, a
+            set of classes or of their names, a least number of parameters, a function of a module, or None for the root
+            alone.
+        reshard_after_forward: free a group's parameters after its forward and gather them again in backward; False saves
+            the second gathering for memory; a number reshards to so many ranks (a machine's). None, the default, frees
+            all groups but the root.
+        mp_policy: torch's MixedPrecisionPolicy; made from `precision` if left out (see `policy_of`).
+        cpu_offload: parameters, gradients and optimizer state wait on the CPU; or an OffloadPolicy.
+        activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
+            backward; a function of a module; or True for the groups.
+        ignored_modules: modules that stay whole on every rank; their gradients are averaged.
+        compile: compile each group, in place; or the arguments of `torch.compile`.
+        device_mesh: (replicate, shard) sizes for HSDP, "auto" to shard within a machine and replicate over machines (in
+            two halves of a single one), or a DeviceMesh of one or two dimensions.
+        sync_module_states: every rank begins with rank 0's parameters and buffers.
+        forward_prefetch: each group asks for the next one's parameters before its own forward.
+        **kwargs: those of `ProcessGroupStrategy`; and the names of FSDP1, Lightning and Accelerate (`sharding_strategy`,
+            `state_dict_type`, …), each of which is mapped or refused with the reason.
+
+    Raises:
+        ConfigurationError: for a value that cannot be; names the fix.
+
+    Example:
+        >>> FSDPStrategy(auto_wrap_policy={"Block"}, reshard_after_forward=False).name
+        'fsdp'
+    """
+
+    name = "fsdp"
+    supports_inference_mode = False
+    supports_closure = False
+    replicates = False
+
+    def __init__(
+        self,
+        auto_wrap_policy: WrapPolicy = "auto",
+        *,
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        cpu_offload: bool | OffloadPolicy = False,
+        activation_checkpointing_policy: Any = None,
+        ignored_modules: Sequence[nn.Module] = (),
+        compile: bool | dict[str, Any] = False,
+        device_mesh: tuple[int, int] | DeviceMesh | Literal["auto"] | None = None,
+        sync_module_states: bool = True,
+        forward_prefetch: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        settings = {name: value for name, value in locals().items() if name in SETTINGS}
+        super().__init__(**{name: value for name, value in kwargs.items() if name in GROUP_SETTINGS})
+        translation = Translation(settings, {k: v for k, v in kwargs.items() if k not in GROUP_SETTINGS})
+        for note in translation.notes:
+            warnings.warn(note, stacklevel=2)
+        self.settings = settings
+        """The arguments, in our names."""
+        mesh = settings["device_mesh"]
+        self.device_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
+        self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
+        if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
+            self.name = "hsdp"
+        self.sync_batchnorm = False
+        self.plan = Plan()
+        """What was sharded, and how."""
+        self._roots: list[FSDPModule] = []
+        self._ignored: list[nn.Parameter] = []
+        self._replaced = Replaced()
+        self._values = Values()
+        self._syncs, self._averages = True, False
+
+    @classmethod
+    def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> FSDPStrategy:
+        """The strategy that the `fsdp_config` of an Accelerate YAML file describes.
+
+        Args:
+            config: the mapping under `fsdp_config`, as the file has it.
+            **kwargs: further arguments of ours.
+
+        Example:
+            >>> config = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_auto_wrap_policy": "NO_WRAP"}
+            >>> FSDPStrategy.from_accelerate(config).settings["reshard_after_forward"]
+            False
+        """
+        # A key without a value leaves it open.
+        return cls(**{name: value for name, value in config.items() if value is not None}, **kwargs)
+
+    # environment ------------------------------------------------------------------------------------------------------
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        backend = dist.get_backend()
+        if self.root_device.type == "cuda" and self.settings["cpu_offload"] and "gloo" not in backend:
+            raise ConfigurationError(
+                f"cpu_offload reduces on the CPU what waits there, and the process group has the backend {str(backend)!r} alone: "
+                "leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
+            )
+        if self.device_mesh is None:
+            shape = self._shape()
+            names = ("replicate", "shard")[-len(shape) :]
+            self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+
+    def _shape(self) -> tuple[int, ...]:
+        """The sizes of the mesh.
+
+        Raises:
+            ConfigurationError: if they do not make up the world.
+        """
+        world, shape = self.world_size, self._mesh_shape
+        if shape is None:
+            return (world,)
+        if shape == "auto":
+            per_machine = self.place.local_world_size if self.place is not None else len(self.devices)
+            replicas = 2 if per_machine == world else world // per_machine
+            if world < 4 or world % replicas:
+                raise ConfigurationError(
+                    f"strategy='hsdp' replicates over machines or over two halves of one, and this run has {world} rank(s) of "
+                    f"{per_machine} per machine: use 'fsdp', or FSDPStrategy(device_mesh=(replicate, shard))."
+                )
+            return (replicas, world // replicas)
+        if len(shape) != 2 or shape[0] * shape[1] != world:
+            raise ConfigurationError(
+                f"device_mesh={shape} does not make up {world} ranks: give (replicate, shard) whose product is {world}."
+            )
+        return tuple(shape)
+
+    def teardown(self) -> None:
+        self._roots, self._ignored = [], []
+        self._replaced, self.before_forward = Replaced(), None
+        super().teardown()
+
+    # modules and optimizers -------------------------------------------------------------------------------------------
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        with self.precision.init_context(), self._values.deferred.recording(draws=not empty_init):
+            yield
+
+    @contextmanager
+    def model_context(self) -> Iterator[None]:
+        with self._values.deferred.recording():
+            yield
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        guard_shards()
+        self.before_forward = self._follow_window
+        self.modules = [self._shard(module) for module in modules]
+        # A run that failed inside a window has left its modules without reductions.
+        self._set_sync(True)
+        return self.modules
+
+    def _shard(self, module: nn.Module) -> nn.Module:
+        ignored = {p for part in self.settings["ignored_modules"] for p in part.parameters()}
+        self._ignored += [p for p in ignored if p.requires_grad]
+        # In manual optimisation backward runs inside of training_step, before the module's own forward has ended: its
+        # gradients would never be reduced. So each child is a root of its own there.
+        manual = not getattr(module, "automatic_optimization", True)
+        roots = list(_children(module)) if manual else [module]
+        policy = self.settings["mp_policy"] or policy_of(self.precision)
+        earlier = module.__dict__.get("_leyden_plan")
+        if earlier is not None:
+            earlier.check_same(policy, self.precision.form)
+            self.plan = earlier
+            restart(roots)
+        else:
+            self._shard_anew(module, roots, ignored, policy)
+        self._roots += [root for root in roots if isinstance(root, FSDPModule)]
+        self._reshard_roots()
+        return module
+
+    def _shard_anew(
+        self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
+    ) -> None:
+        assert self.device_mesh is not None
+        settings = self.settings
+        if self.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+        self._values.remember(module)
+        self.precision.convert_for_shards(module)
+        groups = choose(module, settings["auto_wrap_policy"], ignored)
+        again = settings["activation_checkpointing_policy"]
+        checkpointed = checkpoint_activations(module, groups if again is True else again)
+        if settings["compile"]:
+            compile_blocks(module, groups, {} if settings["compile"] is True else settings["compile"])
+        before = self._replaced.before(module)
+        parts = [module.get_submodule(name) for name in groups.names]
+        Sharding(
+            mesh=self.device_mesh,
+            device=self.root_device,
+            policy=policy,
+            offload=offload_of(settings["cpu_offload"], self.root_device),
+            reshard=settings["reshard_after_forward"],
+            ignored=ignored,
+            values=self._values,
+            before=self.precision.before_sharding,
+            source=self.host_group if settings["sync_module_states"] and self.world_size > 1 else None,
+        ).apply([*parts, *roots])
+        if roots != [module]:
+            check_sharded(module, ignored)
+        for part in settings["ignored_modules"]:
+            part.to(self.root_device)
+        if settings["forward_prefetch"]:
+            prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
+        self._replaced.after(module, before)
+        guard_exports(module)
+        shape, form = tuple(self.device_mesh.shape), self.precision.form
+        self.plan = Plan.of(module, groups, checkpointed, policy, shape, form)
+        module.__dict__["_leyden_plan"] = self.plan
+
+    def _reshard_roots(self) -> None:
+        """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
+        for root in self._roots:
+            root.reshard()
+
+    def synchronize_batchnorm(self) -> None:
+        """Asks for the statistics of batch norm over all ranks."""
+        if self.root_device.type == "cpu":
+            raise ConfigurationError(
+                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
+            )
+        self.sync_batchnorm = True
+
+    def synchronize_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0, which a checkpoint has."""
+        for module in self.modules:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def end_evaluation(self) -> None:
+        self._reshard_roots()
+
+    @property
+    def details(self) -> str:
+        return self.plan.line()
+
+    def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+            self._repoint(optimizer)
+        return super().setup_optimizers(modules, optimizers)
+
+    def _repoint(self, optimizer: Optimizer) -> None:
+        """Gives an optimizer that was made before the module was sharded the parameters that it has now."""
+        for group in optimizer.param_groups:
+            for place, old in enumerate(group["params"]):
+                new = self._replaced.find(old)
+                if new is None:
+                    continue
+                group["params"][place] = new
+                state = optimizer.state.pop(old, None)
+                if state is not None:
+                    optimizer.state[new] = {
+                        key: shard_like(value, new) if isinstance(value, Tensor) else value
+                        for key, value in state.items()
+                    }
+
+    def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
+        if not isinstance(module, FSDPModule):
+            return step_fn
+        # torch registers a method by its name; the module itself is left as it was.
+        module.__dict__["_leyden_step"] = step_fn
+        register_fsdp_forward_method(module, "_leyden_step")
+        step: Callable[..., T] = module.__dict__.pop("_leyden_step")
+        return step
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    def _follow_window(self, window: Window) -> None:
+        if self._syncs is not window.closes:
+            self._set_sync(window.closes)
+        self._averages = window.closes and bool(self._ignored)
+
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        if filler is None:
+            raise ConfigurationError(
+                "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters for each "
+                "batch: use a larger data set, a smaller batch_size or fewer ranks."
+            )
+        self._follow_window(window)
+        loss, _ = read_loss(self.forward(step_fn, filler, extra))
+        # Not loss * 0, which is nan where the loss is.
+        zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        self.skip_items(window)
+        self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
+
+    def _set_sync(self, enabled: bool) -> None:
+        self._syncs = enabled
+        for root in self._roots:
+            root.set_requires_gradient_sync(enabled)
+
+    def _average_ignored(self) -> None:
+        """Averages the gradients of whole parameters over the ranks, which `fully_shard` leaves alone."""
+        self._averages = False
+        for parameter in self._ignored:
+            if parameter.grad is not None:
+                parameter.grad.copy_(self.reduce(parameter.grad))
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+        if self._ignored and self._syncs:
+            self._average_ignored()
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if not self._syncs:
+            raise LeydenError(
+                "the accumulation window was closed without a batch that closes it, so its gradients were not reduced over the "
+                "ranks: give the loader its right length, or none at all."
+            )
+        if self._averages:
+            self._average_ignored()
+        super().before_step(optimizer)
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        grads = [local(p.grad) for p in self._stepped() if p.grad is not None]
+        multiply(grads, factor)
+
+    def clip_parameters(
+        self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        parameters = [p for p in parameters if p.grad is not None]
+        if algorithm == "value":
+            grads = [local(p.grad) for p in parameters if p.grad is not None]
+            if grads:
+                torch._foreach_clamp_min_(grads, -value)
+                torch._foreach_clamp_max_(grads, value)
+            return None
+        return clip_norm(parameters, value, norm_type)
+
+    # state ------------------------------------------------------------------------------------------------------------
+    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
+        """The whole tensors of a sharded module, under their names, on rank 0's CPU; every rank must call it.
+
+        They are gathered one at a time: beside rank 0, no rank holds more than one of them.
+
+        Returns:
+            On rank 0 the state dict, which torch.save or safetensors may write; on the others an empty one.
+        """
+        state: dict[str, Tensor] = {}
+        done: dict[int, Tensor] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            full = done.get(id(tensor))
+            if full is None:
+                full = whole(tensor.detach())
+                # What stands here twice (tied weights) is one tensor there too.
+                full = done[id(tensor)] = full.cpu() if self.is_global_zero else full.new_empty(0)
+            if self.is_global_zero:
+                state[name] = full
+        return state
+
+    @contextmanager
+    def gradient_sync(self, enabled: bool) -> Iterator[None]:
+        before = self._syncs
+        self._set_sync(enabled)
+        try:
+            yield
+        finally:
+            self._set_sync(before)
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that can be roots: those with a forward, in place of lists their entries."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _children(child)
+        elif any(True for _ in child.parameters()):
+            yield child
+
+
+__all__ = ["FSDPStrategy"]

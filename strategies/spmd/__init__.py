@@ -1,1 +1,0 @@
-"""How XLA lays one process's tensors over several devices."""

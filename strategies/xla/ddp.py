@@ -1,0 +1,151 @@
+"""One rank for each XLA device, each with a model of its own, whose gradients are averaged: TPU hosts and pods."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from leyden.strategies.launch.environment import RankEnvironment
+from leyden.strategies.precision import Precision
+from leyden.strategies.process_group import ProcessGroupStrategy
+from leyden.strategies.window import Window
+from leyden.strategies.xla import runtime
+from leyden.strategies.xla.strategy import XLAStrategy
+
+
+class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
+    """Data parallel on XLA with one process for each device.
+
+    Batches are this rank's own, as under DDP. Gradients are averaged in the step that closes a window, on the device; what is
+    decided on the host travels over gloo.
+
+    It is written against torch_xla's documented interface and has run with one device alone: XLA's CPU has no collectives between
+    processes, so nothing but a TPU host can show the rest. On one host `XLAStrategy`, which drives all devices from one process,
+    does the same work, and is tested.
+
+    Args:
+        devices: ranks of this machine; the Trainer's if left out, where "auto" is one for each TPU chip.
+        num_nodes: machines; the Trainer's if left out.
+        precision: as of `XLAStrategy`.
+        timeout: how long what is sent over gloo waits for the others.
+        start_method: "script" runs the script anew on each rank, as torchrun does; "xla" lets `torch_xla.launch` start the ranks of
+            this machine, which run functions of this process.
+
+    Example:
+        >>> XLADDPStrategy(devices=4).world_size
+        4
+    """
+
+    name = "xla_ddp"
+    start_methods = ("script", "xla")
+
+    def __init__(
+        self,
+        devices: int | None = None,
+        num_nodes: int | None = None,
+        precision: Precision | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: str = "script",
+    ) -> None:
+        ProcessGroupStrategy.__init__(
+            self,
+            devices=None if devices is None else [self._device] * devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.begin_layout(None, None, None)
+        self._averaged: set[int] = set()
+
+    # its place --------------------------------------------------------------------------------------------------------
+    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        self.check_place(accelerator)
+        ProcessGroupStrategy.place_on(self, accelerator, devices, num_nodes)
+
+    def _plan_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
+        return [self._device] * runtime.ranks_of_host(devices)
+
+    @property
+    def awaits_ranks(self) -> bool:
+        # torch_xla starts its ranks even where there is one.
+        return self.place is None and (self.world_size > 1 or self.start_method == "xla")
+
+    def join(self, place: RankEnvironment | None) -> None:
+        ProcessGroupStrategy.join(self, place)
+
+    def setup_environment(self) -> None:
+        self.check_precision()
+        ProcessGroupStrategy.setup_environment(self)
+
+    def _init_group(self, backend: str) -> bool:
+        import torch_xla.distributed.xla_backend  # noqa: F401  (it registers "xla" and "xla://")
+
+        if self._kind is not None:
+            os.environ.setdefault("PJRT_DEVICE", self._kind)
+        if self.place is None:
+            is_host = super()._init_group("gloo")
+        else:
+            dist.init_process_group("xla", init_method="xla://", timeout=self.timeout)
+            # The runtime numbers devices by where they are, which need not be the order in which ranks were started.
+            self.place = replace(self.place, rank=dist.get_rank(), world_size=dist.get_world_size())
+            is_host = self.place.rank == 0
+        self._device = runtime.start_rank()
+        return is_host
+
+    # modules ----------------------------------------------------------------------------------------------------------
+    def synchronize(self, module: nn.Module) -> None:
+        if self.world_size > 1:
+            from torch_xla.core import xla_model
+
+            xla_model.broadcast_master_param(module)
+
+    def wrap_forward(self, module: nn.Module) -> nn.Module:
+        # There is no wrapper that would, as DDP's does when it is made.
+        self.synchronize(module)
+        return module
+
+    def synchronize_buffers(self) -> None:
+        buffers = [buffer for module in self.modules for buffer in module.buffers()]
+        if self.world_size > 1 and buffers:
+            from torch_xla.core import xla_model
+
+            xla_model.collective_broadcast(buffers)
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Averages the optimizer's gradients over the ranks, once a step, before hooks and clipping see them."""
+        super().before_step(optimizer)
+        if id(optimizer) not in self._averaged:
+            self._averaged.add(id(optimizer))
+            from torch_xla.core import xla_model
+
+            xla_model.reduce_gradients(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        # The user's own loop has not asked for it yet, unless it clips.
+        self.before_step(optimizer)
+        self._averaged.discard(id(optimizer))
+        return super().step(optimizer, closure, **kwargs)
+
+    def end_turn(self) -> None:
+        # If the user's own loop clips and then leaves out the step, the next step must still exchange.
+        self._averaged.clear()
+        super().end_turn()
+
+    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        """Nothing is exchanged before the step, for which this rank's gradients must be there."""
+        self._cut(window)
+        self.skip_items(window)
+        for module in self.modules:
+            for parameter in module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)

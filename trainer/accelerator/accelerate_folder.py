@@ -1,0 +1,151 @@
+"""What Accelerate's own `save_state` wrote, for an Accelerator that is to go on with it: pickles, so only if they are trusted."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.checkpoint.folder import is_checkpoint
+from leyden.trainer.checkpoint.foreign import load_foreign
+from leyden.trainer.format.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator.accelerator import Accelerator
+
+SIGNS = (
+    "random_states_*.pkl",
+    "optimizer.bin",
+    "model.safetensors",
+    "pytorch_model.bin",
+    "pytorch_model_fsdp_*",
+    "optimizer_0",
+)
+
+
+def is_folder(path: Path) -> bool:
+    """A folder of Accelerate's `save_state`, by the names of its files."""
+    return path.is_dir() and not is_checkpoint(path) and any(any(path.glob(sign)) for sign in SIGNS)
+
+
+class AccelerateFolder:
+    """One such folder, read as a whole before anything of the run is changed.
+
+    Args:
+        path: the folder.
+        accelerator: with the same things prepared and registered, in the same order.
+        strict: names of weights must fit.
+
+    Raises:
+        CheckpointError: if a file is missing, or cannot be read.
+        ConfigurationError: if it does not fit.
+    """
+
+    def __init__(self, path: Path, accelerator: Accelerator, strict: bool) -> None:
+        self.path, self._accelerator, self._strict = path, accelerator, strict
+        if not accelerator.strategy.replicates or accelerator.strategy.drives_one:
+            raise CheckpointError(
+                path,
+                f"was written by Accelerate, and {accelerator.strategy.name} has no whole model to read it into: `leyden convert "
+                f"{path} OUT` makes a checkpoint of it, which every strategy loads.",
+            )
+        self._weights = self._all("model", accelerator.bare_models, ("model{}.safetensors", "pytorch_model{}.bin"))
+        self._optimizers = self._all("optimizer", accelerator.optimizers, ("optimizer{}.bin",))
+        self._schedulers = self._all("scheduler", accelerator.prepared_schedulers, ("scheduler{}.bin",))
+        self._registered = [
+            self._read(f"custom_checkpoint_{number}.pkl") for number in range(len(accelerator.registered))
+        ]
+        scaler = path / "scaler.pt"
+        self._scaler = self._read(scaler.name) if scaler.is_file() else None
+        self._random = self._read(f"random_states_{accelerator.process_index}.pkl")
+        self._ranks = len(list(path.glob("random_states_*.pkl")))
+        for number, (model, weights) in enumerate(zip(accelerator.bare_models, self._weights, strict=True)):
+            self._check_weights(number, model, weights)
+        for number, (optimizer, state) in enumerate(zip(accelerator.optimizers, self._optimizers, strict=True)):
+            there, here = (
+                [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+            )
+            if there != here:
+                raise ConfigurationError(
+                    f"{path}: optimizer {number} has groups of {there} parameters there, and of {here} here."
+                )
+
+    def _all(self, kind: str, own: list[Any], patterns: tuple[str, ...]) -> list[Any]:
+        """One file for each of the prepared objects, the first without a number."""
+
+        def named(number: int) -> str | None:
+            names = [pattern.format(f"_{number}" if number else "") for pattern in patterns]
+            return next((name for name in names if (self.path / name).is_file()), None)
+
+        files = [named(number) for number in range(len(own) + 1)]
+        there = files.index(None) if None in files else len(files)
+        if there != len(own):
+            count = f"more than {len(own)}" if there > len(own) else str(there)
+            raise ConfigurationError(
+                f"{self.path} has {count} {kind}s in single files, and this Accelerator has {len(own)}: prepare the same, in the same "
+                "order, before load_state. What FSDP or DeepSpeed saved in shards is taken by `leyden convert`."
+            )
+        return [self._read(str(name)) for name in files[: len(own)]]
+
+    def _read(self, name: str) -> Any:
+        return load_foreign(self.path / name, trust=True)
+
+    def _check_weights(self, number: int, model: nn.Module, weights: Mapping[str, Any]) -> None:
+        own = model.state_dict()
+        # Accelerate leaves out the second name of tied weights.
+        loaded = {tensor.data_ptr() for name, tensor in own.items() if name in weights}
+        missing = [name for name, tensor in own.items() if name not in weights and tensor.data_ptr() not in loaded]
+        extra = [name for name in weights if name not in own]
+        if self._strict and (missing or extra):
+            what = f"lacks {missing[0]!r}" if missing else f"has {extra[0]!r}, which the model has not"
+            raise ConfigurationError(f"{self.path}: model {number} {what}: load_state(strict=False) passes over it.")
+        for name, tensor in own.items():
+            if name in weights and weights[name].shape != tensor.shape:
+                there, here = tuple(weights[name].shape), tuple(tensor.shape)
+                raise ConfigurationError(
+                    f"{self.path}: {name} of model {number} has the shape {there} there, and {here} here."
+                )
+
+    def load(self) -> None:
+        """Takes it over; random numbers last. Data begins anew: `skip_first_batches` says where to go on."""
+        accelerator = self._accelerator
+        left = list(accelerator.bare_models)
+        for hook in accelerator.state_hooks.before_load:
+            hook(left, str(self.path))
+        for model, weights in zip(accelerator.bare_models, self._weights, strict=True):
+            if any(model is other for other in left):
+                model.load_state_dict(weights, strict=False)
+        for optimizer, state in zip(accelerator.optimizers, self._optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for scheduler, state in zip(accelerator.prepared_schedulers, self._schedulers, strict=True):
+            scheduler.load_state_dict(state)
+        if self._schedulers and self._ranks > 1:
+            warnings.warn(
+                f"{self.path} is of {self._ranks} ranks: Accelerate's schedulers count {self._ranks} steps for each of the optimizer's "
+                "unless split_batches was set, and Leyden's count one.",
+                stacklevel=5,
+            )
+        if self._scaler is not None and accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(self._scaler)
+        for obj, state in zip(accelerator.registered, self._registered, strict=True):
+            obj.load_state_dict(state)
+        step = self._random.get("step", 0)
+        accelerator.restore_counters(step if isinstance(step, int) else 0)
+        self._set_random()
+
+    def _set_random(self) -> None:
+        states = self._random
+        random.setstate(states["random_state"])
+        torch.set_rng_state(states["torch_manual_seed"])
+        if "numpy_random_seed" in states:
+            import numpy as np
+
+            np.random.set_state(states["numpy_random_seed"])
+        if "torch_cuda_manual_seed" in states and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])

@@ -1,0 +1,246 @@
+"""What ranks exchange in the user's own loop: tensors of any nested structure, and objects."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.batch import map_tensors
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.accelerator.ranks import RankControl
+from leyden.trainer.engine.gathering import check_shapes
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator.loader import PreparedLoader
+    from leyden.trainer.engine.debugging import Checker
+
+T = TypeVar("T")
+UNEVEN = (
+    "accelerator.pad_across_processes brings them to one shape; gather_for_metrics takes a batch's rows as they are; "
+    "Accelerator(even_batches=True), the default, fills last batches."
+)
+REDUCTIONS = ("sum", "mean", "max", "min", "none")
+
+
+class Collectives(RankControl):
+    """The collectives of an Accelerator. Every rank must call them, and every rank gets the result."""
+
+    checker: Checker | None = None
+    """Compares operands over the ranks before each exchange, in debug mode."""
+    _reading: list[PreparedLoader]
+    """The loaders that are read now, the innermost last."""
+    _trigger: bool = False
+
+    def _announce(self, name: str, operands: Any = None, alike: bool = True) -> None:
+        if self.num_processes > 1:
+            self.refuse_alone(name)
+            if self.checker is not None:
+                self.checker.compare(name, operands, alike)
+
+    def wait_for_everyone(self) -> None:
+        """Waits until every rank has come here."""
+        self._announce("wait_for_everyone")
+        self.strategy.barrier()
+
+    def gather(self, tensor: T) -> T:
+        """Puts the tensors of all ranks together along their first dimension; those of no dimension become (num_processes,).
+
+        Args:
+            tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
+
+        Raises:
+            TypeError: on several ranks, for a Python number and whatever else is no tensor.
+            ConfigurationError: where shapes differ by rank, and the exchange would read memory that is not theirs.
+        """
+        if self.num_processes == 1:
+            return tensor
+        check_tensors(tensor, "gather")
+        self._announce("gather", tensor)
+        if self.checker is None:
+            check_shapes(self.strategy, tensor, None, "gather", UNEVEN)
+        return map_tensors(tensor, self._gather_one)
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        stacked = self.strategy.all_gather(tensor)  # (ranks, *shape)
+        return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
+
+    def gather_object(self, obj: list[Any]) -> list[Any]:
+        """The lists of all ranks, in their order, as one."""
+        self._announce("gather_object")
+        return [entry for part in self.strategy.all_gather_object(obj) for entry in part]
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
+
+        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of samples.
+
+        Args:
+            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry for each
+                sample, or a nested structure of these. Tensors of no dimension become (num_processes,). Of a loss that is
+                repeated for each sample of a full batch as many are kept as the last batch has samples.
+            use_gather_object: gather whatever it is as objects: lists are put together.
+
+        Raises:
+            TypeError: on several ranks, for a Python number or object that stands for no sample.
+        """
+        self._announce("gather_for_metrics", None if use_gather_object else input_data, alike=False)
+        if use_gather_object:
+            return self._gather_list(input_data if isinstance(input_data, list) else [input_data])
+        return self._gather_samples(input_data)
+
+    def _gather_samples(self, data: Any) -> Any:
+        if isinstance(data, Tensor):
+            return self._gather_rows(data)
+        if isinstance(data, Mapping):
+            kind: Any = type(data)
+            return kind({key: self._gather_samples(value) for key, value in data.items()})
+        if isinstance(data, (list, tuple)):
+            if any(isinstance(entry, (Tensor, Mapping, list, tuple)) for entry in data) and not _is_objects(data):
+                parts = [self._gather_samples(entry) for entry in data]
+                return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+            gathered = self._gather_list(list(data))
+            return gathered if isinstance(data, list) else type(data)(gathered)
+        if self.num_processes > 1:
+            check_tensors(data, "gather_for_metrics")
+        return data
+
+    def _gather_list(self, entries: list[Any]) -> list[Any]:
+        parts = [entries] if self.num_processes == 1 else self.strategy.all_gather_object(entries)
+        counts = self._counts([len(part) for part in parts])
+        return [entry for part, count in zip(parts, counts, strict=True) for entry in part[:count]]
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        if self.num_processes == 1:
+            rows = self._reading[-1].rows_of_samples(len(tensor)) if tensor.dim() and self._reading else None
+            return tensor if rows is None or rows == len(tensor) else tensor[:rows]
+        if tensor.dim() == 0 or self._is_regular():
+            return self._gather_one(tensor)
+        lengths: list[int] = self.strategy.all_gather_object(tensor.shape[0])
+        longest = max(lengths)
+        if tensor.shape[0] < longest:
+            filler = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
+            tensor = torch.cat([tensor, filler])
+        parts = self.strategy.all_gather(tensor)
+        return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
+
+    def _is_regular(self) -> bool:
+        return not self._reading or self._reading[-1].is_regular
+
+    def _counts(self, lengths: list[int]) -> list[int]:
+        """How many of each rank's rows belong to samples that are no repeats."""
+        samples = self._reading[-1].samples if self._reading else None
+        if samples is None or any(here and length % here for length, (here, _) in zip(lengths, samples, strict=True)):
+            return lengths
+        # A model may give several rows for each sample.
+        return [length // here * true if here else 0 for length, (here, true) in zip(lengths, samples, strict=True)]
+
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
+        """Reduces tensors over the ranks.
+
+        Args:
+            tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
+            reduction: "sum", "mean", "max", "min", or "none" to leave them.
+            scale: what the result is multiplied by.
+
+        Raises:
+            TypeError: for a Python number and whatever else is no tensor.
+        """
+        check_tensors(tensor, "reduce")
+        if reduction not in REDUCTIONS:
+            raise ConfigurationError(f"reduce(reduction={reduction!r}) is not known. {nearest(reduction, REDUCTIONS)}")
+        self._announce("reduce", tensor)
+        if reduction == "none":
+            return tensor
+        if self.num_processes > 1 and self.checker is None:
+            check_shapes(self.strategy, tensor, None, "reduce", UNEVEN)
+
+        def one(part: Tensor) -> Tensor:
+            total = self.strategy.reduce(part, reduction=reduction)
+            return total if scale == 1.0 else total * scale
+
+        return map_tensors(tensor, one)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank `src`."""
+        self._announce("broadcast")
+        return self.strategy.broadcast(obj, src)
+
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Brings tensors to the same size in one dimension on every rank, so that they can be gathered.
+
+        Args:
+            tensor: a tensor, or any nested structure of tensors.
+            dim: the dimension; tensors that have fewer are left.
+            pad_index: value of what is added.
+            pad_first: add it before, not after.
+        """
+        self._announce("pad_across_processes", tensor, alike=False)
+
+        def one(part: Tensor) -> Tensor:
+            if part.dim() <= dim or dim < -part.dim():
+                return part
+            size = max(self.strategy.all_gather_object(part.shape[dim]))
+            if size == part.shape[dim]:
+                return part
+            shape = list(part.shape)
+            shape[dim] = size - part.shape[dim]
+            filler = part.new_full(shape, pad_index)
+            return torch.cat([filler, part] if pad_first else [part, filler], dim)
+
+        return map_tensors(tensor, one)
+
+    # triggers ---------------------------------------------------------------------------------------------------------
+    def set_trigger(self) -> None:
+        """Raises a flag that `check_trigger` tells every rank of."""
+        self._trigger = True
+
+    def check_trigger(self) -> bool:
+        """True on every rank if one has called `set_trigger` since the last true answer."""
+        self._announce("check_trigger")
+        raised = self.strategy.any(self._trigger)
+        if raised:
+            self._trigger = False
+        return raised
+
+
+def check_tensors(data: Any, name: str) -> None:
+    """Raises TypeError where something in a nested structure is no tensor: every rank would keep its own of it.
+
+    Example:
+        >>> check_tensors({"loss": 0.5}, "gather")
+        Traceback (most recent call last):
+        TypeError: gather was given a value of the type float, and exchanges tensors: give torch.tensor(value, device=accelerator.device), or use \
+gather_object([value]) for other objects.
+    """
+    if data is None or isinstance(data, Tensor):
+        return
+    if isinstance(data, Mapping):
+        entries: Any = data.values()
+    elif isinstance(data, (list, tuple, set, frozenset)):
+        entries = data
+    elif dataclasses.is_dataclass(data) and not isinstance(data, type):
+        entries = vars(data).values()
+    else:
+        raise TypeError(
+            f"{name} was given a value of the type {type(data).__name__}, and exchanges tensors: give torch.tensor(value, "
+            "device=accelerator.device), or use gather_object([value]) for other objects."
+        )
+    for entry in entries:
+        check_tensors(entry, name)
+
+
+def _is_objects(data: Any) -> bool:
+    """True for an entry per sample, each of which is no tensor and holds none."""
+    return not any(_holds_tensor(entry) for entry in data)
+
+
+def _holds_tensor(item: Any) -> bool:
+    if isinstance(item, Mapping):
+        return any(_holds_tensor(value) for value in item.values())
+    if isinstance(item, (list, tuple)):
+        return any(_holds_tensor(entry) for entry in item)
+    return isinstance(item, Tensor)

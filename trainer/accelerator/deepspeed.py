@@ -1,0 +1,292 @@
+"""DeepSpeed for an Accelerator, by Accelerate's names: the plugin, and stand-ins for what DeepSpeed's config makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.deepspeed.config import ZeroConfig
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.settings import RunSettings
+
+if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
+    from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+    from leyden.trainer.accelerator.accelerator import Accelerator
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """DeepSpeed's ZeRO for an Accelerator; `DeepSpeedStrategy` has the same under its own names.
+
+    What is left at None is the config's, or DeepSpeed's default. One owner for each setting: a value that is given here or to the
+    Accelerator, and another one in `hf_ds_config`, are an error that names both.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's config: a mapping, the path of a JSON file, or an object with a `config`. "auto" is filled.
+        gradient_accumulation_steps: batches of a step, for an Accelerator that was given none.
+        gradient_clipping: the engine clips to this norm in each step.
+        zero_stage: what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 if nobody says.
+        is_train_batch_min: of loaders of different batch sizes the least is told to DeepSpeed; False for the largest.
+        offload_optimizer_device: where optimizer state waits: "none", "cpu" or "nvme".
+        offload_param_device: the same for parameters (stage 3).
+        offload_optimizer_nvme_path: folder on the disk.
+        offload_param_nvme_path: folder on the disk.
+        zero3_init_flag: at stage 3 `zero3_init_context_manager()` builds models sharded.
+        zero3_save_16bit_model: kept for scripts: `save_model` gathers the weights in the dtype that they have.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, with commas: gathered as a whole at stage 3.
+        enable_msamp: refused: MS-AMP is no longer kept.
+        msamp_opt_level: of MS-AMP.
+
+    Raises:
+        ConfigurationError: where the Accelerator is made, for what cannot be.
+    """
+
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | Path | None = None
+    offload_param_nvme_path: str | Path | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+    strategy: DeepSpeedStrategy | None = field(default=None, init=False, repr=False)
+
+    def build(self) -> DeepSpeedStrategy:
+        """The strategy, made once."""
+        if self.enable_msamp or self.msamp_opt_level is not None:
+            raise ConfigurationError(
+                "DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer kept; use mixed_precision='fp8' with another strategy, or leave "
+                "it out."
+            )
+        from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+        config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        section = {
+            "deepspeed_config_file": config,
+            "zero_stage": self.zero_stage,
+            "gradient_accumulation_steps": _open(self.gradient_accumulation_steps),
+            "gradient_clipping": _open(self.gradient_clipping),
+            "offload_optimizer_device": self.offload_optimizer_device,
+            "offload_optimizer_nvme_path": self.offload_optimizer_nvme_path,
+            "offload_param_device": self.offload_param_device,
+            "offload_param_nvme_path": self.offload_param_nvme_path,
+            "zero3_init_flag": bool(self.zero3_init_flag),
+            "zero3_save_16bit_model": self.zero3_save_16bit_model,
+            "deepspeed_moe_layer_cls_names": self.transformer_moe_cls_names,
+        }
+        self.strategy = DeepSpeedStrategy.from_accelerate(section)
+        return self.strategy
+
+    @property
+    def deepspeed_config(self) -> dict[str, Any]:
+        """The config as it stands; what DeepSpeed is given in the end is `strategy.final_config()`."""
+        return (self.strategy or self.build()).config.values
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that the config asks for by itself."""
+        config = (self.strategy or self.build()).config
+        return next((name for name in ("bf16", "fp16") if config.given(f"{name}.enabled") is True), None)
+
+    def get_value(self, path: str, default: Any = None) -> Any:
+        """The config's value at a place such as "zero_optimization.stage"."""
+        return (self.strategy or self.build()).config.get(path, default)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Models are built sharded in `zero3_init_context_manager()`."""
+        return bool(self.zero3_init_flag) and (self.strategy or self.build()).stage == 3
+
+    def zero3_init_context_manager(self, enable: bool = True) -> AbstractContextManager[Any]:
+        """A model that is built in it comes sharded, at stage 3; False builds it whole. The Accelerator comes before it."""
+        strategy = self.strategy or self.build()
+        return strategy.model_context() if enable and self.is_zero3_init_enabled() else nullcontext()
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """The plugin to be used: the only one there is."""
+
+    @property
+    def selected(self) -> bool:
+        return True
+
+
+@dataclass
+class DummyOptim:
+    """Stands for the optimizer that DeepSpeed's config makes.
+
+    Attributes:
+        params: of the model.
+        lr: taken where the config says "auto".
+        weight_decay: taken where the config says "auto".
+        kwargs: further parameters of the optimizer, by name, taken where the config says "auto".
+    """
+
+    params: Iterable[Any]
+    lr: float = 0.001
+    weight_decay: float = 0.0
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
+        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+
+
+@dataclass
+class DummyScheduler:
+    """Stands for the scheduler that DeepSpeed's config makes, or that a function makes of DeepSpeed's optimizer.
+
+    Attributes:
+        optimizer: a DummyOptim, or the optimizer.
+        total_num_steps: optimizer steps of the run, taken where the config says "auto".
+        warmup_num_steps: taken where the config says "auto".
+        lr_scheduler_callable: is given the optimizer, and gives a scheduler; the config then has none.
+        kwargs: kept for scripts.
+    """
+
+    optimizer: Any
+    total_num_steps: int | None = None
+    warmup_num_steps: int = 0
+    lr_scheduler_callable: Callable[..., Any] | None = None
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[..., Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
+        self.lr_scheduler_callable, self.kwargs = lr_scheduler_callable, kwargs
+
+
+def _open(value: Any) -> Any:
+    return None if value in (None, "auto", "none") else value
+
+
+def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
+    """The plugin of an Accelerator's arguments.
+
+    Raises:
+        ConfigurationError: for several, since one engine drives one model; for something else.
+    """
+    if plugin is not None and plugins is not None:
+        raise ConfigurationError("deepspeed_plugin and deepspeed_plugins were both given: give one of them.")
+    given = plugins if plugin is None else plugin
+    found = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"{len(found)} DeepSpeed plugins were given ({', '.join(given)}), and one engine drives the model that is trained: give one "
+            "plugin; models that are only evaluated need none: accelerator.prepare_model(model, evaluation_mode=True)."
+        )
+    if found and not isinstance(found[0], DeepSpeedPlugin):
+        raise ConfigurationError(f"deepspeed_plugin={found[0]!r}: give a DeepSpeedPlugin(zero_stage=2), say.")
+    return found[0] if found else None
+
+
+def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
+    """The plugin that scripts find where a strategy of DeepSpeed was given, or came from `leyden launch`; None for others."""
+    config = getattr(strategy, "config", None)
+    if not isinstance(config, ZeroConfig):
+        return None
+    found: Any = strategy
+    plugin = DeepSpeedPlugin(
+        hf_ds_config=config.values,
+        gradient_accumulation_steps=config.given("gradient_accumulation_steps"),
+        gradient_clipping=config.given("gradient_clipping"),
+        zero_stage=config.stage,
+        offload_optimizer_device=config.offloads("optimizer"),
+        offload_param_device=config.offloads("param"),
+        zero3_init_flag=found.zero3_init_flag,
+    )
+    plugin.strategy = found
+    return plugin
+
+
+def accumulation_of(strategy: Any, steps: int) -> int:
+    """Batches of a step: the Accelerator's, else those of DeepSpeed's config. A contradiction is found later, by the strategy."""
+    config = getattr(strategy, "config", None)
+    own = config.given("gradient_accumulation_steps") if isinstance(config, ZeroConfig) else None
+    return int(own) if own is not None and steps == 1 else steps
+
+
+# preparing --------------------------------------------------------------------------------------------------------------
+def is_dummy(entry: Any) -> bool:
+    """True for the stand-ins."""
+    return isinstance(entry, (DummyOptim, DummyScheduler))
+
+
+def settle(accelerator: Accelerator, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
+    """Before an engine is made: what the script and DeepSpeed's config say is brought together, or refused.
+
+    Args:
+        accelerator: whose strategy is DeepSpeed's.
+        objects: of one call of `prepare`: optimizers and schedulers, dummies among them.
+        loaders: that are prepared with them, or before.
+
+    Raises:
+        ConfigurationError: for a contradiction, or a dummy for which the config has no section.
+    """
+    strategy: Any = accelerator.strategy
+    optimizers = [entry for entry in objects if isinstance(entry, DummyOptim)]
+    schedulers = [entry for entry in objects if isinstance(entry, DummyScheduler)]
+    for dummy in optimizers:
+        _fill(strategy.config, "optimizer", {"lr": dummy.lr, "weight_decay": dummy.weight_decay, **dummy.kwargs})
+    for scheduler in schedulers:
+        if scheduler.lr_scheduler_callable is not None:
+            continue
+        owner = scheduler.optimizer
+        rate = owner.lr if isinstance(owner, DummyOptim) else owner.defaults["lr"]
+        known = {
+            "warmup_min_lr": 0.0,
+            "warmup_max_lr": rate,
+            "warmup_num_steps": scheduler.warmup_num_steps,
+            "total_num_steps": scheduler.total_num_steps,
+        }
+        _fill(strategy.config, "scheduler", {name: value for name, value in known.items() if value is not None})
+    sizes = _batch_sizes(accelerator, loaders)
+    chosen = None if not sizes else (min if accelerator.options.train_batch_is_min else max)(sizes)
+    real = [entry for entry in objects if not is_dummy(entry)]
+    made = [entry for entry in real if hasattr(entry, "param_groups")]
+    strategy.check_settings(
+        RunSettings(
+            accumulation=accelerator.gradient_accumulation_steps,
+            batch_size=chosen,
+            optimizers=len(made),
+            schedulers=len(real) - len(made) + sum(entry.lr_scheduler_callable is not None for entry in schedulers),
+        )
+    )
+
+
+def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:
+    """Fills what a section leaves at "auto"; what it says stands."""
+    if config.get(section) is None:
+        name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[section]
+        raise ConfigurationError(
+            f"a {name} was prepared, and the DeepSpeed config has no {section} to stand for: add the section, or prepare a real "
+            f"{section}."
+        )
+    auto = {
+        f"{section}.params.{name}": value
+        for name, value in values.items()
+        if config.get(f"{section}.params.{name}") == "auto"
+    }
+    config.fill(auto)
+
+
+def _batch_sizes(accelerator: Accelerator, loaders: Sequence[Any]) -> list[int]:
+    ranks = accelerator.num_processes if accelerator.split_batches else 1
+    sizes = [getattr(loader, "batch_size", None) for loader in loaders]
+    return [size // ranks for size in sizes if isinstance(size, int)]
+
+
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler"]

@@ -1,0 +1,304 @@
+"""PreparedLoader: a loader of the user's own loop, on this rank's share and device, whose place can be saved and found again."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.accelerator.dispatch import Filled, ListPart
+from leyden.trainer.data.cursor import LoaderCursor, lookahead
+from leyden.trainer.data.rng import rng_state, set_rng_state
+from leyden.trainer.data.sharding import RankBatches
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator.accelerator import Accelerator
+
+State = dict[str, Any]
+
+
+class PreparedLoader:
+    """A loader as `Accelerator.prepare` gives it. What is not here is the loader's own: `dataset`, `collate_fn`, ….
+
+    After `load_state` its next pass continues at the checkpoint's place.
+
+    Args:
+        loader: what this rank reads.
+        accelerator: is told which loader is read.
+        move: brings a batch to the device; None to leave it.
+        given: the loader that `prepare` was given.
+
+    Attributes:
+        iteration: passes that were read to their end: the epoch.
+        position: batches of the current pass that were given.
+        end_of_dataloader: the batch that was given last is the pass's last one.
+    """
+
+    def __init__(
+        self, loader: Iterable[Any], accelerator: Accelerator, move: Callable[[Any], Any] | None, given: Any = None
+    ) -> None:
+        self.given = loader if given is None else given
+        self.exchange(loader)
+        self.iteration = 0
+        self.position = 0
+        self.end_of_dataloader = False
+        self.is_active = False
+        self.pending: State | None = None
+        """The place of a checkpoint, from which the next pass starts."""
+        self.samples: list[tuple[int, int]] | None = None
+        """For each rank: samples in the batch that was given last, and how many of them are no repeats; None if all."""
+        self._rows: set[int] = set()
+        self._accelerator = accelerator
+        self._move = move
+        self._ended = True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_held(self, "given", name), name)
+
+    def __copy__(self) -> PreparedLoader:
+        return self._again(copy.copy(self.given), self.loader)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedLoader:
+        # Its Accelerator and the ranks' strategy are those of the run, not parts of the loader.
+        for shared in (self._accelerator, self._accelerator.strategy):
+            memo[id(shared)] = shared
+        return self._again(copy.deepcopy(self.given, memo), copy.deepcopy(self.loader, memo))
+
+    def _again(self, given: Any, loader: Iterable[Any]) -> PreparedLoader:
+        made = PreparedLoader(loader, self._accelerator, self._move, given)
+        made.set_epoch(self.iteration)
+        return made
+
+    def __reduce__(self) -> Any:
+        """It is pickled as the loader that was prepared, since ranks and devices are those of one process."""
+        return _as_it_is, (self.given,)
+
+    def __repr__(self) -> str:
+        return f"PreparedLoader({self.given!r})"
+
+    def __len__(self) -> int:
+        if self.cursor.length is None:
+            raise TypeError(f"{type(self.given).__name__} has no length")
+        return self.cursor.length
+
+    @property
+    def left(self) -> int | None:
+        """Batches of this pass from the one that was given last on; None where that is not known."""
+        return None if self.cursor.length is None else self.cursor.length - self.position + 1
+
+    @property
+    def is_regular(self) -> bool:
+        """True if every rank is sure to have a full batch now, of the same size."""
+        batches: Any = getattr(self.loader, "batch_sampler", None)
+        if not isinstance(batches, RankBatches) or batches.batch_size is None:
+            return False
+        return self.position < batches.batches_of(len(batches.sampler))  # type: ignore[arg-type]
+
+    def rows_of_samples(self, rows: int) -> int:
+        """Of a tensor's rows those that stand for samples, on one process.
+
+        A loss that a script repeats for each sample of a full batch has too many rows in a last batch that is shorter. Several
+        rows for each sample may come to the same number: these came with the full batches, too.
+
+        Args:
+            rows: of a tensor that belongs to the batch that was given last.
+        """
+        batches: Any = getattr(self.given, "batch_sampler", None)
+        if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
+            return rows
+        size, here = batches.batch_size, len(batches.sampler) % batches.batch_size
+        if batches.drop_last or not here or self.position < len(batches):
+            self._rows.add(rows)
+            return rows
+        several = size % here == 0 and size // here * size in self._rows
+        return rows if rows != size or several else here
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the next pass, told to whatever of sampler and data set has `set_epoch`."""
+        self.iteration = epoch
+
+    def exchange(self, loader: Iterable[Any]) -> None:
+        """Reads another loader from the next pass on."""
+        self.loader = loader
+        # A script that asks to resume at a place means it, whatever it costs its loader.
+        self.cursor = LoaderCursor(loader, allow_replay=True)
+        self._shares = self.cursor.shares
+        self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.read()
+
+    def read(self, skip: int | None = None) -> Iterator[Any]:
+        """A pass from its batch number `skip` on, or where a checkpoint stands."""
+        self._accelerator.synchronise_rng()
+        # Started now, since a plain loader draws its random numbers when its iterator is made.
+        iterator = self._begin(skip)
+        return self._give(iterator)
+
+    def _begin(self, skip: int | None) -> Iterator[Any]:
+        saved, self.pending = self.pending, None
+        self.end_of_dataloader = False
+        if saved is not None:
+            position = saved["position"]
+            goes_on = skip in (None, position, saved.get("asked"))
+            if position == self.cursor.length and skip in (None, 0):
+                # Saved with the epoch's last batch: nothing of it is left, and the next pass is the next epoch.
+                self._finish(saved)
+            elif goes_on:
+                self.position = position
+                return self._resumed(saved)
+            elif skip:
+                self.position = skip
+                return self.cursor.seek(self.iteration, skip, like=saved["place"])
+        if skip and self.cursor.length is not None and skip > self.cursor.length:
+            raise ConfigurationError(
+                f"skip_first_batches(loader, {skip}): the loader has {self.cursor.length} batches."
+            )
+        self.position = skip or 0
+        return self.cursor.seek(self.iteration, skip) if skip else self.cursor.start(self.iteration)
+
+    def _resumed(self, saved: State) -> Iterator[Any]:
+        now = rng_state()
+        iterator = self.cursor.resume(self.iteration, saved["place"])
+        set_rng_state(now)
+        return iterator
+
+    def _finish(self, saved: State) -> None:
+        for _ in self._resumed(saved):
+            pass
+        self.iteration += 1
+
+    def _give(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        total, move, accelerator = self.cursor.length, self._move or _as_it_is, self._accelerator
+        self.is_active, self._ended = True, False
+        accelerator.begin_loader(self)
+        try:
+            if total is None:
+                for batch, self.end_of_dataloader in lookahead(iterator):
+                    self.position += 1
+                    yield move(self._own(batch))
+                    accelerator.end_turn()
+            else:
+                yield from self._counted(iterator, total, move)
+            self.iteration += 1
+            self._ended = True
+        finally:
+            self.is_active = False
+            accelerator.end_loader(self)
+
+    def _counted(self, iterator: Iterator[Any], total: int, move: Callable[[Any], Any]) -> Iterator[Any]:
+        while self.position < total:
+            self.position += 1
+            self.end_of_dataloader = self.position == total
+            try:
+                # Without a name of its own, which would keep the batch in memory through the next one's loading.
+                yield move(self._own(next(iterator)))
+                self._accelerator.end_turn()
+            except StopIteration:
+                warnings.warn(
+                    f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
+                    "or none at all.",
+                    stacklevel=2,
+                )
+                return
+        # The plain loop's last next(), in which a generator finishes and workers are shut down.
+        next(iterator, None)
+
+    def _own(self, batch: Any) -> Any:
+        """The batch itself, which a sharded loader gives with the share that it is of all."""
+        if self._shares:
+            batch, _ = batch
+        if self._counts is not None:
+            self.samples = self._counts.popleft()
+        elif isinstance(batch, Filled):
+            self.samples, batch = self.loader.dataset.counts(batch.last), batch.item  # type: ignore[attr-defined]
+        else:
+            self.samples = self.loader.counts_at(self.position) if isinstance(self.loader, ListPart) else None
+        return batch
+
+    def state_dict(self) -> State:
+        """Where it stands: inside a pass, or between two."""
+        inside = self.is_active
+        if self.pending is not None:
+            return self.pending
+        return {
+            "iteration": self.iteration,
+            "position": self.position if inside else None,
+            "place": self.cursor.state_dict(self.position) if inside else None,
+            "rest": None if inside else self.cursor.rest_state(self._ended),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Takes what `state_dict` gave."""
+        self.iteration = state["iteration"]
+        self.pending = None
+        if state["place"] is not None:
+            self.pending = state
+        else:
+            self.cursor.load_rest_state(state["rest"])
+
+
+class SkippedLoader:
+    """A prepared loader whose passes begin at a batch, counted from the epoch's start."""
+
+    def __init__(self, loader: PreparedLoader, skip: int) -> None:
+        self.loader = loader
+        self.skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_held(self, "loader", name), name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skip)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.read(self.skip)
+
+
+class SkippedBatches:
+    """A loader that is not prepared, from a batch on. Nothing before it is loaded where the order can be sought in."""
+
+    def __init__(self, loader: Iterable[Any], skip: int) -> None:
+        self.loader = loader
+        self.skip = skip
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_held(self, "loader", name), name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skip)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return LoaderCursor(self.loader, allow_replay=True).seek(None, self.skip)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader whose passes begin at a batch.
+
+    Args:
+        dataloader: prepared or not.
+        num_batches: the place in the epoch, from its start. After `load_state` it is the very place at which the checkpoint
+            stands, so nothing is skipped twice.
+
+    Example:
+        >>> list(skip_first_batches([1, 2, 3], 2))
+        [3]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return SkippedLoader(dataloader, num_batches)
+    return SkippedBatches(dataloader, num_batches)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _held(outer: Any, part: str, name: str) -> Any:
+    """What an attribute is looked for in; an object that is just being copied has nothing yet."""
+    if part not in vars(outer):
+        raise AttributeError(name)
+    return vars(outer)[part]

@@ -1,0 +1,276 @@
+"""What an Accelerator's arguments mean: each has an effect, or is refused with what to use instead."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.strategies.precision import MixedPrecision, Precision, find_precision
+from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
+from leyden.trainer.accelerator.fp8_recipes import recipe_of
+from leyden.trainer.accelerator.parallel import ParallelismConfig
+from leyden.trainer.accelerator.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    Handlers,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from leyden.trainer.accelerator.ranks import check_started
+from leyden.trainer.launched import read_launched, with_options, with_recipe
+
+NOT_YET = {
+    "torch_tp_plugin": "tensor parallelism",
+    "megatron_lm_plugin": "Megatron-LM",
+}
+RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
+BOOLEANS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
+
+
+class Options:
+    """The arguments of an Accelerator, checked and put together.
+
+    Args:
+        **given: all of them, by name.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        for name, what in NOT_YET.items():
+            if given[name] is not None:
+                raise ConfigurationError(f"Accelerator({name}=…): {what} is not part of this version. Leave it out.")
+        _compile_plugin(given)
+        _fill(given)
+        self.device_placement: bool = given["device_placement"]
+        self.cpu: bool = given["cpu"] or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        self.step_scheduler_with_optimizer: bool = given["step_scheduler_with_optimizer"]
+        self._converts_outputs: bool = given["convert_outputs"]
+        self.handlers = Handlers(given["kwargs_handlers"])
+        self.data = _data(given)
+        self.accumulation = _accumulation(given)
+        self.project = _project(given)
+        self.rng_types = _rng_types(given["rng_types"])
+        self.backend = _backend(given["dynamo_backend"])
+        self.compile_options: dict[str, Any] = given.get("compile_options", {})
+        """Further arguments of torch.compile, which a launch gives."""
+        self._clips_to: float | None = given.get("clips_to")
+        self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
+        self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
+        self.strategy: str | Strategy = _strategy(given, self.deepspeed)
+        self.mesh: ParallelismConfig | None = given["parallelism_config"]
+        self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
+        self.accumulation.num_steps = accumulation_of(self.strategy, self.accumulation.num_steps)
+        self.precision = self._precision(given["mixed_precision"])
+
+    def _precision(self, wanted: Any) -> Precision | None:
+        scaler = self.handlers.get(GradScalerKwargs)
+        if wanted is None and self.deepspeed is not None:
+            # The config's word, where the script and the environment have none.
+            wanted = os.environ.get("ACCELERATE_MIXED_PRECISION") or self.deepspeed.precision
+        if wanted is None and isinstance(self.strategy, Strategy):
+            found = recipe_of(self.handlers, self.strategy.precision.name)
+        else:
+            name = wanted if wanted is not None else os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+            name = getattr(name, "value", name)
+            found = recipe_of(self.handlers, name) or find_precision(with_recipe(name))
+        if scaler is not None and isinstance(found, MixedPrecision) and found.may_skip:
+            found = MixedPrecision(
+                "16", scaler.init_scale, scaler.growth_factor, scaler.backoff_factor, scaler.growth_interval
+            )
+            # Without one, losses are not scaled and no step is skipped.
+            found.may_skip = scaler.enabled
+        return found
+
+    def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
+        """The plugin of a run that is sharded, also by a strategy's name or a launch: what others read of it, as it is carried out."""
+        settings = getattr(strategy, "settings", None)
+        if not isinstance(settings, Mapping) or "reshard_after_forward" not in settings:
+            return None
+        plugin = self.fsdp or FullyShardedDataParallelPlugin()
+        # Who reads "SHARDED_STATE_DICT" here writes files of Accelerate's own; get_state_dict has whole tensors.
+        return replace(
+            plugin,
+            fsdp_version=2,
+            state_dict_type=plugin.state_dict_type or "FULL_STATE_DICT",
+            activation_checkpointing=settings["activation_checkpointing_policy"] is not None,
+        )
+
+    def autocast(self, precision: Precision, device: torch.device, handler: AutocastKwargs) -> torch.autocast:
+        """autocast with other settings than those of the run."""
+        dtype = precision.dtype if isinstance(precision, MixedPrecision) else None
+        return torch.autocast(
+            device.type, dtype, enabled=handler.enabled and dtype is not None, cache_enabled=handler.cache_enabled
+        )
+
+    def converts_outputs(self, strategy: Strategy) -> bool:
+        """What models return in half precision is converted to float32; an engine's own outputs are left, as elsewhere."""
+        return self._converts_outputs and isinstance(strategy.precision, MixedPrecision) and not strategy.drives_one
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """Those of `Engine`."""
+        from leyden.strategies.launch.environment import rank_environment
+
+        # A script that nobody has started on several ranks is one process, on one device.
+        alone = self.strategy == "auto" and rank_environment() is None
+        return {
+            "strategy": self.strategy,
+            "accelerator": "cpu" if self.cpu else "auto",
+            "precision": self.precision,
+            "devices": 1 if alone else "auto",
+        }
+
+    def apply(self, strategy: Strategy) -> None:
+        """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
+        check_started(strategy)
+        if self.mesh is not None:
+            self.mesh.check(strategy.world_size)
+        if self._clips_to is not None:
+            strategy.clip_each_step(self._clips_to)
+        if self.deepspeed is None:
+            self.deepspeed = plugin_for(strategy)
+        if self.accumulation.sync_each_batch and strategy.drives_one:
+            raise ConfigurationError(
+                f"sync_each_batch=True cannot go with {strategy.name}, whose engine says when gradients are sent: leave it out."
+            )
+        autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
+        if autocast is not None and isinstance(precision, MixedPrecision):
+            precision.use_autocast(functools.partial(self.autocast, precision, strategy.root_device, autocast))
+        group = self.handlers.get(InitProcessGroupKwargs)
+        if group is not None and strategy.world_size > 1:
+            if group.timeout is not None:
+                strategy.timeout = group.timeout  # type: ignore[attr-defined]
+            if group.backend is not None:
+                strategy.process_group_backend = group.backend  # type: ignore[attr-defined]
+        ddp = self.handlers.get(DistributedDataParallelKwargs)
+        if ddp is not None and hasattr(strategy, "ddp_arguments"):
+            strategy.ddp_arguments.update(ddp.arguments())
+            strategy.setup_environment()
+            strategy.comm_hook = ddp.hook()  # type: ignore[attr-defined]
+        else:
+            strategy.setup_environment()
+
+
+def _fill(given: dict[str, Any]) -> None:
+    """What `leyden launch` says takes the place of what the script left at its default, and rank 0 says so."""
+    launched = read_launched()
+    if launched is None:
+        return
+    filled: dict[str, Any] = {}
+    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+    if launched.strategy is not None and given["strategy"] == "auto" and not any(given[name] for name in plugins):
+        filled["strategy"] = launched.strategy
+    if launched.precision is not None and given["mixed_precision"] is None:
+        filled["mixed_precision"] = launched.precision
+    steps = launched.accumulate_grad_batches
+    if steps is not None and given["gradient_accumulation_steps"] == 1 and not given["gradient_accumulation_plugin"]:
+        filled["gradient_accumulation_steps"] = steps
+    if launched.accelerator == "cpu" and not given["cpu"]:
+        filled["cpu"] = True
+    if launched.compile and given["dynamo_backend"] is None:
+        filled["dynamo_backend"] = launched.compile.get("backend", "inductor")
+        given["compile_options"] = {name: value for name, value in launched.compile.items() if name != "backend"}
+    if filled and os.environ.get("RANK", "0") == "0":
+        told = ", ".join(f"{name}={value!r}" for name, value in filled.items())
+        print(f"leyden launch fills {told} (from {launched.source})")
+    if "strategy" in filled and launched.options:
+        filled["strategy"] = with_options(filled["strategy"], launched.options)
+    given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
+    given.update(filled)
+
+
+def _compile_plugin(given: dict[str, Any]) -> None:
+    """Puts a TorchDynamoPlugin's values in the place of `dynamo_backend` and torch.compile's arguments."""
+    plugin = given["dynamo_plugin"]
+    if plugin is None:
+        return
+    if not isinstance(plugin, TorchDynamoPlugin):
+        raise ConfigurationError(f"Accelerator(dynamo_plugin=…) was given {kind_of(plugin)}: give a TorchDynamoPlugin.")
+    if given["dynamo_backend"] is not None:
+        raise ConfigurationError("dynamo_backend and dynamo_plugin were both given: give one of them.")
+    given["dynamo_backend"], given["compile_options"] = plugin.backend, plugin.arguments()
+
+
+def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
+    found = given["dataloader_config"] or DataLoaderConfiguration()
+    own = {name: given[name] for name in BOOLEANS if given[name] is not None}
+    if own and given["dataloader_config"] is not None:
+        raise ConfigurationError(f"{', '.join(own)} and dataloader_config were both given: give one of them.")
+    found = replace(found, **own)
+    if found.dispatch_batches and found.use_stateful_dataloader:
+        raise ConfigurationError("dispatch_batches=True cannot go with use_stateful_dataloader: rank 0 alone reads.")
+    return found
+
+
+def _accumulation(given: dict[str, Any]) -> GradientAccumulationPlugin:
+    steps = given["gradient_accumulation_steps"]
+    plugin: GradientAccumulationPlugin | None = given["gradient_accumulation_plugin"]
+    if plugin is not None:
+        if steps not in (1, plugin.num_steps):
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin of {plugin.num_steps}: give one of them."
+            )
+        return replace(plugin)
+    variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+    if steps == 1 and variable.isdigit():
+        steps = int(variable)
+    return GradientAccumulationPlugin(steps)
+
+
+def _project(given: dict[str, Any]) -> ProjectConfiguration:
+    found = given["project_config"] or ProjectConfiguration()
+    if given["project_dir"] is not None and found.project_dir is None:
+        found.set_directories(given["project_dir"])
+    if found.automatic_checkpoint_naming and found.project_dir is None:
+        raise ConfigurationError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
+    return found
+
+
+def _rng_types(given: Any) -> list[str]:
+    names = [str(getattr(entry, "value", entry)) for entry in given or ()]
+    for name in names:
+        if name not in RNG_TYPES:
+            raise ConfigurationError(f"rng_types has {name!r}. {nearest(name, RNG_TYPES)}")
+    return names
+
+
+def _backend(given: Any) -> str | None:
+    name = str(getattr(given, "value", given) or "no").lower()
+    if name == "no":
+        return None
+    known = [*torch.compiler.list_backends(exclude_tags=()), "inductor"]
+    if name not in known:
+        raise ConfigurationError(f"dynamo_backend={given!r} is not known. {nearest(name, ('no', *sorted(known)))}")
+    return name
+
+
+def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
+    """The strategy that was given, or that of a plugin."""
+    mesh = given["parallelism_config"]
+    if mesh is not None:
+        if not isinstance(mesh, ParallelismConfig):
+            raise ConfigurationError(
+                f"Accelerator(parallelism_config=…) was given {kind_of(mesh)}: give a ParallelismConfig."
+            )
+        if deepspeed is not None or given["strategy"] != "auto":
+            other = "deepspeed_plugin" if deepspeed is not None else "strategy"
+            raise ConfigurationError(f"parallelism_config and {other} were both given: give one of them.")
+        return mesh.build(given["fsdp_plugin"])
+    named = {"fsdp_plugin": given["fsdp_plugin"], "deepspeed_plugin": deepspeed}
+    plugins = {name: plugin for name, plugin in named.items() if plugin is not None}
+    both = [*plugins, *(["strategy"] if given["strategy"] != "auto" else [])]
+    if len(both) > 1:
+        raise ConfigurationError(f"{' and '.join(both)} were both given: give one of them.")
+    for plugin in plugins.values():
+        return plugin.build()  # type: ignore[no-any-return]
+    return given["strategy"]  # type: ignore[no-any-return]

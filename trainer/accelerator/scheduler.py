@@ -1,0 +1,76 @@
+"""The scheduler that `prepare` returns: it counts optimizer steps, on any number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from leyden.trainer.engine.prepared import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from leyden.trainer.accelerator.accelerator import Accelerator
+
+
+class PreparedScheduler:
+    """A scheduler that counts optimizer steps: once each, on any number of ranks, not when a scaler skipped one.
+
+    Args:
+        scheduler: any scheduler.
+        optimizers: the prepared optimizers that it goes with.
+        accelerator: whose windows it follows.
+        with_optimizer: False to step whenever `step` is called.
+    """
+
+    def __init__(
+        self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], accelerator: Accelerator, with_optimizer: bool
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self._accelerator = accelerator
+        self._with_optimizer = with_optimizer
+        self._told_of_end = False
+
+    def __getattr__(self, name: str) -> Any:
+        if "scheduler" not in vars(self):
+            # A copy that is being made asks before it has anything.
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __repr__(self) -> str:
+        return repr(self.scheduler)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Steps, if the accumulation window closes, no optimizer's step was skipped and its `total_steps` are not done."""
+        if self._with_optimizer:
+            accelerator = self._accelerator
+            if not accelerator.sync_gradients:
+                if accelerator.accumulation.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+                    # torch's own check of the order of steps counts calls.
+                    self.scheduler._step_count += 1
+                return
+            if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+                return
+        total = getattr(self.scheduler, "total_steps", None)
+        if total is not None and self.scheduler.last_epoch >= total:
+            self._tell_of_end(total)
+        else:
+            self.scheduler.step(*args, **kwargs)
+
+    def _tell_of_end(self, total: int) -> None:
+        """torch's own raises an error here, in the last step of a run whose length was rounded down."""
+        if not self._told_of_end:
+            self._told_of_end = True
+            warnings.warn(
+                f"{type(self.scheduler).__name__} has done its total_steps={total}; the learning rate stays where it is.",
+                stacklevel=4,
+            )
+
+
+def warn_of_multiplied_schedules(ranks: int) -> None:
+    """Schedulers of scripts that were written for others count calls of all ranks."""
+    warnings.warn(
+        f"schedulers count optimizer steps here, on {ranks} ranks as on one: a warm-up or total that was multiplied by "
+        "num_processes is now too long, so leave the factor out.",
+        stacklevel=4,
+    )

@@ -1,0 +1,150 @@
+"""How a loader of the user's own loop is shared out over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.trainer.accelerator.dispatch import CollateFilled, Dispatched, ListPart, StreamPart
+from leyden.trainer.accelerator.plugins import DataLoaderConfiguration
+from leyden.trainer.data.even import EvenBatches, OwnBatches
+from leyden.trainer.data.rebuild import with_dataset, with_index_sampler
+from leyden.trainer.data.sharding import Order, Ranks
+from leyden.trainer.data.streams import shard
+
+
+class SeedableSampler(RandomSampler):
+    """A shuffle that follows from seed and epoch alone."""
+
+    def __init__(self, sampler: RandomSampler, seed: int) -> None:
+        super().__init__(sampler.data_source, sampler.replacement, None, torch.Generator())
+        if sampler._num_samples is not None:
+            self._num_samples = sampler._num_samples
+        self._seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Seeds the next order."""
+        assert self.generator is not None
+        self.generator.manual_seed((self._seed + epoch) % 2**63)
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A shuffle that follows from a seed and the epoch alone, for loaders of one's own.
+
+    Args:
+        data_source: what is sampled.
+        replacement: of `RandomSampler`.
+        num_samples: of `RandomSampler`.
+        generator: left to be seeded here.
+        data_seed: the seed; torch's initial seed if left out.
+
+    Example:
+        >>> sampler = SeedableRandomSampler(range(4), data_seed=1)
+        >>> first, second = list(sampler), list(sampler)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first != second
+        True
+    """
+
+    def __init__(
+        self,
+        data_source: Any,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator or torch.Generator())
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next pass; each pass counts one on."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        assert self.generator is not None
+        self.generator.manual_seed((self.initial_seed + self.epoch) % 2**63)
+        self.epoch += 1
+        yield from super().__iter__()
+
+
+def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> Any:
+    """What one rank reads of a loader."""
+    if config.use_seedable_sampler:
+        loader = _seedable(loader, torch.initial_seed() if config.data_seed is None else config.data_seed)
+    rank, ranks = strategy.data_rank, strategy.data_size
+    if ranks == 1:
+        return loader
+    if config.dispatch_batches:
+        return Dispatched(loader, strategy, config.split_batches, config.even_batches)
+    if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
+        return _stream(loader, rank, ranks, config)
+    if isinstance(loader, (list, tuple)):
+        return ListPart(loader, rank, ranks, config.even_batches)
+    if not _is_indexed(loader):
+        # The user's own loop cannot be handed a batch of nothing.
+        return shard(loader, Ranks.of(strategy, even=True), asks=False)
+    batches: Any = loader.batch_sampler
+    if isinstance(getattr(batches, "sampler", None), DistributedSampler):
+        return loader
+    kind = EvenBatches if config.even_batches else OwnBatches
+    if type(batches) is not BatchSampler:
+        if config.split_batches:
+            raise ConfigurationError(
+                f"split_batches=True and {kind_of(batches)} of your own: give the loader a batch_size, or leave it out."
+            )
+        return with_index_sampler(loader, kind(Order(batches, strategy.broadcast), rank, ranks, None))
+    size = _own_size(batches.batch_size, ranks, config)
+    order = Order(batches.sampler, strategy.broadcast)
+    return with_index_sampler(loader, kind(order, rank, ranks, size, batches.drop_last))
+
+
+def _own_size(size: int, ranks: int, config: DataLoaderConfiguration) -> int:
+    if not config.split_batches:
+        return size
+    if size % ranks:
+        raise ConfigurationError(
+            f"split_batches=True: a batch of {size} does not divide among {ranks} ranks. Choose a multiple."
+        )
+    return size // ranks
+
+
+def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderConfiguration) -> DataLoader[Any]:
+    """A stream is read by every rank, which keeps its own blocks of it."""
+    # Without a batch size the data set makes the batches, and each of them is one rank's.
+    given = loader.batch_size or 1
+    size = _own_size(given, ranks, config)
+    part = StreamPart(loader.dataset, rank, ranks, size, config.even_batches, loader.drop_last)
+    changed = with_dataset(loader, part)
+    vars(changed)["collate_fn"] = CollateFilled(loader.collate_fn)
+    if size != given:
+        changed = with_index_sampler(changed, BatchSampler(changed.sampler, size, loader.drop_last))
+        vars(changed)["batch_size"] = size
+    return changed
+
+
+def _is_indexed(loader: Any) -> bool:
+    return (
+        isinstance(loader, DataLoader)
+        and loader.batch_sampler is not None
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader).__iter__ is DataLoader.__iter__
+    )
+
+
+def _seedable(loader: Any, seed: int) -> Any:
+    batches: Any = getattr(loader, "batch_sampler", None)
+    if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
+        return loader
+    if type(batches.sampler) is not RandomSampler:
+        return loader
+    sampler = SeedableSampler(batches.sampler, seed)
+    return with_index_sampler(loader, BatchSampler(sampler, batches.batch_size, batches.drop_last))

@@ -1,0 +1,319 @@
+"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's interface, and the user's own classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from leyden.callbacks.silent import Silent
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
+from leyden.trainer.accelerator.collectives import Collectives
+
+if TYPE_CHECKING:
+    from leyden.callbacks.logger import Logger
+
+# Name -> module, class, the package that it needs.
+LOGGERS = {
+    "tensorboard": ("leyden.callbacks.tensorboard", "TensorBoardLogger", "tensorboard"),
+    "wandb": ("leyden.callbacks.wandb_logger", "WandbLogger", "wandb"),
+    "csv": ("leyden.callbacks.csv_logger", "CSVLogger", None),
+    "comet_ml": ("leyden.callbacks.comet_logger", "CometLogger", "comet_ml"),
+    "mlflow": ("leyden.callbacks.mlflow_logger", "MLFlowLogger", "mlflow"),
+}
+# Those that keep their files in a run's folder take the project's name as a folder, the others as a project.
+FOLDERS = ("tensorboard", "csv")
+PROJECT = {"wandb": "project", "comet_ml": "project", "mlflow": "experiment_name"}
+
+
+class GeneralTracker(ABC):
+    """Base class of your own trackers: hand an instance, or the class, to `Accelerator(log_with=...)`.
+
+    A subclass has a `name` and a method `log`; without them it is refused before anything is trained.
+
+    Attributes:
+        name: by which `get_tracker` finds it.
+        requires_logging_directory: it is given a `logging_dir`.
+        main_process_only: only the main rank calls it.
+
+    Example:
+        >>> class Printed(GeneralTracker):
+        ...     name = "printed"
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> Printed().log({"loss": 0.5}, step=1)
+        1 {'loss': 0.5}
+    """
+
+    name: str = ""
+    requires_logging_directory: ClassVar[bool] = False
+    main_process_only: bool = True
+
+    @property
+    def tracker(self) -> Any:
+        """What does the writing: a SummaryWriter, a W&B run, …."""
+        return self
+
+    def start(self) -> None:
+        """Called by `init_trackers`, before anything is logged."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Records the settings of the run."""
+
+    @abstractmethod
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Records values; `kwargs` are those that `Accelerator.log(log_kwargs={name: …})` has for this tracker."""
+
+    def finish(self) -> None:
+        """Closes what is open."""
+
+
+class LoggerTracker(GeneralTracker):
+    """One of Leyden's loggers as a tracker.
+
+    Args:
+        logger: the logger.
+        name: by which it is found.
+    """
+
+    def __init__(self, logger: Logger, name: str | None = None) -> None:
+        self.logger = logger
+        self.name = name or type(logger).__name__
+        self._told_of_texts = False
+
+    @property
+    def tracker(self) -> Any:
+        return self.logger.experiment
+
+    @property
+    def writer(self) -> Any:
+        """The same, by the name that TensorBoard's tracker has in scripts."""
+        return self.logger.experiment
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.logger.log_hyperparams(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        texts = {key: value for key, value in values.items() if isinstance(value, str)}
+        if texts:
+            self._log_texts(texts, step)
+            values = {key: value for key, value in values.items() if key not in texts}
+        if values:
+            self.logger.log_metrics(values, step)
+
+    def _log_texts(self, texts: dict[str, str], step: int | None) -> None:
+        writer: Any = self.logger.experiment
+        if hasattr(writer, "add_text"):
+            for key, value in texts.items():
+                writer.add_text(key, value, global_step=step)
+        elif self.name == "wandb":
+            writer.log(texts)
+        elif not self._told_of_texts:
+            self._told_of_texts = True
+            warnings.warn(
+                f"the tracker {self.name!r} records numbers; {', '.join(texts)} is text and left out.", stacklevel=5
+            )
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Records images: arrays of the shape (N, C, H, W) with 1 or 3 channels, or (N, H, W, C); `dataformats=` says which."""
+        if hasattr(self.logger, "log_image"):
+            for key, images in values.items():
+                self.logger.log_image(key, list(images), step, **kwargs)
+            return
+        writer = self.logger.experiment
+        if not hasattr(writer, "add_images"):
+            raise ConfigurationError(f"the tracker {self.name!r} records no images.")
+        for key, images in values.items():
+            order = "NCHW" if images.shape[1] in (1, 3) else "NHWC"
+            writer.add_images(key, images, global_step=step, **{"dataformats": order, **kwargs})
+
+    def finish(self) -> None:
+        self.logger.finalize("success")
+        if hasattr(self.logger, "finish"):
+            self.logger.finish()
+
+
+class SilentTracker(Silent, GeneralTracker):
+    """What `get_tracker` returns on a rank that writes nothing: every call is accepted and does nothing."""
+
+    name = "silent"
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        return None
+
+
+def chosen(log_with: Any) -> list[Any]:
+    """What `log_with` names: names of loggers, loggers, trackers and classes of trackers.
+
+    Raises:
+        ConfigurationError: if a name is unknown, or something is none of these.
+        MissingExtraError: if its package is not installed.
+    """
+    from leyden.callbacks.logger import Logger
+
+    if log_with is None:
+        return []
+    entries = list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    found: list[Any] = []
+    for entry in entries:
+        entry = getattr(entry, "value", entry) if not isinstance(entry, (str, type)) else entry
+        if entry == "all":
+            found += [name for name in LOGGERS if _is_installed(name)]
+        elif isinstance(entry, str):
+            if entry not in LOGGERS:
+                raise ConfigurationError(f"log_with={entry!r} is not known. {nearest(entry, ('all', *LOGGERS))}")
+            if not _is_installed(entry):
+                raise MissingExtraError(str(LOGGERS[entry][2]), entry, f"log_with={entry!r}")
+            found.append(entry)
+        elif isinstance(entry, (GeneralTracker, Logger)) or _is_tracker_class(entry):
+            _check_complete(entry)
+            found.append(entry)
+        else:
+            raise ConfigurationError(
+                f"log_with holds {entry!r}: give names ({', '.join(LOGGERS)}, 'all'), loggers such as CSVLogger(), or objects of a "
+                "subclass of GeneralTracker."
+            )
+    return list(dict.fromkeys(found))
+
+
+def _check_complete(entry: Any) -> None:
+    """Refuses a tracker that could not be logged to, or not be found."""
+    if isinstance(entry, type) and inspect.isabstract(entry):
+        missing = " and ".join(sorted(entry.__abstractmethods__))  # type: ignore[attr-defined]
+        raise ConfigurationError(
+            f"log_with holds the class {entry.__name__}, which has no {missing}: write def log(self, values, step=None, **kwargs)."
+        )
+    if isinstance(entry, GeneralTracker) and not entry.name:
+        raise ConfigurationError(
+            f'log_with holds {kind_of(entry)} without a name: write name = "mine" into the class, by which get_tracker '
+            "finds it."
+        )
+
+
+def build(
+    entries: Sequence[Any],
+    project_name: str,
+    logging_dir: str | os.PathLike[str] | None,
+    options: Mapping[str, Any],
+    is_writer: bool,
+) -> list[GeneralTracker]:
+    """The trackers of a run.
+
+    Args:
+        entries: what `chosen` gave.
+        project_name: of the run.
+        logging_dir: folder of their files; the working directory if None.
+        options: arguments by the trackers' names.
+        is_writer: this rank writes.
+    """
+    folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
+    built: list[GeneralTracker] = []
+    for entry in entries:
+        if isinstance(entry, GeneralTracker):
+            built.append(entry)
+        elif _is_tracker_class(entry):
+            place = {"logging_dir": folder} if entry.requires_logging_directory else {}
+            built.append(entry(project_name, **place, **options.get(str(entry.name), {})))
+        elif isinstance(entry, str):
+            built.append(LoggerTracker(make_logger(entry, project_name, folder, options.get(entry, {})), entry))
+        else:
+            built.append(LoggerTracker(entry))
+    for tracker in built:
+        # A class may name what it makes.
+        _check_complete(tracker)
+        if isinstance(tracker, LoggerTracker):
+            tracker.logger.is_writer = is_writer
+    unknown = [name for name in options if name not in [tracker.name for tracker in built]]
+    if unknown:
+        raise ConfigurationError(
+            f"init_kwargs has the tracker {unknown[0]!r}. {nearest(unknown[0], [tracker.name for tracker in built])}"
+        )
+    return built
+
+
+def make_logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
+    """A logger by its name, with its files below a folder."""
+    module, kind, _ = LOGGERS[name]
+    arguments: dict[str, Any] = {"name": project_name} if name in FOLDERS else {PROJECT[name]: project_name}
+    if name == "tensorboard":
+        # Where scripts look for it: in the folder of that name itself, not in one for each run.
+        arguments["version"] = ""
+    logger: Logger = getattr(importlib.import_module(module), kind)(**{"save_dir": folder, **arguments, **options})
+    return logger
+
+
+def _is_installed(name: str) -> bool:
+    package = LOGGERS[name][2]
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def _is_tracker_class(entry: Any) -> bool:
+    return isinstance(entry, type) and issubclass(entry, GeneralTracker)
+
+
+class Tracked(Collectives):
+    """The trackers of an Accelerator."""
+
+    trackers: list[GeneralTracker]
+    logging_dir: Any
+
+    def write_due(self) -> None:
+        """See `Accelerator`."""
+
+    def follow_with(self, log_with: Any) -> None:
+        """Takes what is to be tracked with; nothing is begun before `init_trackers`."""
+        self._log_with = chosen(log_with)
+        self.trackers = []
+
+    @property
+    def log_with(self) -> list[Any]:
+        """What is tracked with, as the Accelerator was given it: names, classes, loggers and trackers."""
+        return list(self._log_with)
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begins the run in every tracker of `log_with`.
+
+        Args:
+            project_name: of the run; folder of the trackers that keep one.
+            config: settings to record.
+            init_kwargs: arguments by the trackers' names: `{"wandb": {"tags": ["test"]}}`.
+        """
+        self.trackers = build(self._log_with, project_name, self.logging_dir, init_kwargs or {}, self.is_main_process)
+        for tracker in self._active_trackers():
+            tracker.start()
+            if config is not None:
+                tracker.store_init_configuration(dict(config))
+
+    def _active_trackers(self) -> list[GeneralTracker]:
+        return [tracker for tracker in self.trackers if self.is_main_process or not tracker.main_process_only]
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name; with `unwrap` what does its writing. On ranks that do not write, calls on it do nothing."""
+        for tracker in self.trackers:
+            if tracker.name == name:
+                if tracker not in self._active_trackers():
+                    return SilentTracker()
+                return tracker.tracker if unwrap else tracker
+        known = ", ".join(tracker.name for tracker in self.trackers) or "none: call init_trackers first"
+        raise ConfigurationError(f"there is no tracker {name!r}. Known: {known}.")
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Records values in every tracker."""
+        for tracker in self._active_trackers():
+            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def end_training(self) -> None:
+        """Closes the trackers, once every rank has come here."""
+        self._announce("end_training")
+        self.write_due()
+        for tracker in self._active_trackers():
+            tracker.finish()
+        self.strategy.barrier()

@@ -1,0 +1,144 @@
+"""What ranks exchange without an Accelerator at hand: functions of the names and arguments of `accelerate.utils`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from leyden.strategies.batch import BUILTIN, map_tensors, move_to_device
+from leyden.trainer.accelerator.collectives import Collectives, check_tensors
+from leyden.trainer.accelerator.export import check_object, save_object
+from leyden.trainer.accelerator.ranks import joined
+from leyden.trainer.accelerator.seeds import synchronise
+
+T = TypeVar("T")
+
+
+class World(Collectives):
+    """The ranks that this process is among, with the collectives of an Accelerator.
+
+    Example:
+        >>> World().gather(torch.ones(2)).tolist()
+        [1.0, 1.0]
+    """
+
+    def __init__(self) -> None:
+        self.strategy = joined()
+        self._reading = []
+
+
+def gather(tensor: T) -> T:
+    """See `Accelerator.gather`."""
+    return World().gather(tensor)
+
+
+def gather_object(object: list[Any]) -> list[Any]:
+    """See `Accelerator.gather_object`."""
+    return World().gather_object(object)
+
+
+def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
+    """See `Accelerator.reduce`; the mean if left out, as in `accelerate.utils`."""
+    return World().reduce(tensor, reduction, scale)
+
+
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+    """See `Accelerator.pad_across_processes`."""
+    return World().pad_across_processes(tensor, dim, pad_index, pad_first)
+
+
+def wait_for_everyone() -> None:
+    """Waits until every rank has come here."""
+    World().wait_for_everyone()
+
+
+def broadcast(tensor: T, from_process: int = 0) -> T:
+    """Gives every rank the values of one rank's tensors, in place, and returns them.
+
+    Args:
+        tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
+        from_process: the rank whose values they are.
+    """
+    check_tensors(tensor, "broadcast")
+    world = World()
+
+    def one(part: Tensor) -> Tensor:
+        with torch.no_grad():
+            return part.copy_(world.broadcast(part.detach(), from_process))
+
+    return map_tensors(tensor, one) if world.num_processes > 1 else tensor
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Gives every rank the objects of one rank's list, in place, and returns the list."""
+    object_list[:] = World().broadcast(object_list, from_process)
+    return object_list
+
+
+def send_to_device(
+    tensor: T, device: torch.device | str, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> T:
+    """Brings every tensor of a nested structure to a device.
+
+    Args:
+        tensor: any nested structure.
+        device: where to.
+        non_blocking: kept for scripts: copies run beside the host wherever that is safe.
+        skip_keys: keys of a dict that stay where they are.
+
+    Example:
+        >>> send_to_device({"x": torch.ones(1), "name": "a"}, "cpu")
+        {'x': tensor([1.]), 'name': 'a'}
+    """
+    skipped = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+    if not skipped or type(tensor) not in BUILTIN or not isinstance(tensor, dict):
+        return move_to_device(tensor, device)
+    moved = {key: value if key in skipped else move_to_device(value, device) for key, value in tensor.items()}
+    return moved  # type: ignore[return-value]
+
+
+def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
+    """Sets random numbers to rank 0's: "torch", "cuda", "numpy", "python", and a generator's own under "generator"."""
+    kinds = [str(getattr(kind, "value", kind)) for kind in rng_types]
+    strategy = World().strategy
+    synchronise(strategy, kinds)
+    if generator is not None and "generator" in kinds:
+        generator.set_state(strategy.broadcast(generator.get_state()))
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """See `Accelerator.save`."""
+    check_object(obj)
+    world = World()
+    if world.is_local_main_process if save_on_each_node else world.is_main_process:
+        save_object(obj, f, safe_serialization or None)
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """tqdm's bar, on each machine's first rank alone unless `main_process_only` is False."""
+    from tqdm.auto import tqdm as bar
+
+    if main_process_only and "disable" not in kwargs:
+        kwargs["disable"] = not World().is_local_main_process
+    return bar(*args, **kwargs)
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> nn.Module:
+    """See `Accelerator.unwrap_model`."""
+    from leyden.trainer.accelerator.preparing import unwrap
+
+    return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+
+def convert_to_fp32(tensor: T) -> T:
+    """Converts the tensors of a nested structure that are in half precision to float32."""
+    half = (torch.float16, torch.bfloat16)
+    return map_tensors(tensor, lambda part: part.float() if part.dtype in half else part)

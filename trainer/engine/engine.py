@@ -1,0 +1,234 @@
+"""Engine: what Trainer and Accelerator both drive. It owns the strategy, the accumulation window and what is prepared for them."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies import Strategy, Window, find_strategy
+from leyden.strategies.batch import map_tensors
+from leyden.strategies.precision import Precision, find_precision
+from leyden.trainer.engine.gathering import check_gathered, tell_of_rest
+from leyden.trainer.engine.prepared import PreparedOptimizer
+
+if TYPE_CHECKING:
+    from leyden.strategies.window import BackwardHooks
+    from leyden.trainer.data.sharding import Share
+    from leyden.trainer.engine.debugging import Checker
+
+T = TypeVar("T")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """True for an optimizer like LBFGS, whose step evaluates the loss several times."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+class Engine:
+    """Device, precision, strategy, accumulation window and collectives of one run.
+
+    The Trainer drives it; `Accelerator` is an Engine with the methods that the user's own loop needs.
+
+    Args:
+        strategy: a name or a Strategy.
+        accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
+        precision: a name or a Precision; None leaves a given strategy's own.
+        devices: as of the Trainer.
+        num_nodes: machines.
+    """
+
+    checker: Checker | None = None
+    """In debug mode, compares what ranks bring to a collective before each."""
+
+    def __init__(
+        self,
+        strategy: str | Strategy = "auto",
+        accelerator: str = "auto",
+        precision: str | int | Precision | None = None,
+        devices: Any = "auto",
+        num_nodes: int = 1,
+    ) -> None:
+        keeps_own = isinstance(strategy, Strategy) and precision is None
+        plugin = None if keeps_own else find_precision(precision)
+        self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
+        self.window = Window()
+        self.prepared_optimizers: list[PreparedOptimizer] = []
+        self.stepped = False
+        """An optimizer stepped since the loop cleared this flag."""
+        self.before_step: Callable[[Optimizer], Any] | None = None
+        """Called in manual optimisation, with unscaled gradients, before each step."""
+        self.backward_hooks: BackwardHooks | None = None
+        """Called around `manual_backward`."""
+        self.manual = False
+        self.went_backward = True
+        """`manual_backward` was called in this batch; True as well where nothing depends on it."""
+        self.needs_manual_backward = False
+        """A plain `loss.backward()` would lack what `manual_backward` does, and the user was not warned of it yet."""
+        self.told_of_rest = False
+        """The user was warned that `all_gather` will fail at the end of the epoch."""
+        self.share: Share | None = None
+        """What ranks know of each other's part of the current batch; None between batches, and where nothing is known."""
+
+    @property
+    def precision(self) -> Precision:
+        return self.strategy.precision
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.strategy.root_device
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers themselves, as the strategy holds them."""
+        return [prepared.optimizer for prepared in self.prepared_optimizers]
+
+    # set-up -----------------------------------------------------------------------------------------------------------
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """Brings the module to its device; its optimizers are made after that."""
+        return self.strategy.setup_modules([module])[0]
+
+    def prepare_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> list[PreparedOptimizer]:
+        """Prepares the optimizers of modules that are prepared."""
+        prepared = self.strategy.setup_optimizers(modules, optimizers)
+        self.prepared_optimizers = [PreparedOptimizer(optimizer, self) for optimizer in prepared]
+        return self.prepared_optimizers
+
+    def teardown(self) -> None:
+        """Closes the window and leaves the strategy; optimizers stay for a run that continues."""
+        self.window, self.share = Window(), None
+        self.strategy.teardown()
+
+    # the window -------------------------------------------------------------------------------------------------------
+    def close_window(self) -> None:
+        """Brings the gradients of the window to their mean: over its true length, or over its items."""
+        window = self.window
+        count = window.index + 1
+        if window.num_items is not None and window.first_items is not None:
+            if count > 1:
+                self.strategy.scale_gradients(_ratio(window.first_items, self.strategy.mean_items(window.num_items)))
+        elif count != window.length:
+            self.strategy.scale_gradients(window.length / count)
+
+    def end_batch(self) -> None:
+        """After the batch's work, and its step if the window closes."""
+        window = self.window
+        if window.closes:
+            window.is_open, window.index = False, 0
+        else:
+            window.index += 1
+
+    # steps ------------------------------------------------------------------------------------------------------------
+    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        """Steps one optimizer; in manual optimisation with everything that belongs to a step.
+
+        Args:
+            prepared: the optimizer.
+            closure: evaluates the loss again, for an optimizer that asks for it.
+            **kwargs: further arguments of the optimizer's own `step`.
+        """
+        optimizer, strategy = prepared.optimizer, self.strategy
+        if self.manual:
+            if not self.went_backward and closure is None:
+                self._tell_of_plain_backward()
+            strategy.before_step(optimizer)
+            if self.before_step is not None:
+                self.before_step(optimizer)
+        elif closure is not None and not needs_closure(optimizer):
+            # The gradients are there: the closure would only return the loss, and a gradient scaler takes no closure.
+            closure()
+            closure = None
+        stepped = strategy.step(optimizer, closure, **kwargs)
+        self.stepped = self.stepped or stepped
+        return stepped
+
+    def _tell_of_plain_backward(self) -> None:
+        self.needs_manual_backward, self.went_backward = False, True
+        lacks = [
+            *(["are not exchanged with the other ranks"] if self.strategy.world_size > 1 else []),
+            *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
+        ]
+        warnings.warn(
+            "training_step stepped an optimizer without a call of self.manual_backward. Gradients of a plain loss.backward() "
+            f"{' and '.join(lacks)}: call self.manual_backward(loss) in its place.",
+            stacklevel=5,
+        )
+
+    def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
+        """Clears the gradients of one optimizer."""
+        prepared.optimizer.zero_grad(set_to_none)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
+        self.went_backward = True
+        hooks, weight = self.backward_hooks, self.window.weight
+        # A rank without a sample runs the step for the others: no hook is called, but backward is the module's own.
+        listening = hooks if weight else None
+        for before in listening.on_before_backward if listening is not None else ():
+            before(loss)
+        if weight != 1.0:
+            # 0 * nan is nan: a loss that counts for nothing is replaced.
+            loss = loss * weight if weight else torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
+        if hooks is not None and hooks.backward is not None:
+            kwargs["own"] = hooks.backward
+        self.strategy.backward(loss, *args, **kwargs)
+        for after in listening.on_after_backward if listening is not None else ():
+            after()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass in the run's precision."""
+        from contextlib import nullcontext
+
+        context = self.precision.forward_context
+        return nullcontext() if context is None else context()
+
+    # collectives ------------------------------------------------------------------------------------------------------
+    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
+        """Stacks tensors of any nested structure over the ranks: (world_size, *shape).
+
+        Raises:
+            ConfigurationError: where a rank cannot take part, or has tensors of other shapes.
+        """
+        if self.checker is not None and group is None:
+            self.checker.compare("all_gather", data)
+        elif self.strategy.world_size > 1:
+            check_gathered(self.strategy, self.share, data, group)
+            if self.share is not None and self.share.rest and not self.told_of_rest:
+                self.told_of_rest = tell_of_rest(self.strategy, self.share, data)
+        return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank `src`."""
+        if self.checker is not None:
+            self.checker.compare("broadcast", None)
+        return self.strategy.broadcast(obj, src)
+
+    def check_parameters(self, modules: Iterable[nn.Module]) -> None:
+        """Names optimizers' parameters that no module has any more: they would be stepped without effect."""
+        from leyden.strategies.errors import ConfigurationError
+
+        known = {id(p) for module in modules for p in module.parameters()}
+        for number, optimizer in enumerate(self.optimizers):
+            owned = [p for group in self.strategy.parameter_groups(optimizer) for p in group]
+            if owned and known and not any(id(p) in known for p in owned):
+                raise ConfigurationError(
+                    f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of this module. Make it in "
+                    "configure_optimizers, from self.parameters()."
+                )
+
+
+def _ratio(first: Tensor | float, total: Tensor | float) -> Tensor | float:
+    """In float64 where there is one: torch divides whole numbers in float32, which is too coarse for 64-true."""
+    if isinstance(total, Tensor) and total.device.type != "mps":
+        total = total.double()
+    return first / total

@@ -1,0 +1,169 @@
+"""What `configure_optimizers` may return, parsed into one form; and when schedulers step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from leyden.strategies.errors import ConfigurationError, kind_of, nearest
+from leyden.trainer.logging.logs import Value
+
+FORMS = (
+    "return an optimizer, a list of them, ([optimizers], [schedulers]), ([optimizers], scheduler), {'optimizer': …, "
+    "'lr_scheduler': …}, a list of such dicts, or None"
+)
+SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+
+
+@dataclass(slots=True)
+class SchedulerConfig:
+    """A scheduler and when it steps.
+
+    Attributes:
+        scheduler: any object with `step` and `state_dict`.
+        interval: after an optimizer step, or at the end of an epoch.
+        frequency: every so many of those.
+        monitor: name of the logged value that a plateau scheduler steps on.
+        strict: raise when that value was never logged; otherwise warn and leave the scheduler as it is.
+        name: the name that LearningRateMonitor logs it under.
+        reduce_on_plateau: it is stepped with the monitored value, after validation.
+    """
+
+    scheduler: Any
+    interval: Literal["epoch", "step"] = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    name: str | None = None
+    reduce_on_plateau: bool = False
+
+    def due(self, interval: str, count: int) -> bool:
+        """True if it steps at the end of the `count`-th step or epoch, counted from 1."""
+        return self.interval == interval and count % self.frequency == 0
+
+    def monitored(self, metrics: Mapping[str, Value]) -> float | None:
+        """The value it steps on, read back.
+
+        Raises:
+            ConfigurationError: if it was never logged, and the scheduler is strict.
+        """
+        assert self.monitor is not None
+        if self.monitor in metrics:
+            return float(metrics[self.monitor])
+        message = (
+            f"{type(self.scheduler).__name__} monitors {self.monitor!r}, which has not been logged. "
+            f"{nearest(self.monitor, metrics) if metrics else 'Nothing has been logged yet.'} "
+            "Log it before the scheduler steps, or set 'strict': False."
+        )
+        if self.strict:
+            raise ConfigurationError(message)
+        import warnings
+
+        warnings.warn(message, stacklevel=2)
+        return None
+
+
+def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Brings what `configure_optimizers` returned to one form.
+
+    Args:
+        configured: what it returned.
+        automatic: False in manual optimisation, where the module steps its schedulers with values of its own, so that none
+            needs a monitor.
+
+    Raises:
+        ConfigurationError: if it has another form; names the fix.
+    """
+    if configured is None:
+        return [], []
+    if isinstance(configured, Optimizer):
+        return [configured], []
+    if isinstance(configured, Mapping):
+        return _from_dicts([configured], automatic)
+    if isinstance(configured, (list, tuple)):
+        if len(configured) == 2 and isinstance(configured[0], (list, tuple)):
+            optimizers, rest = list(configured[0]), configured[1]
+            entries = rest if isinstance(rest, (list, tuple)) else [] if rest is None else [rest]
+            schedulers = [_scheduler(entry, automatic) for entry in entries]
+            _check_optimizers(optimizers)
+            _check_schedulers(schedulers, optimizers)
+            return optimizers, schedulers
+        if configured and all(isinstance(part, Mapping) for part in configured):
+            return _from_dicts(configured, automatic)
+        _check_optimizers(configured)
+        return list(configured), []
+    raise ConfigurationError(f"configure_optimizers returned {kind_of(configured)}: {FORMS}.")
+
+
+def _from_dicts(parts: Sequence[Mapping[str, Any]], automatic: bool) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    optimizers: list[Any] = []
+    schedulers: list[SchedulerConfig] = []
+    for part in parts:
+        if "optimizer" not in part:
+            raise ConfigurationError(
+                f"configure_optimizers returned a dict without 'optimizer' (keys {list(part)}): {FORMS}."
+            )
+        for key in part:
+            if key not in ("optimizer", "lr_scheduler", "monitor"):
+                raise ConfigurationError(
+                    f"configure_optimizers returned a dict with the key {key!r}. "
+                    f"{nearest(key, ('optimizer', 'lr_scheduler', 'monitor'))}"
+                )
+        optimizers.append(part["optimizer"])
+        if part.get("lr_scheduler") is not None:
+            schedulers.append(_scheduler(part["lr_scheduler"], automatic, part.get("monitor")))
+    _check_optimizers(optimizers)
+    _check_schedulers(schedulers, optimizers)
+    return optimizers, schedulers
+
+
+def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> SchedulerConfig:
+    values = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
+    for key in values:
+        if key not in SCHEDULER_KEYS:
+            raise ConfigurationError(f"lr_scheduler has the unknown key {key!r}. {nearest(key, SCHEDULER_KEYS)}")
+    if "scheduler" not in values:
+        raise ConfigurationError(
+            "lr_scheduler is a dict without 'scheduler': {'scheduler': scheduler, 'interval': 'step'}."
+        )
+    scheduler = values["scheduler"]
+    if isinstance(scheduler, Optimizer) or not callable(getattr(scheduler, "step", None)):
+        raise ConfigurationError(
+            f"lr_scheduler is {kind_of(scheduler)}, which is no scheduler: give one of torch.optim.lr_scheduler, or an "
+            "object with step, state_dict and load_state_dict, and override lr_scheduler_step if it takes arguments."
+        )
+    values.setdefault("monitor", monitor)
+    values.setdefault("reduce_on_plateau", isinstance(scheduler, ReduceLROnPlateau))
+    config = SchedulerConfig(**values)
+    if config.interval not in ("epoch", "step"):
+        raise ConfigurationError(f"lr_scheduler has interval={config.interval!r}: use 'epoch' or 'step'.")
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise ConfigurationError(f"lr_scheduler has frequency={config.frequency!r}: use a whole number from 1.")
+    if automatic and config.reduce_on_plateau and config.monitor is None:
+        raise ConfigurationError(
+            f"{type(scheduler).__name__} needs a value to watch: return {{'scheduler': scheduler, 'monitor': 'val_loss'}} as "
+            "lr_scheduler."
+        )
+    return config
+
+
+def _check_optimizers(optimizers: Sequence[Any]) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigurationError(
+                f"configure_optimizers returned {kind_of(optimizer)} where an optimizer belongs: {FORMS}."
+            )
+
+
+def _check_schedulers(schedulers: Sequence[SchedulerConfig], optimizers: Sequence[Optimizer]) -> None:
+    for config in schedulers:
+        owner = getattr(config.scheduler, "optimizer", None)
+        if isinstance(config.scheduler, LRScheduler) and all(owner is not optimizer for optimizer in optimizers):
+            raise ConfigurationError(
+                f"{type(config.scheduler).__name__} was made for an optimizer that configure_optimizers does not return: its "
+                "steps would have no effect. Return that optimizer too."
+            )

@@ -1,0 +1,1 @@
+"""The bytes of a checkpoint: encodings, tensors, files and their manifest. Knows neither ranks nor the Trainer."""

@@ -1,0 +1,83 @@
+"""What can go wrong with a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
+
+# What code raises that is handed something else than it expects. LeydenError is one of them, and says already what is wrong.
+_MISFITS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError)
+
+
+class CheckpointError(LeydenError):
+    """A checkpoint that cannot be written, or that must not be read.
+
+    Args:
+        path: the file or folder it is about.
+        reason: one sentence on what is wrong, and what to do.
+
+    Attributes:
+        path: the same, as a `Path`.
+        reason: the same.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str) -> None:
+        super().__init__(f"{os.fspath(path)}: {reason}")
+        self.path = Path(path)
+        self.reason = reason
+
+
+class OtherRankError(CheckpointError):
+    """Another rank could not do its part of a checkpoint; that rank's own error is the one that tells."""
+
+    of_another_rank = True
+
+
+class UnsupportedStateError(ConfigurationError, TypeError):
+    """State of a kind that a checkpoint cannot hold.
+
+    Args:
+        where: the key path, such as `callbacks['Queue']['items'][3]`.
+        kind: what stands there.
+        hint: what to do about it.
+
+    Attributes:
+        where: the same.
+        kind: the same.
+    """
+
+    def __init__(self, where: str, kind: str, hint: str = "Save tensors, numbers, strings or nests of them.") -> None:
+        super().__init__(f"{where} is {kind}, which a checkpoint cannot hold without pickle. {hint}")
+        self.where = where
+        self.kind = kind
+
+
+@contextmanager
+def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
+    """Whatever state from a file provokes in the block is raised as a CheckpointError that names the file and the entry.
+
+    Args:
+        path: the file.
+        where: the entry that is read or taken back; "" for the whole file.
+
+    Example:
+        >>> with blame("run/user.json", "order"):
+        ...     {}["at"]
+        Traceback (most recent call last):
+        ...
+        leyden.trainer.format.errors.CheckpointError: run/user.json: order cannot be taken back (KeyError: 'at').
+    """
+    try:
+        yield
+    except StateError as error:
+        key = f"{where}: {error.key}" if where else error.key
+        raise CheckpointError(path, f"{key} {error.reason}.") from error
+    except LeydenError:
+        raise
+    except _MISFITS as error:
+        reason = f"cannot be taken back ({type(error).__name__}: {error})."
+        raise CheckpointError(path, f"{where} {reason}" if where else reason) from error

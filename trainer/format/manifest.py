@@ -1,0 +1,227 @@
+"""The manifest: what belongs to a checkpoint, byte for byte. A folder without one does not exist."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leyden.trainer.format.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+MODEL = "model.safetensors"
+LAYOUT = "layout.json"
+OPTIMIZERS = "optimizer.json"
+PROGRESS = "progress.json"
+# Entries of a state dict that are no tensors, from `get_extra_state`.
+EXTRA = "model-extra"
+# Beside the owners of hyperparameters: what was left out of them, and which argument held them.
+KEPT = "kept"
+
+FORMAT = 1
+CHUNK = 64 * 1024 * 1024
+MIN_CHUNK = 4 * 1024
+# A manifest takes 70 bytes per 64 MiB chunk: this is enough for 60 TB.
+_MAX_MANIFEST = 64 * 1024 * 1024
+_KIND = "leyden checkpoint"
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Size of a file and the SHA-256 of each of its chunks; an empty file has none."""
+
+    size: int
+    sha256: tuple[str, ...]
+    chunk: int = CHUNK
+
+    def chunks(self) -> Iterator[tuple[int, int, str]]:
+        """Start, end and digest of each chunk."""
+        for index, digest in enumerate(self.sha256):
+            yield index * self.chunk, min((index + 1) * self.chunk, self.size), digest
+
+
+class ChunkHasher:
+    """Works out a file's entry from its bytes, in order."""
+
+    def __init__(self, chunk: int = CHUNK) -> None:
+        self._chunk = chunk
+        self._size = 0
+        self._done: list[str] = []
+        self._hash = hashlib.sha256()
+
+    def update(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        while len(view):
+            piece = view[: self._chunk - self._size % self._chunk]
+            self._hash.update(piece)
+            self._size += len(piece)
+            view = view[len(piece) :]
+            if self._size % self._chunk == 0:
+                self._done.append(self._hash.hexdigest())
+                self._hash = hashlib.sha256()
+
+    def entry(self) -> FileEntry:
+        open_chunk = [self._hash.hexdigest()] if self._size % self._chunk else []
+        return FileEntry(self._size, (*self._done, *open_chunk), self._chunk)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says.
+
+    Attributes:
+        files: every other file of the folder, by its name relative to it.
+        save_counter: 1 for the first checkpoint in its parent folder; the newest has the highest.
+        saved_at: when it was saved, in UTC, ISO 8601.
+        progress: a summary: epoch and global_step.
+        world_size: ranks that wrote it.
+        strategy: name of the strategy that wrote it.
+        versions: of leyden and torch.
+        format: version of the format on disk.
+    """
+
+    files: Mapping[str, FileEntry]
+    save_counter: int
+    saved_at: str
+    progress: Mapping[str, Any]
+    world_size: int
+    strategy: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """The file's bytes. The first line holds the digest of all that follows it, so that no bit can change unseen."""
+        rest: dict[str, Any] = {
+            "kind": _KIND,
+            "format": self.format,
+            "save_counter": self.save_counter,
+            "saved_at": self.saved_at,
+            "progress": dict(self.progress),
+            "world_size": self.world_size,
+            "strategy": self.strategy,
+            "versions": dict(self.versions),
+            "files": {
+                name: {"size": entry.size, "chunk": entry.chunk, "sha256": list(entry.sha256)}
+                for name, entry in sorted(self.files.items())
+            },
+        }
+        body = json.dumps(rest, indent=1, allow_nan=False)[1:].encode()
+        return _head(body) + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Reads and checks what `to_bytes` wrote.
+
+        Raises:
+            ValueError: if a bit differs, or it is no manifest; says why.
+        """
+        if not data.startswith(_HEAD):
+            raise ValueError("it is not a manifest")
+        size = len(_head(b""))
+        if _head(data[size:]) != data[:size]:
+            raise ValueError("its digest does not match: it was damaged or edited")
+        try:
+            parsed = json.loads(data)
+            if parsed["kind"] != _KIND or int(parsed["format"]) > FORMAT:
+                raise ValueError(f"its format {parsed['format']} is newer than this Leyden: update leyden to read it")
+            files = {
+                str(name): FileEntry(
+                    int(entry["size"]), tuple(str(digest) for digest in entry["sha256"]), int(entry.get("chunk", CHUNK))
+                )
+                for name, entry in parsed["files"].items()
+            }
+            found = cls(
+                files=files,
+                save_counter=int(parsed["save_counter"]),
+                saved_at=str(parsed["saved_at"]),
+                progress=dict(parsed["progress"]),
+                world_size=int(parsed["world_size"]),
+                strategy=str(parsed["strategy"]),
+                versions=dict(parsed["versions"]),
+                format=int(parsed["format"]),
+            )
+        except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from error
+        for name, entry in found.files.items():
+            reason = unsafe(name)
+            if reason:
+                raise ValueError(f"it lists the file {name!r}, {reason}")
+            if entry.size < 0 or entry.chunk < 1 or len(entry.sha256) != -(-entry.size // entry.chunk):
+                raise ValueError(f"it lists {name!r} with {entry.size} bytes and {len(entry.sha256)} checksums")
+        return found
+
+
+_HEAD = b'{"digest": "'
+
+
+def _head(body: bytes) -> bytes:
+    return _HEAD + hashlib.sha256(body).hexdigest().encode() + b'",\n'
+
+
+MAX_PARTS = 4_000_000
+"""Lists and dicts that a JSON file of state may have."""
+
+
+def parts_in(data: bytes) -> int:
+    """How many lists and dicts JSON has at most."""
+    return data.count(b"[") + data.count(b"{")
+
+
+def unsafe(name: str) -> str | None:
+    """Why a file of that name must not be touched, or None if it may be."""
+    if name.startswith("/") or ":" in name or "\\" in name or "\0" in name:
+        return "which is not a plain relative name"
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        return "which leads out of the checkpoint or is not a plain relative name"
+    return None
+
+
+def open_inside(folder: Path, name: str) -> tuple[int, int]:
+    """Opens a regular file inside a folder; returns its descriptor and its size.
+
+    Raises:
+        CheckpointError: if it is missing, no regular file, or reached through a link that leaves the folder.
+    """
+    path = folder / name
+    reason = unsafe(name)
+    if reason:
+        raise CheckpointError(path, f"the checkpoint asks for the file {name!r}, {reason}.")
+    try:
+        real = path.resolve(strict=True)
+        if not real.is_relative_to(folder.resolve()):
+            raise CheckpointError(path, "is a link that leaves the checkpoint's folder. Copy the file into it.")
+        # Without O_NONBLOCK a FIFO in place of a file would hang the open.
+        flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
+        descriptor = os.open(real, flags)
+    except FileNotFoundError as error:
+        raise CheckpointError(path, "is missing. The checkpoint is damaged: use another one.") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(path, f"cannot be opened ({error}).") from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CheckpointError(path, "is not a regular file. The checkpoint is damaged: use another one.")
+    return descriptor, status.st_size
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: if it is missing or damaged.
+    """
+    descriptor, size = open_inside(folder, MANIFEST)
+    with os.fdopen(descriptor, "rb") as file:
+        if size > _MAX_MANIFEST:
+            raise CheckpointError(folder / MANIFEST, f"has {size} bytes, too many for a manifest.")
+        try:
+            return Manifest.from_bytes(file.read())
+        except ValueError as error:
+            raise CheckpointError(folder / MANIFEST, f"cannot be trusted: {error}.") from error
+        except OSError as error:
+            raise CheckpointError(folder / MANIFEST, f"cannot be read ({error}).") from error

@@ -1,0 +1,246 @@
+"""Tensors that lie in a checkpoint as one or more shards: where each lies, and reading just the part that is wanted.
+
+Of every stored tensor the checkpoint tells its *table*: `{"dtype": …, "shape": […], "shards": [[file, key, offsets, sizes], …]}`.
+Offsets say where the shard begins in the whole tensor; a shard that is the whole has no sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.safefile import CheckedFile, memory_of, read_header
+from leyden.trainer.format.tensors import DTYPES, dtype_named
+
+Table: TypeAlias = dict[str, Any]
+Sizes: TypeAlias = tuple[int, ...]
+# Replicated tensors of fewer bytes stay one file, written by rank 0.
+SPREAD_FROM = 64 * 1024 * 1024
+# What is read beside the place where it belongs, at a time.
+_BATCH = 64 * 1024 * 1024
+
+
+def whole_table(tensor: Tensor, file: str, key: str) -> Table:
+    """The table of a tensor that is one shard."""
+    shape = list(tensor.shape)
+    return {"dtype": _name(tensor.dtype), "shape": shape, "shards": [[file, key, [0] * len(shape)]]}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def file_name(stem: str, number: int, count: int) -> str:
+    """The name of the `number`-th of `count` files, as transformers has it; one alone has no number."""
+    return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) -> dict[str, int]:
+    """Which rank writes each of some tensors that all have: as many bytes each, and all on rank 0 where they are few.
+
+    Args:
+        tensors: by key.
+        movable: keys of those that are alike on all ranks; the others are rank 0's.
+        ranks: how many there are.
+
+    Example:
+        >>> spread({"a": torch.zeros(9), "b": torch.zeros(5), "c": torch.zeros(4)}, "abc", 2)
+        {'a': 0, 'b': 0, 'c': 0}
+    """
+    sizes = {key: tensor.numel() * tensor.element_size() for key, tensor in tensors.items()}
+    if sum(sizes.values()) < SPREAD_FROM:
+        return dict.fromkeys(tensors, 0)
+    chosen = {key: 0 for key in tensors if key not in movable}
+    load = [0] * ranks
+    load[0] = sum(sizes[key] for key in chosen)
+    for key in sorted((key for key in tensors if key in movable), key=lambda key: (-sizes[key], key)):
+        rank = load.index(min(load))
+        chosen[key] = rank
+        load[rank] += sizes[key]
+    return chosen
+
+
+def check_spec(spec: SavedState, others: Mapping[str, SavedState]) -> None:
+    """Refuses what `layout.json` cannot say of a tensor.
+
+    Args:
+        spec: of one tensor.
+        others: of all, by name.
+
+    Raises:
+        StateError: names the entry.
+    """
+    if "alias_of" in spec:
+        if "alias_of" in others.get(spec.text("alias_of"), spec):
+            raise StateError(spec.path("alias_of"), "names no tensor that is stored")
+        return
+    _check_form(spec)
+    parts = spec.nested("parts")
+    if not parts.entries:
+        raise StateError(spec.path("parts"), "is empty")
+    for part in parts.entries:
+        table = parts.nested(part)
+        _check_form(table)
+        for number, shard in enumerate(table.items("shards")):
+            where = table.path(f"shards[{number}]")
+            if not isinstance(shard, list) or len(shard) not in (3, 4) or not all(type(n) is str for n in shard[:2]):
+                raise StateError(where, "must be a file, a key, offsets and sizes")
+            for sizes in shard[2:]:
+                _check_sizes(where, sizes)
+
+
+def _check_form(spec: SavedState) -> None:
+    if spec.text("dtype") not in DTYPES:
+        raise StateError(spec.path("dtype"), f"is {brief(spec.value('dtype'))}, and no dtype that this Leyden knows")
+    _check_sizes(spec.path("shape"), spec.value("shape"))
+
+
+def _check_sizes(where: str, sizes: Any) -> None:
+    if not isinstance(sizes, list) or not all(type(size) is int and 0 <= size < 2**62 for size in sizes):
+        raise StateError(where, f"is {brief(sizes)}, and must be a list of sizes")
+
+
+# reading ----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True, eq=False)
+class Want:
+    """A part of a stored tensor, and the tensor that it is read into.
+
+    Attributes:
+        table: of the stored tensor.
+        offsets: where the part begins in it.
+        target: of the part's shape, on any device.
+    """
+
+    table: Table
+    offsets: Sizes
+    target: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """What one shard has of a part: rows of the shard, and their place in the target."""
+
+    key: str
+    want: Want
+    begin: Sizes
+    sizes: Sizes
+    target: Tensor
+
+
+def fill(open_file: Callable[[str], CheckedFile], wants: Iterable[Want]) -> None:
+    """Reads parts of tensors into their targets: only the shards, and of those only the rows, that they need.
+
+    Raises:
+        CheckpointError: if a file is damaged or lacks a tensor.
+        ValueError: if tables and files contradict each other; also KeyError and TypeError.
+    """
+    by_file: dict[str, list[_Piece]] = {}
+    for want in wants:
+        for name, piece in _pieces(want):
+            by_file.setdefault(name, []).append(piece)
+    for name in sorted(by_file):
+        with open_file(name) as file:
+            try:
+                _read_pieces(file, by_file[name])
+            except (ValueError, RuntimeError, TypeError) as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(file.path, f"does not hold what the checkpoint says ({error}).") from error
+
+
+def _pieces(want: Want) -> list[tuple[str, _Piece]]:
+    shape, sizes = tuple(want.table["shape"]), tuple(want.target.shape)
+    if len(shape) != len(want.offsets) or any(
+        start < 0 or start + size > end for start, size, end in zip(want.offsets, sizes, shape, strict=True)
+    ):
+        raise ValueError(f"a part of {sizes} at {want.offsets} is wanted of a tensor of shape {shape}")
+    found = []
+    boxes = []
+    for name, key, offsets, *rest in want.table["shards"]:
+        extent = tuple(rest[0]) if rest else shape
+        if not all(type(number) is int and number >= 0 for number in (*offsets, *extent)):
+            raise ValueError(f"a shard of {extent} lies at {offsets}")
+        begin = tuple(max(a, b) for a, b in zip(offsets, want.offsets, strict=True))
+        end = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, extent, want.offsets, sizes, strict=True))
+        if any(stop <= start for start, stop in zip(begin, end, strict=True)):
+            continue
+        overlap = tuple(stop - start for start, stop in zip(begin, end, strict=True))
+        place = want.target
+        for dim, (start, base, size) in enumerate(zip(begin, want.offsets, overlap, strict=True)):
+            place = place.narrow(dim, start - base, size)
+        inside = tuple(start - base for start, base in zip(begin, offsets, strict=True))
+        boxes.append((begin, end))
+        found.append((name, _Piece(key, want, inside, overlap, place)))
+    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel() or _overlap(boxes):
+        # Shards that overlap elsewhere leave as many elements unread, which would be whatever the memory held.
+        raise ValueError(f"the shards of a tensor of shape {shape} do not fill a part of {sizes} at {want.offsets}")
+    return found
+
+
+def _overlap(boxes: list[tuple[Sizes, Sizes]]) -> bool:
+    """True if two boxes, each given by its begin and its end, have an element in common."""
+    open_ones: list[tuple[Sizes, Sizes]] = []
+    for begin, end in sorted(boxes):
+        # Only those that reach into the rows where this one begins: few, since shards are mostly cut by rows.
+        open_ones = [box for box in open_ones if not begin or box[1][0] > begin[0]]
+        for other_begin, other_end in open_ones:
+            if all(max(a, b) < min(c, d) for a, b, c, d in zip(begin, other_begin, end, other_end, strict=True)):
+                return True
+        open_ones.append((begin, end))
+    return False
+
+
+def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
+    header = read_header(file)
+    for piece in pieces:
+        if piece.key not in header:
+            raise ValueError(f"there is no tensor {piece.key!r}, which the checkpoint says is there")
+    targets: list[tuple[int, memoryview]] = []
+    aside: list[tuple[Tensor, _Piece]] = []
+    size = 0
+    for piece in sorted(pieces, key=lambda piece: header[piece.key][2]):
+        dtype, shape, offset = header[piece.key]
+        if dtype != dtype_named(piece.want.table["dtype"]) or len(shape) != len(piece.sizes):
+            raise ValueError(f"{piece.key!r} is stored as {dtype} {shape}")
+        if any(start + n > end for start, n, end in zip(piece.begin, piece.sizes, shape, strict=True)):
+            raise ValueError(f"{piece.key!r} of shape {shape} has no part of {piece.sizes} at {piece.begin}")
+        dim, first = _rows(shape, piece)
+        target = piece.target.detach()
+        # Rows that are wanted in their whole width lie in the file as they do in memory.
+        spans = tuple(shape[dim + 1 :]) == piece.sizes[dim + 1 :]
+        if not (spans and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()):
+            target = torch.empty((*piece.sizes[: dim + 1], *shape[dim + 1 :]), dtype=dtype)
+            aside.append((target, piece))
+            size += target.numel() * target.element_size()
+        targets.append((offset + first * dtype.itemsize, memory_of(target)))
+        if size >= _BATCH:
+            _flush(file, targets, aside)
+            size = 0
+    _flush(file, targets, aside)
+
+
+def _rows(shape: Sizes, piece: _Piece) -> tuple[int, int]:
+    """The dimension whose rows are read, the first of which more than one is wanted; and the first element of them."""
+    dim = next((dim for dim, size in enumerate(piece.sizes) if size != 1), max(len(shape) - 1, 0))
+    first = sum(start * math.prod(shape[at + 1 :]) for at, start in enumerate(piece.begin[: dim + 1]))
+    return dim, first
+
+
+def _flush(file: CheckedFile, targets: list[tuple[int, memoryview]], aside: list[tuple[Tensor, _Piece]]) -> None:
+    file.fill(targets)
+    for rows, piece in aside:
+        part = rows
+        for dim, size in enumerate(piece.sizes):
+            if part.shape[dim] != size:
+                part = part.narrow(dim, piece.begin[dim], size)
+        piece.target.detach().copy_(part)
+    targets.clear()
+    aside.clear()

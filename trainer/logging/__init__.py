@@ -1,0 +1,1 @@
+"""What `self.log` records, how it is reduced over batches and ranks, and the rows that loggers are given."""

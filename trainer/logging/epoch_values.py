@@ -1,0 +1,265 @@
+"""Epoch values over the ranks: all that was logged in an epoch travels in one message."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.logging import metrics
+from leyden.trainer.logging.logs import Reduced, Value, as_number, read_back
+
+if TYPE_CHECKING:
+    from leyden.trainer.logging.logs import Entry
+
+HEADER = 4
+"""Numbers before the values of a message: data rank, digest of the keys, length, bytes of metric states."""
+FIRST_CAPACITY = 1024
+"""Numbers that fit in the first message (8 KiB). Where they do not, a second one follows, and later ones are larger."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """What identifies a logged value, the same on all ranks.
+
+    Attributes:
+        event: the hook that logs it.
+        name: its name.
+        epoch_name: the name of its epoch value.
+        reduction: how it is reduced; of a metric, its class and states.
+        logger: loggers are given it.
+        prog_bar: the bar shows it.
+        loader: index of its loader; -1 where there is one only.
+        has_batch: it is logged with a batch, so not on ranks that had none.
+    """
+
+    event: str
+    name: str
+    epoch_name: str
+    reduction: str
+    logger: bool
+    prog_bar: bool
+    loader: int
+    has_batch: bool
+
+    @classmethod
+    def of(cls, entry: Entry) -> Key:
+        reduction = entry.reduce_fx if isinstance(entry.reduce_fx, str) else "a function"
+        if entry.metric is not None:
+            reduction = metrics.description(entry.metric)
+        place = (entry.loader, entry.has_batch)
+        return cls(entry.event, entry.name, entry.epoch_name, reduction, entry.logger, entry.prog_bar, *place)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What one rank sent.
+
+    Attributes:
+        index: the rank.
+        numbers: for each key what it logged: sum and weight, an extreme, or all values.
+        states: of its metrics, by key.
+    """
+
+    index: int
+    numbers: dict[Key, list[float]]
+    states: dict[Key, list[metrics.PartState]]
+
+
+class EpochValues:
+    """Reduces the values of a group over the ranks.
+
+    Ranks that logged the same names need one all_gather, and one more where torchmetrics objects are among them. Both
+    go between the hosts: loggers and callbacks read the values anyway, and so they are read back once, all together.
+
+    Args:
+        strategy: whose ranks these are.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._capacity = FIRST_CAPACITY
+
+    def reduce(
+        self, entries: Sequence[Entry], idle: frozenset[int]
+    ) -> tuple[dict[int, Value | None], list[tuple[Key, Value]]]:
+        """Reduces what was logged on all ranks, each by its own `reduce_fx`.
+
+        Args:
+            entries: this rank's, of one group, with something in them. Those with sync_dist=False stay as they are.
+            idle: indices of the loaders of which this rank had no batch; -1 for the only one.
+
+        Returns:
+            The values by `id` of the entries, and those that only other ranks logged, since this one had no batch.
+
+        Raises:
+            ConfigurationError: on every rank, if one of them logged other names.
+        """
+        shared = [entry for entry in entries if entry.sync_dist is not False]
+        own = dict(sorted(((Key.of(entry), entry) for entry in shared), key=lambda pair: pair[0]))
+        ranks, alike = self._exchange(own, idle)
+        results = {key: self._reduced(key, entry, ranks) for key, entry in own.items()}
+        foreign = [] if alike else self._told_by_others(results)
+        values = {id(entry): value_of_this_rank(entry) for entry in entries if entry.sync_dist is False}
+        return values | {id(entry): results[key] for key, entry in own.items()}, foreign
+
+    def _exchange(self, own: Mapping[Key, Entry], idle: frozenset[int]) -> tuple[list[Rank], bool]:
+        """What every rank logged, and whether all logged the same names."""
+        strategy, keys = self._strategy, list(own)
+        of_metrics = [key for key, entry in own.items() if entry.metric is not None]
+        states = metrics.pack([own[key].metric for key in of_metrics])
+        numbers, digest = _numbers(own), _digest(keys)
+        rows = self._gather([float(strategy.data_rank), digest, 0.0, float(states.numel()), *numbers])
+        names = [(keys, of_metrics)] * len(rows)
+        alike = all(row[1] == digest for row in rows)
+        if not alike:
+            told = strategy.all_gather_object((keys, of_metrics, idle))
+            _check([(keys, idle) for keys, _, idle in told])
+            names = [(keys, of_metrics) for keys, of_metrics, _ in told]
+        messages = _gather_bytes(strategy, states, [int(row[3]) for row in rows])
+        ranks: dict[int, Rank] = {}
+        for index, (row, message, (keys, of_metrics)) in enumerate(zip(rows, messages, names, strict=True)):
+            told_states = dict(zip(of_metrics, metrics.unpack(message), strict=True))
+            # Ranks that share their data would count it several times: the first of them speaks.
+            ranks.setdefault(int(row[0]), Rank(index, _by_key(keys, row[HEADER:]), told_states))
+        return list(ranks.values()), alike
+
+    def _gather(self, message: list[float]) -> list[list[float]]:
+        """The messages of all ranks, whose lengths may differ."""
+        while True:
+            message[2] = float(len(message))
+            row = torch.zeros(self._capacity, dtype=torch.float64)
+            row[: min(len(message), self._capacity)] = torch.tensor(message[: self._capacity], dtype=torch.float64)
+            rows = self._strategy.all_gather(row, group=self._strategy.host_group).tolist()
+            longest = int(max(row[2] for row in rows))
+            if longest <= self._capacity:
+                return [row[: int(row[2])] for row in rows]
+            # All ranks see this, and have room for twice as much from now on.
+            self._capacity = 2 * longest
+
+    def _reduced(self, key: Key, entry: Entry, ranks: Sequence[Rank]) -> Value | None:
+        members = self._members(entry)
+        ranks = [rank for rank in ranks if members is None or rank.index in members]
+        if entry.metric is not None:
+            states = {rank.index: rank.states[key] for rank in ranks if key in rank.states}
+            return as_number(entry.name, metrics.compute(entry.metric, states))
+        return combined(entry, [rank.numbers[key] for rank in ranks if key in rank.numbers])
+
+    def _members(self, entry: Entry) -> list[int] | None:
+        """The ranks that an entry is reduced over; None for all of them."""
+        if entry.ranks_in is None:
+            return None
+        from torch.distributed import GroupMember, get_process_group_ranks
+
+        if entry.ranks_in is GroupMember.NON_GROUP_MEMBER:
+            return [self._strategy.global_rank]
+        return get_process_group_ranks(entry.ranks_in)
+
+    def _told_by_others(self, results: Mapping[Key, Value | None]) -> list[tuple[Key, Value]]:
+        """The values of loaders of which this rank had no batch."""
+        known: dict[Key, Value] = {}
+        for told in self._strategy.all_gather_object(
+            {key: value for key, value in results.items() if value is not None}
+        ):
+            for key, value in told.items():
+                known.setdefault(key, value)
+        return [(key, value) for key, value in sorted(known.items(), key=lambda pair: pair[0]) if key not in results]
+
+
+def over_ranks(strategy: Strategy) -> EpochValues | None:
+    """What reduces epoch values under a strategy; None where all data goes to one rank."""
+    return EpochValues(strategy) if strategy.data_size > 1 else None
+
+
+def combined(entry: Entry, told: Sequence[list[float]]) -> Value | None:
+    """One value of what several ranks logged under an entry's name, by its `reduce_fx`."""
+    reduction = entry.reduce_fx
+    if isinstance(reduction, Reduced):
+        warnings.warn(
+            f"{entry.name!r} is reduced by a function, which a resumed run knows again when it is logged: the value of "
+            "this epoch, of which nothing was left to do, is left out.",
+            stacklevel=2,
+        )
+        return None
+    if callable(reduction):
+        # In the order of global batches, as one process would have them.
+        longest = max(map(len, told))
+        values = [numbers[turn] for turn in range(longest) for numbers in told if turn < len(numbers)]
+        return as_number(entry.name, reduction(torch.tensor(values, dtype=torch.float64)))
+    totals = torch.tensor([numbers[0] for numbers in told], dtype=torch.float64)
+    if reduction == "mean":
+        return totals.sum() / math.fsum(numbers[1] for numbers in told)
+    return totals.sum() if reduction == "sum" else totals.amax() if reduction == "max" else totals.amin()
+
+
+def value_of_this_rank(entry: Entry) -> Value | None:
+    """The value of an entry that ranks keep to themselves."""
+    return entry.result() if entry.metric is None else as_number(entry.name, metrics.compute_alone(entry.metric))
+
+
+def _numbers(own: Mapping[Key, Entry]) -> list[float]:
+    """What the entries hold, each as its length and so many numbers; with one read-back."""
+    values: list[Value] = []
+    lengths: list[int] = []
+    for entry in own.values():
+        found: list[Value] = []
+        if entry.metric is None and isinstance(entry.reduce_fx, str):
+            assert entry.total is not None
+            found = [entry.total, entry.weight] if entry.reduce_fx == "mean" else [entry.total]
+        elif entry.metric is None:
+            found = entry.values
+        values += found
+        lengths.append(len(found))
+    read = iter(read_back({str(number): value for number, value in enumerate(values)}).values())
+    return [number for length in lengths for number in (float(length), *(next(read) for _ in range(length)))]
+
+
+def _by_key(keys: Sequence[Key], numbers: Sequence[float]) -> dict[Key, list[float]]:
+    found: dict[Key, list[float]] = {}
+    start = 0
+    for key in keys:
+        end = start + 1 + int(numbers[start])
+        found[key] = list(numbers[start + 1 : end])
+        start = end
+    return found
+
+
+def _digest(keys: Sequence[Key]) -> float:
+    """48 bits, which a float64 holds exactly."""
+    return float(int.from_bytes(hashlib.blake2b(repr(keys).encode(), digest_size=6).digest(), "little"))
+
+
+def _gather_bytes(strategy: Strategy, message: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The bytes of all ranks, whose sizes are known; nothing is sent where there are none."""
+    longest = max(sizes)
+    if longest == 0:
+        return [message] * len(sizes)
+    row = torch.zeros(longest, dtype=torch.uint8)
+    row[: message.numel()] = message
+    rows = strategy.all_gather(row, group=strategy.host_group)
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
+
+
+def _check(told: Sequence[tuple[Sequence[Key], frozenset[int]]]) -> None:
+    """Names the ranks that logged other names, unless they had no batch to log them with."""
+    everything = sorted({key for keys, _ in told for key in keys})
+    missing: dict[int, list[str]] = {}
+    for rank, (keys, idle) in enumerate(told):
+        known = set(keys)
+        lacks = [key for key in everything if key not in known and not (key.has_batch and key.loader in idle)]
+        if lacks:
+            missing[rank] = [f"{key.name!r} ({key.reduction}, in {key.event})" for key in lacks]
+    if missing:
+        found = "; ".join(f"rank {rank} did not log {', '.join(names)}" for rank, names in missing.items())
+        raise ConfigurationError(
+            f"the ranks logged different values in this epoch: {found}, which another rank did. Log the same names, in the same way, "
+            "on every rank, or give self.log(..., sync_dist=False) to what a rank keeps to itself."
+        )

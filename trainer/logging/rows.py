@@ -1,0 +1,77 @@
+"""Rows of logged values on their way to the loggers: read back from the device many at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.logging.logs import Value, read_back
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+Row: TypeAlias = "tuple[int, Mapping[str, Value]]"
+BLOCK = 100
+"""Steps of an evaluation whose values wait on the device for one read-back."""
+
+
+def send_rows(trainer: Trainer, rows: Sequence[Row]) -> None:
+    """Sends rows, each a step with its values, to the loggers, with one read-back for all of them.
+
+    A value that the user logged as "step" is the step itself, as in Lightning, and one logged as "epoch" stands in the place of
+    the run's own.
+
+    Raises:
+        ConfigurationError: if the value logged as "step" is no number that a step could have.
+    """
+    # Asked for once: the Trainer looks for them among its callbacks.
+    loggers = trainer.loggers
+    if not (loggers and trainer.is_global_zero):
+        return
+    read = read_back({(place, name): value for place, (_, values) in enumerate(rows) for name, value in values.items()})
+    for place, (step, values) in enumerate(rows):
+        numbers = {name: read[place, name] for name in values}
+        if "step" in numbers:
+            step = _whole(numbers.pop("step"))
+        if "epoch" not in numbers:
+            numbers["epoch"] = float(trainer.progress.epoch)
+        trainer.logs.nans.note(numbers, step)
+        for logger in loggers:
+            logger.log_metrics(numbers, step=step)
+
+
+def _whole(x: float) -> int:
+    if not math.isfinite(x):
+        raise ConfigurationError(f"self.log('step', {x}): loggers take it as the step, so log a finite number.")
+    return int(x)
+
+
+class StepRows:
+    """What an evaluation logs by step: a row for every batch, kept on the device and sent a block at a time.
+
+    Args:
+        trainer: whose loggers are sent the rows.
+        stage: "validation" or "test".
+    """
+
+    def __init__(self, trainer: Trainer, stage: str) -> None:
+        self._trainer, self._logs, self._stage = trainer, trainer.logs, stage
+        self._rows: list[Row] = []
+
+    def add(self, step: int) -> None:
+        """Takes the values of the current batch."""
+        if self._stage not in self._logs.stepping:
+            return
+        values = self._logs.step_values(self._stage)
+        if values:
+            self._rows.append((step, values))
+            if len(self._rows) == BLOCK:
+                self.send()
+
+    def send(self) -> None:
+        """Sends what has been kept."""
+        rows, self._rows = self._rows, []
+        if rows:
+            send_rows(self._trainer, rows)

@@ -1,0 +1,254 @@
+"""Makes the Trainer's parts from its arguments: callbacks, loggers, precision, and torch's own switches."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from leyden.callbacks.base import Callback, in_order
+from leyden.callbacks.gradient_accumulation import GradientAccumulation
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.silent import SilentLogger
+from leyden.callbacks.timer import parse_duration
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.ported import ported
+from leyden.strategies.precision import Precision
+from leyden.trainer.arguments import Arguments
+from leyden.trainer.datamodule import DataModule
+from leyden.trainer.events.hooks import overrides
+from leyden.trainer.launched import as_launched, with_recipe
+from leyden.trainer.module import TrainModule
+from leyden.trainer.run.callback_list import check_callbacks
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def precision_of(arguments: Arguments) -> Any:
+    """The precision, from its own argument or from plugins; None to leave a given strategy's own."""
+    plugins = _as_list(arguments.plugins)
+    for plugin in plugins:
+        if not isinstance(plugin, Precision):
+            raise ConfigurationError(
+                f"plugins: {kind_of(plugin)} is no plugin that this version knows: {ported(plugin, 'give a Precision')}."
+            )
+    if len(plugins) + (arguments.precision is not None) > 1:
+        raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
+    if plugins:
+        return plugins[0]
+    if isinstance(arguments.strategy, Strategy):
+        return with_recipe(arguments.precision)
+    return with_recipe(arguments.precision) if arguments.precision is not None else "32-true"
+
+
+def build_callbacks(arguments: Arguments) -> list[Callback]:
+    """The callbacks that were given, and those that other arguments ask for.
+
+    Raises:
+        ConfigurationError: if something is no callback, or is asked for twice.
+    """
+    callbacks = _as_list(arguments.callbacks)
+    check_callbacks(callbacks, "callbacks")
+    if len({id(callback) for callback in callbacks}) < len(callbacks):
+        raise ConfigurationError("callbacks holds the same callback twice: give it once.")
+    _add_accumulation(callbacks, arguments)
+    _add_loggers(callbacks, arguments)
+    _add_defaults(callbacks, arguments)
+    return list(in_order(callbacks))
+
+
+def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
+    found = [callback for callback in callbacks if isinstance(callback, GradientAccumulation)]
+    if len(found) > 1 or (found and arguments.accumulate_grad_batches > 1):
+        raise ConfigurationError(
+            "accumulation was asked for more than once: give accumulate_grad_batches or one GradientAccumulation callback."
+        )
+    if arguments.accumulate_grad_batches > 1:
+        callbacks.append(GradientAccumulation(arguments.accumulate_grad_batches))
+
+
+def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
+    wanted = arguments.logger
+    loggers = [] if isinstance(wanted, bool) else _as_list(wanted)
+    check_loggers(loggers, f"logger={wanted!r}")
+    loggers = loggers_of(callbacks) + [one for one in loggers if all(one is not callback for callback in callbacks)]
+    if wanted is True and not loggers:
+        from leyden.callbacks.tensorboard import TensorBoardLogger
+
+        loggers = [TensorBoardLogger()]
+    if arguments.barebones:
+        loggers = []
+    elif arguments.fast_dev_run:
+        loggers = [SilentLogger() for _ in loggers]
+    callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)] + loggers
+
+
+def check_loggers(loggers: Sequence[Any], where: str) -> None:
+    """Refuses what is no logger.
+
+    Raises:
+        ConfigurationError: names the first one.
+    """
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            fix = f"use True, False, or loggers such as CSVLogger(); {kind_of(logger)} is none"
+            raise ConfigurationError(f"{where}: {ported(logger, fix)}.")
+
+
+def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silent: bool) -> list[Callback]:
+    """The callbacks with other loggers in place of those among them; with silent ones in a run that writes nothing."""
+    check_loggers(loggers, "trainer.logger")
+    others = [callback for callback in callbacks if not isinstance(callback, Logger)]
+    return list(in_order(others + ([SilentLogger() for _ in loggers] if silent else list(loggers))))
+
+
+def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
+    """Imported here: a run without them does not pay for them."""
+    if arguments.enable_checkpointing or arguments.callbacks:
+        from leyden.callbacks.model_checkpoint import ModelCheckpoint
+
+        has = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+        if arguments.enable_checkpointing and not has:
+            callbacks.append(ModelCheckpoint())
+        elif has and not arguments.enable_checkpointing and not arguments.fast_dev_run:
+            raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
+    if arguments.enable_progress_bar:
+        from leyden.callbacks.progress_bar import ProgressBar, TQDMProgressBar
+
+        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+        if len(bars) > 1:
+            raise ConfigurationError(
+                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would draw over "
+                "each other: give one."
+            )
+        if not bars:
+            callbacks.append(TQDMProgressBar())
+    if arguments.enable_model_summary:
+        from leyden.callbacks.model_summary import ModelSummary
+
+        if not any(isinstance(callback, ModelSummary) for callback in callbacks):
+            callbacks.append(ModelSummary())
+
+
+def unwrapped(model: Any) -> tuple[TrainModule, Any]:
+    """The module itself, and the `torch.compile` wrapper around it, if any: the module's steps are compiled with its options.
+
+    Raises:
+        ConfigurationError: if it is no TrainModule.
+    """
+    model = as_launched(model)
+    inner = getattr(model, "_orig_mod", None)
+    compiled, model = (None, model) if inner is None else (model, inner)
+    if not isinstance(model, TrainModule):
+        fix = f"give an instance, {model.__name__}()" if isinstance(model, type) else "subclass leyden.TrainModule"
+        raise ConfigurationError(
+            f"the Trainer needs a TrainModule, and was given {kind_of(model)}: {ported(model, fix)}."
+        )
+    return model, compiled
+
+
+def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
+    """Refuses what is no DataModule, and one beside loaders, before anything runs."""
+    if datamodule is not None and any(loader is not None for loader in loaders):
+        raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
+    if datamodule is not None and not isinstance(datamodule, DataModule):
+        raise ConfigurationError(
+            f"datamodule is {kind_of(datamodule)}: {ported(datamodule, 'give an instance of a leyden.DataModule')}."
+        )
+
+
+def to_evaluate(trainer: Trainer, stage: str, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+    """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, loaders
+    check_datamodule(datamodule, stage, loaders)
+    if model is None:
+        if type(trainer.module) is TrainModule:
+            raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")
+        model = trainer.module
+        if datamodule is None and loaders is None:
+            datamodule = trainer.datamodule
+    return model, loaders, datamodule
+
+
+def check_steps(module: TrainModule, stage: str) -> None:
+    """Finds a missing step of the module before anything runs."""
+    name = type(module).__name__
+    if stage == "fit":
+        for method in ("training_step", "configure_optimizers"):
+            if not overrides(module, method, TrainModule):
+                raise ConfigurationError(f"{name} has no {method}: write it, fit needs it.")
+        if not module.training:
+            warnings.warn(
+                f"{name} is in eval mode and is trained so: call module.train() first if that is not meant.",
+                stacklevel=4,
+            )
+    own = overrides(module, "predict_step", TrainModule) or overrides(module, "forward", nn.Module)
+    if stage == "predict" and not own:
+        raise ConfigurationError(f"{name} has no predict_step and no forward: write one of them, predict needs it.")
+
+
+def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None:
+    """Warns of a fit that changes no weight, which may be meant."""
+    if not optimizers:
+        warnings.warn(
+            f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return one, such as "
+            "torch.optim.AdamW(self.parameters(), lr=1e-3).",
+            stacklevel=4,
+        )
+
+
+@contextmanager
+def runtime_settings(arguments: Arguments) -> Iterator[None]:
+    """Sets torch's switches (deterministic, benchmark, …) for the duration of a run, and puts them back afterwards."""
+    variable = os.environ.get(CUBLAS)
+    was = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.benchmark,
+    )
+    if arguments.deterministic:
+        # cuBLAS reads this when it makes its first workspace; without it torch refuses its matrix products.
+        os.environ.setdefault(CUBLAS, ":4096:8")
+    if arguments.deterministic is not None:
+        torch.use_deterministic_algorithms(bool(arguments.deterministic), warn_only=arguments.deterministic == "warn")
+    if arguments.benchmark is not None:
+        torch.backends.cudnn.benchmark = arguments.benchmark
+    elif arguments.deterministic:
+        torch.backends.cudnn.benchmark = False
+    try:
+        with torch.autograd.set_detect_anomaly(arguments.detect_anomaly or torch.is_anomaly_enabled()):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(was[0], warn_only=was[1])
+        torch.backends.cudnn.benchmark = was[2]
+        if variable is None:
+            os.environ.pop(CUBLAS, None)
+
+
+def loggers_of(callbacks: list[Callback]) -> list[Logger]:
+    return [callback for callback in callbacks if isinstance(callback, Logger)]
+
+
+def accumulation_of(callbacks: list[Callback]) -> GradientAccumulation | None:
+    return next((callback for callback in callbacks if isinstance(callback, GradientAccumulation)), None)
+
+
+def seconds_of(value: Any) -> float | None:
+    """Seconds of a duration; None for a value that is not a duration."""
+    return None if value is None or isinstance(value, (int, float)) else parse_duration(value).total_seconds()
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,171 @@
+"""The loaders of a run, from arguments, DataModule or module: checked, limited, sharded, and wrapped in a LoaderCursor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import Dataset
+
+from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.ported import ported
+from leyden.trainer.data.combined import CombinedLoader, holds_loaders
+from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
+from leyden.trainer.data.sharding import Ranks
+from leyden.trainer.data.streams import shard
+from leyden.trainer.datamodule import DataModule
+from leyden.trainer.events.hooks import overrides
+from leyden.trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
+
+
+class Sources:
+    """The loaders of one run, fetched when they are first needed.
+
+    Args:
+        trainer: holds module, DataModule and limits.
+        **given: loaders handed to `fit`, `validate`, `test` or `predict`, by "train", "val", "test", "predict".
+    """
+
+    def __init__(self, trainer: Trainer, **given: Any) -> None:
+        self.trainer = trainer
+        self.given = given
+        self.sizes: dict[str, int | list[int | None] | None] = {}
+        """Batches of each kind of loader, as limited, once they were fetched."""
+        self.train_loader: Any = None
+        self.fetched: dict[str, Any] = {}
+        """What the loaders of each kind are from, as it was given."""
+
+    def has(self, kind: str) -> bool:
+        """True if there are loaders of that kind, and a step for them."""
+        return self._owner(kind) is not None and self._has_step(kind)
+
+    def _has_step(self, kind: str) -> bool:
+        module = self.trainer.module
+        return module.predict_step is not None if kind == "predict" else overrides(module, STEPS[kind], TrainModule)
+
+    def _owner(self, kind: str) -> Any:
+        name = f"{kind}_dataloader"
+        if self.given.get(kind) is not None:
+            return self.given
+        datamodule = self.trainer.datamodule
+        if datamodule is not None and overrides(datamodule, name, DataModule):
+            return datamodule
+        return self.trainer.module if overrides(self.trainer.module, name, TrainModule) else None
+
+    def _fetch(self, kind: str) -> Any:
+        owner = self._owner(kind)
+        if owner is None:
+            stage, module = STAGES[kind], type(self.trainer.module).__name__
+            raise ConfigurationError(
+                f"there is no {kind} loader: give one to Trainer.{stage}, or write {kind}_dataloader in {module} or a DataModule."
+            )
+        loaders = self.given[kind] if owner is self.given else getattr(owner, f"{kind}_dataloader")()
+        if loaders is None:
+            fix = "return a loader" if kind == "train" else "return a loader, or [] for none"
+            raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: {fix}.")
+        self.fetched[kind] = loaders
+        return loaders
+
+    def training(self) -> tuple[LoaderCursor, int | None]:
+        """The training data, and its number of batches in an epoch (None where the loader does not know)."""
+        arguments = self.trainer.arguments
+        loader = self._fetch("train")
+        if isinstance(loader, (dict, list, tuple)) and holds_loaders(loader):
+            loader = CombinedLoader(loader, "max_size_cycle")
+        _check_iterable("train", loader)
+        if arguments.overfit_batches:
+            loader = without_shuffle(loader)
+        check_not_empty(loader, "train")
+        loader = self._sharded(self.trainer.strategy.wrap_loader(loader), True)
+        cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
+        count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
+        self.train_loader = loader
+        known = cursor.length is not None
+        self.sizes["train"] = count
+        return cursor, count if known else None
+
+    def _sharded(self, loader: Any, trains: bool) -> Any:
+        """This rank's share of a loader, where there are several ranks, or a global batch to keep."""
+        strategy, arguments = self.trainer.strategy, self.trainer.arguments
+        even, whole = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
+        if strategy.data_size == 1 and whole is None:
+            return loader
+        foreign = not arguments.use_distributed_sampler
+        # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
+        return shard(loader, Ranks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
+
+    def limited(self, length: int) -> int | None:
+        """How many of so many training batches `limit_train_batches` leaves."""
+        return batches_of(self.trainer.arguments.limit_train_batches, length, "limit_train_batches")
+
+    def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
+        """The loaders of an evaluation, each with its limit; none where it is not wanted, or a validation in fit has no step."""
+        self.sizes[kind] = []
+        optional = kind == "val" and self.trainer.state.stage == "fit"
+        name = f"limit_{kind}_batches"
+        limit = getattr(self.trainer.arguments, name)
+        if limit == 0 or (optional and self._owner(kind) is None):
+            return []
+        if not self._has_step(kind):
+            message = (
+                f"there is a {kind} loader, and {type(self.trainer.module).__name__} has no {STEPS[kind]}: write one."
+            )
+            if not optional:
+                raise ConfigurationError(message)
+            if self.trainer.module.validation_step is not None:
+                warnings.warn(message, stacklevel=2)
+            return []
+        found = self._fetch(kind)
+        if isinstance(found, (list, tuple, Mapping)) and not found:
+            if not optional:
+                warnings.warn(f"Trainer.{STAGES[kind]} was given no loader, and runs nothing.", stacklevel=2)
+            return []
+        overfits = optional and self.trainer.arguments.overfit_batches
+        result: list[tuple[LoaderCursor, int | None]] = []
+        for loader, most in _flat(found):
+            _check_iterable(kind, loader)
+            check_not_empty(loader, kind)
+            if overfits:
+                loader = without_shuffle(loader)
+            if kind == "val":
+                warn_if_shuffled(loader, kind)
+            cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader), False))
+            count = batches_of(limit, cursor.length, name)
+            result.append((cursor, most if count is None or (most is not None and most < count) else count))
+        self.sizes[kind] = [count for _, count in result]
+        return result
+
+
+def _flat(loaders: Any) -> list[tuple[Any, int | None]]:
+    """The loaders of an evaluation, which run one after the other, each with its own limit.
+
+    A CombinedLoader of another mode than "sequential" is one loader.
+    """
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return list(zip(loaders.flattened, loaders.limits, strict=True))
+    if isinstance(loaders, Mapping):
+        return [part for value in loaders.values() for part in _flat(value)]
+    if isinstance(loaders, (list, tuple)) and holds_loaders(loaders):
+        return [part for value in loaders for part in _flat(value)]
+    return [(loaders, None)]
+
+
+def _check_iterable(kind: str, loader: Any) -> None:
+    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        raise ConfigurationError(
+            f"the {kind} loader is {kind_of(loader)}, over which nothing can iterate: "
+            f"{ported(loader, 'give a DataLoader, or any iterable of batches')}."
+        )
+    if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
+        raise ConfigurationError(
+            f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: give "
+            "DataLoader(dataset, batch_size=…)."
+        )
