@@ -2,9 +2,8 @@
 
     from leyden.strategies import DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy, MixedPrecision
 
-`base.py` is the contract. One file each: `single.py`, `ddp.py`, `fsdp.py` (with `sharding/`), `deepspeed.py` (with `zero/`),
-`xla.py` and `xla_ddp.py` (with `spmd/`); `process_group.py` is what those with several ranks share, `launch/` starts ranks, and
-`precision/` has the dtypes.
+`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `deepspeed/` and `xla/` have a folder each.
+`process_group.py` is what strategies with several ranks share, `launch/` starts ranks, and `precision/` has the dtypes.
 """
 
 from __future__ import annotations

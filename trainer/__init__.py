@@ -1,18 +1,22 @@
-"""The loop: Trainer, TrainModule, DataModule and what they are made of.
+"""The Trainer, the Accelerator, and the rooms of one run.
 
-Where to start: `hooks.py` gives the order of a run, `loops/fit.py` is the loop, `loops/step.py` what a batch does to the weights.
-Then `trainer.py`, which puts the parts together, and `engine.py`, which Trainer and Accelerator both drive.
+Start with `events/hooks.py`, which gives the order of a run. `loops/fit.py` is the loop, and `loops/step.py` turns one batch
+into an optimizer step. `trainer.py` puts the parts of a run together.
 
+    trainer.py view.py                       the Trainer and what callbacks read of it
     module.py datamodule.py hparams.py       what users subclass
-    arguments.py parts.py launched.py        the Trainer's arguments, and the parts made of them
-    optimization.py prepared.py              optimizers and schedulers
-    logs.py epoch_values.py metrics.py       `self.log`
-    sources.py transfer.py data/             loaders, and the way of a batch to the device
-    checkpoint/                              saving and resuming
-    agreement.py differences.py gathering.py debugging.py     what several ranks must agree on
-    launching.py signals.py ending.py        how a run starts its ranks, and how it ends
-    accelerator.py own_loop/                 the Accelerator, for the user's own training loop
+    arguments.py given.py launched.py        the Trainer's arguments, and what `leyden launch` adds to them
+    run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
+    loops/                                   fit, validation, evaluation, prediction, and the optimizer step
+    events/                                  hooks, progress, signals, and the stage of a run
+    engine/                                  what Trainer and Accelerator both drive: windows, optimizers, schedulers
+    logging/                                 `self.log`
+    data/                                    loaders that resume, sharding, random numbers
+    checkpoint/ format/                      checkpoints: reading and writing; the bytes
+    accelerator/                             the Accelerator, for a training loop of your own
     cli/                                     the command line
+
+Rooms import downwards only; `tests/test_imports.py` has their order.
 """
 
 from __future__ import annotations

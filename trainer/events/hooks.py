@@ -1,6 +1,6 @@
 """The hooks of a run: in which order they are called, and who listens to which. A hook that nobody overrides costs nothing.
 
-This is the order, as pseudocode; `tests/trainer/test_hook_order.py` executes it and compares it with recorded runs.
+This is the order, as pseudocode; `tests/trainer/events/test_hook_order.py` executes it and compares it with recorded runs.
 Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains. The sections at the
 margin are `fit` and the other methods of a Trainer, and the parts that they share: `evaluation`, `compose`, `error`.
 
