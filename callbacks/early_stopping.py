@@ -175,7 +175,7 @@ class EarlyStopping(Callback):
         value = trainer.callback_metrics.get(self.monitor)
         number = None if value is None else trainer.read_metrics({self.monitor: value})[self.monitor]
         # Every rank must come to the same verdict: where each has a value of its own, the first one's decides.
-        current = trainer.strategy.broadcast(number)
+        current = trainer.strategy.ranks.broadcast(number)
         if current is None:
             message = missing_metric("EarlyStopping", self.monitor, trainer)
             if self.strict:

@@ -193,7 +193,7 @@ class FolderLogger(Logger):
     def _share_folder(self, trainer: Trainer) -> None:
         """Tells the other ranks which folder the first one writes to."""
         if trainer.world_size > 1:
-            version, run = trainer.strategy.broadcast((self.version, self._run))
+            version, run = trainer.strategy.ranks.broadcast((self.version, self._run))
             if not self.is_writer:
                 self._version, self._run = version, run
 

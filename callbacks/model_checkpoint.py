@@ -224,7 +224,7 @@ class ModelCheckpoint(Callback):
     # when -------------------------------------------------------------------------------------------------------------
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         chosen = self.folder_of(trainer)
-        self.dirpath = chosen if self.saves_on_each_node else trainer.strategy.broadcast(chosen)
+        self.dirpath = chosen if self.saves_on_each_node else trainer.strategy.ranks.broadcast(chosen)
         if stage == "fit" and not trainer.fast_dev_run:
             self._ranks(trainer).keep(self._make_folder)
 
@@ -307,7 +307,7 @@ class ModelCheckpoint(Callback):
             return due
         # Clocks differ by rank: the first one's decides. Nobody waits for it, since its word is read one window later.
         is_agreed = self._asked is not None and self._asked()[0]
-        self._asked = trainer.strategy.exchange_flags([due and trainer.is_global_zero and not is_agreed])
+        self._asked = trainer.strategy.ranks.exchange_flags([due and trainer.is_global_zero and not is_agreed])
         return is_agreed
 
     def _waits_for_validation(self, trainer: Trainer) -> bool:
@@ -329,7 +329,7 @@ class ModelCheckpoint(Callback):
         path = self._path(values, ranks) if ranks or self.save_last else None
         # Only the first rank surely sees the folder, so its word counts.
         found = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
-        ranks, name, replaces = trainer.strategy.broadcast(found)
+        ranks, name, replaces = trainer.strategy.ranks.broadcast(found)
         if name is None:
             return
         path = os.path.join(self.dirpath or "", name)
@@ -353,7 +353,7 @@ class ModelCheckpoint(Callback):
         found = {name: logged[name] for name in sorted(logged) if name in wanted}
         values = trainer.read_metrics(found) if found else {}
         # Ranks must agree on names and ranking, also where each logged its own value.
-        values = dict(trainer.strategy.broadcast(values))
+        values = dict(trainer.strategy.ranks.broadcast(values))
         return {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
 
     def _score(self, trainer: Trainer, values: Mapping[str, float]) -> float | None:

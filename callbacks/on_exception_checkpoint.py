@@ -86,7 +86,7 @@ def save_after(trainer: Trainer, path: str, exception: BaseException, weights_on
     if not can_save_after(trainer, exception):
         return None
     try:
-        path = trainer.strategy.broadcast(path)
+        path = trainer.strategy.ranks.broadcast(path)
         return trainer.save_checkpoint(path, weights_only, exact=trainer.window_is_over, overwrite=False)
     except Exception as error:
         warnings.warn(f"no checkpoint could be saved after {type(exception).__name__}: {error}", stacklevel=3)

@@ -15,14 +15,13 @@ from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
+from leyden.strategies.ranks import Ranks
 from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from leyden.strategies.launch.environment import RankEnvironment
 
 T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
@@ -47,20 +46,15 @@ class Strategy(ABC):
     """False where tensors made in validation take part in a later backward (FSDP2): no_grad is used then."""
     supports_closure: bool = True
     """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
-    host_group: Any = None
-    """The process group of what is decided on the host, so that it never waits for the device; None where there is none."""
     drives_one: bool = False
     """An engine drives one model that is trained, and its one optimizer; others are only placed on the device."""
     replicates: bool = True
     """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
-    num_nodes: int = 1
-    """Machines that take part."""
     before_forward: Callable[[Window], None] | None = None
     """What a strategy does before the forward of a training batch, without a frame on the way to the user's step."""
-    start_method: str = "script"
-    """How ranks are started that nobody has started yet: "script", "spawn", "fork" or "notebook"."""
 
-    def __init__(self, precision: Precision | None = None) -> None:
+    def __init__(self, precision: Precision | None = None, ranks: Ranks | None = None) -> None:
+        self.ranks = ranks if ranks is not None else Ranks()
         self.precision = precision if precision is not None else Precision()
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -77,43 +71,13 @@ class Strategy(ABC):
         return [self.root_device]
 
     @property
-    def awaits_ranks(self) -> bool:
-        """True where several ranks are planned, and this process is none of them yet."""
-        return False
-
-    @property
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        return 1
-
-    @property
     def data_rank(self) -> int:
         """This rank's place among those that see different samples. Sampling, weighting and metrics use these two."""
-        return self.global_rank
+        return self.ranks.global_rank
 
     @property
     def data_size(self) -> int:
-        return self.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def is_joined(self) -> bool:
-        """True while ranks can talk to each other; there is nobody to talk to where they are only planned yet."""
-        return True
+        return self.ranks.world_size
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
@@ -126,20 +90,19 @@ class Strategy(ABC):
             ConfigurationError: names both sides, and the fix.
         """
 
-    def join(self, place: RankEnvironment | None) -> None:
-        """Takes a place among ranks that were started after this strategy was made."""
-
     def setup_environment(self) -> None:
-        """Makes the device current and joins the process group; raises where the precision cannot run there."""
+        """Makes the device current and joins the other ranks; raises if the precision cannot run there."""
+        self.ranks.join()
         self.precision.check(self.root_device)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
-        """Tells the other ranks of an error; False if it only follows from another rank's, which tells the user."""
-        return True
+        """Reports an error to the other ranks; returns False if it only follows from another rank's, which the user sees."""
+        return self.ranks.report_failure(error, where)
 
     def teardown(self) -> None:
         """Lets go of modules and optimizers. May be called twice; the process group stays for the next run."""
         self.modules, self.optimizers = [], []
+        self.ranks.end_run()
 
     @property
     def details(self) -> str:
@@ -269,7 +232,7 @@ class Strategy(ABC):
                 "training_step returned num_items for some batches of an accumulation window and not for others: "
                 "return it always or never."
             )
-        if window.idle and window.index == 0 and self.any(num_items is not None) and num_items is None:
+        if window.idle and window.index == 0 and self.ranks.any(num_items is not None) and num_items is None:
             raise ConfigurationError(
                 "training_step returned num_items on some ranks of a global batch and not on others: return it always or never."
             )
@@ -294,7 +257,7 @@ class Strategy(ABC):
         else:
             # Filled in there: to copy a number to a GPU waits until it has done all that it was given.
             items = torch.full((), float(num_items), dtype=dtype, device=device)
-        return self.reduce(items, reduction="mean")
+        return self.ranks.reduce(items, reduction="mean")
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         """Stands in for `forward_backward` on a rank without a sample in a global batch.
@@ -317,7 +280,7 @@ class Strategy(ABC):
 
     def skip_items(self, window: Window) -> None:
         """The part of a rank without a sample in what `loss_to_backward` exchanges: it has no items."""
-        if window.index == 0 and self.any(False):
+        if window.index == 0 and self.ranks.any(False):
             window.num_items, window.first_items = 0, _not_zero(self.mean_items(0))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
@@ -416,46 +379,38 @@ class Strategy(ABC):
         is read. A strategy that collects operations hands them to the device.
         """
 
-    # collectives: one rank has nothing to exchange ---------------------------------------------------------------------
+    # for users, by Lightning's names: everything in Leyden goes by `ranks` ------------------------------------------------
+    @property
+    def global_rank(self) -> int:
+        return self.ranks.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        return self.ranks.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return self.ranks.node_rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.ranks.is_global_zero
+
     def barrier(self) -> None:
-        """Waits for every rank."""
+        self.ranks.barrier()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Gives every rank the object of rank `src`."""
-        return obj
+        return self.ranks.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Stacks the tensors of all ranks: shape (world_size, *tensor.shape)."""
-        return tensor.unsqueeze(0)
+        return self.ranks.all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean") -> Tensor:
-        """Reduces a tensor over the ranks by "mean", "sum", "max" or "min"; every rank gets the result."""
-        return tensor
-
-    def all_gather_object(self, obj: T) -> list[T]:
-        """The objects of all ranks, in their order, on every rank."""
-        return [obj]
-
-    def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
-        """The objects of all ranks, in their order, on rank `dst`; None on the others."""
-        return [obj]
-
-    def any(self, flag: bool) -> bool:
-        """True on every rank if it is true on one."""
-        return flag
-
-    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
-        """True where a collective over such tensors, of different shapes, would end the process, rather than raise."""
-        return False
-
-    def differing(self, what: str, group: Any = None) -> list[str]:
-        """What the ranks of a group each hand in, in their order; an empty list where it is the same on all of them."""
-        return []
-
-    def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Starts to ask all ranks. The function it returns is called later, and tells which flags are true on any of them."""
-        kept = list(flags)
-        return lambda: kept
+        return self.ranks.reduce(tensor, group, reduction)
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:

@@ -160,12 +160,12 @@ class DDPStrategy(ProcessGroupStrategy):
         ]
         for parameter in {id(p): p for p in parameters}.values():
             has = torch.tensor([parameter.grad is not None], dtype=torch.uint8)
-            dist.all_reduce(has, dist.ReduceOp.MAX, group=self.host_group)
+            dist.all_reduce(has, dist.ReduceOp.MAX, group=self.ranks.host_group)
             if not has:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(self.world_size)
+            parameter.grad.div_(self.ranks.world_size)
             dist.all_reduce(parameter.grad)
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:

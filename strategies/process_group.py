@@ -1,4 +1,4 @@
-"""What strategies of several ranks share: their ranks, the process group, collectives, and leaving the group."""
+"""Ranks in a torch process group: how they join it, what they exchange, and how they leave."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from leyden.strategies.launch.environment import CUDA_IN_USE, RankEnvironment, r
 from leyden.strategies.launch.failure import LEAVE, FirstFailure, end_with_parent, ended_after, leave_stdin_to_rank_0
 from leyden.strategies.launch.meeting import meet
 from leyden.strategies.precision import Precision
+from leyden.strategies.ranks import Ranks
 from leyden.strategies.single import find_device, with_index
 
 T = TypeVar("T")
@@ -36,19 +37,20 @@ REDUCTIONS = {
 }
 
 
-class ProcessGroupStrategy(Strategy):
-    """Base class of the strategies whose ranks talk through torch.distributed.
+class GroupRanks(Ranks):
+    """The ranks of a torch process group.
 
-    Before its ranks are started it answers for the plan: `world_size` ranks, of which this process is the first.
+    Before they are started they answer for the plan: `world_size` ranks, of which this process is the first.
 
     Args:
-        devices: the devices of this machine's ranks, one each; the Trainer's if left out.
-        num_nodes: machines; the Trainer's if left out.
-        precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
-        process_group_backend: "gloo", "nccl", …; what suits the device if left out.
+        devices: the devices of this machine's ranks, one each; those of the run if left out.
+        num_nodes: machines; those of the run if left out.
+        backend: "gloo", "nccl", …; chosen by the device if left out.
         timeout: how long a collective waits for the others.
-        start_method: "script" runs the script anew on each rank, "spawn", "fork" and "notebook" run functions of this process;
-            only where nobody has started ranks yet.
+        start_method: one of `start_methods`.
+
+    Raises:
+        ConfigurationError: if the start method is unknown.
     """
 
     start_methods: tuple[str, ...] = ("script", "spawn", "fork", "notebook")
@@ -57,12 +59,10 @@ class ProcessGroupStrategy(Strategy):
         self,
         devices: Sequence[torch.device] | None = None,
         num_nodes: int | None = None,
-        precision: Precision | None = None,
-        process_group_backend: str | None = None,
+        backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: str = "script",
     ) -> None:
-        super().__init__(precision)
         if start_method not in self.start_methods:
             raise ConfigurationError(
                 f"start_method={start_method!r} is not known. {nearest(start_method, self.start_methods)}"
@@ -72,21 +72,20 @@ class ProcessGroupStrategy(Strategy):
         self._own_nodes = num_nodes
         self.devices = self._own_devices or [torch.device("cpu")]
         self.num_nodes = num_nodes or 1
-        self.process_group_backend = process_group_backend
+        self.backend = backend
         self.timeout = timeout
         self.place = rank_environment()
         self.host_group: Any = None
-        """A gloo group for what is decided on the host, so that it never waits for the device."""
 
-    # its place --------------------------------------------------------------------------------------------------------
-    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        """Takes the plan of the Trainer's arguments, where this strategy was given none of its own.
+    # the plan ---------------------------------------------------------------------------------------------------------
+    def plan(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        """Plans ranks by the run's arguments, unless these ranks were given devices or machines of their own.
 
         Raises:
-            ConfigurationError: if the device cannot be had, or ranks are started already, and not as many.
+            ConfigurationError: if a device is not there, or ranks are started already and their number differs.
         """
         place, given = self.place, parse_devices(devices) is not None or self._own_devices is not None
-        plan = self._own_devices or self._plan_devices(accelerator, devices)
+        plan = self._own_devices or self._find_devices(accelerator, devices)
         self.num_nodes = self._own_nodes or num_nodes
         if plan[0].type == "mps":
             raise ConfigurationError("several ranks need accelerator='cpu' or 'cuda': MPS has one device.")
@@ -112,30 +111,27 @@ class ProcessGroupStrategy(Strategy):
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
 
-    def _plan_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
-        """The devices of this machine's ranks that the Trainer's arguments mean."""
+    def _find_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
+        """Finds the devices that the run's arguments name for this machine's ranks."""
         place, count = self.place, parse_devices(devices)
         counted = place is not None and 1 < place.local_world_size == count
         shown = "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
         if counted and shown and find_device(accelerator).type == "cuda":
-            # As many as there are ranks, and the starter shows each of them the one that is its own.
+            # The starter shows each of the ranks one GPU, its own.
             return find_devices(accelerator, 1) * place.local_world_size  # type: ignore[union-attr]
         return find_devices(accelerator, devices)
 
-    def join(self, place: RankEnvironment | None) -> None:
-        """Takes a place among ranks that were started after this strategy was made."""
-        self.place = place
-
     @property
-    def local_devices(self) -> list[torch.device]:
-        return self.devices
-
-    @property
-    def awaits_ranks(self) -> bool:
+    def are_planned(self) -> bool:
         return self.place is None and self.world_size > 1
 
+    def take_place(self, place: RankEnvironment | None) -> None:
+        self.place = place
+
+    # this rank --------------------------------------------------------------------------------------------------------
     @property
-    def root_device(self) -> torch.device:
+    def device(self) -> torch.device:
+        """The device of this rank."""
         return self.devices[self.local_rank % len(self.devices)]
 
     @property
@@ -155,46 +151,51 @@ class ProcessGroupStrategy(Strategy):
         return self.place.world_size if self.place is not None else len(self.devices) * self.num_nodes
 
     @property
-    def is_joined(self) -> bool:
-        return self.host_group is not None
+    def local_size(self) -> int:
+        return self.place.local_world_size if self.place is not None else len(self.devices)
+
+    # the process group ------------------------------------------------------------------------------------------------
+    def configure_group(self, backend: str | None = None, timeout: timedelta | None = None) -> None:
+        self.backend, self.timeout = backend or self.backend, timeout or self.timeout
 
     @property
     def default_backend(self) -> str:
-        """The backend of the process group, where none is given.
+        """The backend of the process group if none is given.
 
-        With a GPU, what waits on the CPU has one too: offloaded gradients, and what a user gathers. The group lasts as long as the
-        process, so a later run may need it where this one does not.
+        With a GPU, gloo serves what waits on the CPU: offloaded gradients, and tensors that a user gathers. The group lasts as long
+        as the process, so a later run may need it where this one does not.
         """
-        return "cpu:gloo,cuda:nccl" if self.root_device.type == "cuda" else "gloo"
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def use_device(self) -> None:
-        """Makes this rank's GPU the current one, before anything asks the device: it would ask the first one.
+        """Makes this rank's GPU the current one. Until then, calls that ask the device would ask the first GPU.
 
         Raises:
             ConfigurationError: in a rank that was forked from a process in which CUDA was in use.
         """
-        if self.root_device.type == "cuda":
+        if self.device.type == "cuda":
             if torch.cuda._is_in_bad_fork():
                 raise ConfigurationError(CUDA_IN_USE)
-            torch.cuda.set_device(self.root_device)
+            torch.cuda.set_device(self.device)
 
-    def setup_environment(self) -> None:
+    @property
+    def is_joined(self) -> bool:
+        return self.host_group is not None
+
+    def join(self) -> None:
         self.use_device()
         if not dist.is_initialized():
-            self._join(self.process_group_backend or self.default_backend)
+            self._make_group(self.backend or self.default_backend)
         if self.host_group is None:
             self.host_group = _host_group(self.timeout)
-        _joined.add(self)
         if _first_failure is not None:
             _first_failure.begin_run()
-        super().setup_environment()
 
-    def _join(self, backend: str) -> None:
-        """Makes the process group: by torch's own variables, at SLURM's first host, or of this process alone.
+    def _make_group(self, backend: str) -> None:
+        """Makes the process group, which lasts as long as the process.
 
-        It lasts as long as the process: the next run needs it too, and a script that still talks to the other ranks afterwards. To leave
-        and to join again would need a store of its own each time (under torchrun the second one reads the first one's addresses
-        and hangs, tried with torch 2.13).
+        The next run needs it too, and so does a script that talks to the other ranks afterwards. Leaving it and joining again would
+        take a new store each time (under torchrun the second group reads the first one's addresses and hangs, tried with torch 2.13).
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
@@ -205,7 +206,11 @@ class ProcessGroupStrategy(Strategy):
             _watch(self.global_rank, self.world_size, is_host)
 
     def _init_group(self, backend: str) -> bool:
-        """Makes the process group; True if its store lives in this process."""
+        """Calls `init_process_group`: with torch's own variables, at SLURM's first host, or for this process alone.
+
+        Returns:
+            True if the group's store lives in this process.
+        """
         place, is_host = self.place, True
         rank, size = (0, 1) if place is None else (place.rank, place.world_size)
         store: Any = None
@@ -213,15 +218,14 @@ class ProcessGroupStrategy(Strategy):
             store = dist.HashStore()  # type: ignore[attr-defined]
         else:
             store, is_host = meet(place, self.timeout)
-        bound = self.root_device if backend == "nccl" else None
+        bound = self.device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, store=store, rank=rank, world_size=size)
         return is_host
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
 
-    def teardown(self) -> None:
-        super().teardown()
+    def end_run(self) -> None:
         # Objects such as DDP's reducer hold on to the group; they must be gone before it is.
         gc.collect()
         if _first_failure is not None and not _first_failure.told:
@@ -248,7 +252,7 @@ class ProcessGroupStrategy(Strategy):
         return found
 
     def _sendable(self, obj: Any) -> Any:
-        return obj if self.root_device.type != "cuda" else map_tensors(obj, travelling)
+        return obj if self.device.type != "cuda" else map_tensors(obj, travelling)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if sync_grads and tensor.requires_grad:
@@ -266,23 +270,6 @@ class ProcessGroupStrategy(Strategy):
     def any(self, flag: bool) -> bool:
         return self.exchange_flags([flag])()[0]
 
-    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
-        backend = dist.get_backend(group)
-        return backend == "gloo" or ("cpu:gloo" in backend and any(tensor.device.type == "cpu" for tensor in tensors))
-
-    def differing(self, what: str, group: Any = None) -> list[str]:
-        within = self.host_group if group is None else group
-        digest = int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
-        device = self.root_device if "nccl" in dist.get_backend(within) else torch.device("cpu")
-        ends = torch.tensor([digest, -digest], device=device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=within)
-        largest, smallest = ends.tolist()
-        if largest == -smallest:
-            return []
-        found: list[Any] = [None] * dist.get_world_size(within)
-        dist.all_gather_object(found, what, group=within)
-        return found
-
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
         sent = torch.tensor([int(flag) for flag in flags], dtype=torch.uint8)
         work = dist.all_reduce(sent, dist.ReduceOp.MAX, group=self.host_group, async_op=True)
@@ -292,6 +279,65 @@ class ProcessGroupStrategy(Strategy):
             return [bool(flag) for flag in sent.tolist()]
 
         return answer
+
+    def differing(self, text: str, group: Any = None) -> list[str]:
+        within = self.host_group if group is None else group
+        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        device = self.device if "nccl" in dist.get_backend(within) else torch.device("cpu")
+        ends = torch.tensor([digest, -digest], device=device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=within)
+        largest, smallest = ends.tolist()
+        if largest == -smallest:
+            return []
+        found: list[Any] = [None] * dist.get_world_size(within)
+        dist.all_gather_object(found, text, group=within)
+        return found
+
+    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
+        backend = dist.get_backend(group)
+        return backend == "gloo" or ("cpu:gloo" in backend and any(tensor.device.type == "cpu" for tensor in tensors))
+
+
+class ProcessGroupStrategy(Strategy):
+    """Base class of the strategies whose ranks talk through torch.distributed.
+
+    Args:
+        devices: the devices of this machine's ranks, one each; the Trainer's if left out.
+        num_nodes: machines; the Trainer's if left out.
+        precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
+        process_group_backend: "gloo", "nccl", …; chosen by the device if left out.
+        timeout: how long a collective waits for the others.
+        start_method: "script" runs the script again on each rank; "spawn", "fork" and "notebook" run functions of this process.
+            Only ranks that nobody has started yet need it.
+    """
+
+    ranks: GroupRanks
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device] | None = None,
+        num_nodes: int | None = None,
+        precision: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: str = "script",
+    ) -> None:
+        super().__init__(precision, GroupRanks(devices, num_nodes, process_group_backend, timeout, start_method))
+
+    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        self.ranks.plan(accelerator, devices, num_nodes)
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        return self.ranks.devices
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.ranks.device
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        remember(self)
 
 
 class Travelling:
@@ -338,20 +384,25 @@ class _GatherWithGradient(torch.autograd.Function):
 # The process group is the process's own, and so is what belongs to it.
 _first_failure: FirstFailure | None = None
 _host: Any = None
-_joined: WeakSet[ProcessGroupStrategy] = WeakSet()
+_joined: WeakSet[Strategy] = WeakSet()
 
 
-def current() -> ProcessGroupStrategy | None:
-    """A strategy by which this process has joined the ranks, for who talks to them without one of its own; None if there is none."""
-    return next((strategy for strategy in _joined if strategy.is_joined), None)
+def remember(strategy: Strategy) -> None:
+    """Lets `current` find a strategy that has joined its ranks, for as long as it lives."""
+    _joined.add(strategy)
+
+
+def current() -> Strategy | None:
+    """Returns a strategy with which this process has joined its ranks; None if there is none."""
+    return next((strategy for strategy in _joined if strategy.ranks.is_joined), None)
 
 
 def end_all_ranks(error: BaseException, where: str = "") -> None:
-    """Lets the other ranks of this process's group end, wherever they are; this one raises the error.
+    """Ends the other ranks of this process's group, whatever they are doing. The caller raises the error on this one.
 
     Args:
-        error: why.
-        where: what it was in.
+        error: the reason, which they report.
+        where: the place in the run at which it was raised.
     """
     if _first_failure is not None:
         _first_failure.report(error, where)

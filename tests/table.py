@@ -357,7 +357,7 @@ def evaluation(place: Place) -> None:
     """18 samples, which no number of ranks but 2 divides, once each; and predictions in the data's order."""
     trainer, module = place.trainer(), Net()
     [metrics] = trainer.validate(module, loader(18), verbose=False)
-    counted = trainer.strategy.reduce(
+    counted = trainer.strategy.ranks.reduce(
         torch.tensor(float(module.samples), device=trainer.strategy.root_device), reduction="sum"
     )
     assert torch.isfinite(torch.tensor(metrics["val_loss"])) and float(counted) == 18, counted

@@ -389,7 +389,7 @@ class Trainer(TrainerView):
             raise LeydenError(
                 f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a Trainer of its own."
             )
-        if self.strategy.awaits_ranks:
+        if self.strategy.ranks.are_planned:
             return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
         self.strategy.setup_environment()
@@ -538,7 +538,7 @@ class Trainer(TrainerView):
                 for logger in self.loggers:
                     # W&B names its folder when its run begins.
                     _ = logger.experiment
-            self._writer_folder = self.strategy.broadcast(self.log_dir)
+            self._writer_folder = self.strategy.ranks.broadcast(self.log_dir)
         if not barebones:
             self.print(plan.five_lines(self, self._start))
         if debugging.is_debugging():

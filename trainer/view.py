@@ -63,33 +63,33 @@ class TrainerView:
 
     @property
     def world_size(self) -> int:
-        return self.strategy.world_size
+        return self.strategy.ranks.world_size
 
     @property
     def global_rank(self) -> int:
-        return self.strategy.global_rank
+        return self.strategy.ranks.global_rank
 
     @property
     def local_rank(self) -> int:
-        return self.strategy.local_rank
+        return self.strategy.ranks.local_rank
 
     @property
     def node_rank(self) -> int:
-        return self.strategy.node_rank
+        return self.strategy.ranks.node_rank
 
     @property
     def is_global_zero(self) -> bool:
-        return self.strategy.is_global_zero
+        return self.strategy.ranks.is_global_zero
 
     @property
     def num_devices(self) -> int:
         """Devices of this machine that take part."""
-        return len(self.strategy.local_devices)
+        return self.strategy.ranks.local_size
 
     @property
     def num_nodes(self) -> int:
         """Machines that take part."""
-        return self.strategy.num_nodes
+        return self.strategy.ranks.num_nodes
 
     @property
     def device_ids(self) -> list[int]:

@@ -138,7 +138,7 @@ class DeepSpeedStrategy(OwnLoop):
 
     # environment ------------------------------------------------------------------------------------------------------
     def check_settings(self, settings: RunSettings) -> None:
-        self.config.check(settings, self.world_size)
+        self.config.check(settings, self.ranks.world_size)
         self.settings = settings
 
     def setup_environment(self) -> None:
@@ -148,8 +148,8 @@ class DeepSpeedStrategy(OwnLoop):
             self.precision = HalfPrecision("bf16" if lower == "bf16" else "16")
         # What is "auto" yet, an Accelerator's prepare may fill.
         self.final_config(complete=False)
-        number = device_number(self.root_device, self.local_rank)
-        self.use_device()
+        number = device_number(self.root_device, self.ranks.local_rank)
+        self.ranks.use_device()
         self._deepspeed = import_deepspeed(self.root_device, self.logging_level)
         super().setup_environment()
         join_group(self._deepspeed, number)
@@ -416,7 +416,7 @@ class DeepSpeedStrategy(OwnLoop):
         state: dict[str, Tensor] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():
             with self._deepspeed.zero.GatheredParameters([tensor], enabled=is_partitioned(tensor)):
-                if self.is_global_zero:
+                if self.ranks.is_global_zero:
                     state[name] = tensor.detach().cpu().clone()
         return state
 

@@ -161,11 +161,11 @@ class FSDPStrategy(ProcessGroupStrategy):
         Raises:
             ConfigurationError: if they do not make up the world.
         """
-        world, shape = self.world_size, self._mesh_shape
+        world, shape = self.ranks.world_size, self._mesh_shape
         if shape is None:
             return (world,)
         if shape == "auto":
-            per_machine = self.place.local_world_size if self.place is not None else len(self.devices)
+            per_machine = self.ranks.local_size
             replicas = 2 if per_machine == world else world // per_machine
             if world < 4 or world % replicas:
                 raise ConfigurationError(
@@ -247,7 +247,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             ignored=ignored,
             values=self._values,
             before=self.precision.before_sharding,
-            source=self.host_group if settings["sync_module_states"] and self.world_size > 1 else None,
+            source=self.ranks.host_group if settings["sync_module_states"] and self.ranks.world_size > 1 else None,
         ).apply([*parts, *roots])
         if roots != [module]:
             check_sharded(module, ignored)
@@ -346,7 +346,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._averages = False
         for parameter in self._ignored:
             if parameter.grad is not None:
-                parameter.grad.copy_(self.reduce(parameter.grad))
+                parameter.grad.copy_(self.ranks.reduce(parameter.grad))
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(loss, *args, **kwargs)
@@ -395,8 +395,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             if full is None:
                 full = whole(tensor.detach())
                 # What stands here twice (tied weights) is one tensor there too.
-                full = done[id(tensor)] = full.cpu() if self.is_global_zero else full.new_empty(0)
-            if self.is_global_zero:
+                full = done[id(tensor)] = full.cpu() if self.ranks.is_global_zero else full.new_empty(0)
+            if self.ranks.is_global_zero:
                 state[name] = full
         return state
 

@@ -13,78 +13,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from leyden.strategies.launch.environment import RankEnvironment
 from leyden.strategies.precision import Precision
-from leyden.strategies.process_group import ProcessGroupStrategy
+from leyden.strategies.process_group import GroupRanks, remember
 from leyden.strategies.window import Window
 from leyden.strategies.xla import runtime
-from leyden.strategies.xla.strategy import XLAStrategy
+from leyden.strategies.xla.strategy import KINDS, XLA_DEVICE, XLAStrategy
 
 
-class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
-    """Data parallel on XLA with one process for each device.
+class XLARanks(GroupRanks):
+    """Ranks with one XLA device each. Tensors travel between the devices, decisions of the host over gloo."""
 
-    Batches are this rank's own, as under DDP. Gradients are averaged in the step that closes a window, on the device; what is
-    decided on the host travels over gloo.
-
-    It is written against torch_xla's documented interface and has run with one device alone: XLA's CPU has no collectives between
-    processes, so nothing but a TPU host can show the rest. On one host `XLAStrategy`, which drives all devices from one process,
-    does the same work, and is tested.
-
-    Args:
-        devices: ranks of this machine; the Trainer's if left out, where "auto" is one for each TPU chip.
-        num_nodes: machines; the Trainer's if left out.
-        precision: as of `XLAStrategy`.
-        timeout: how long what is sent over gloo waits for the others.
-        start_method: "script" runs the script anew on each rank, as torchrun does; "xla" lets `torch_xla.launch` start the ranks of
-            this machine, which run functions of this process.
-
-    Example:
-        >>> XLADDPStrategy(devices=4).world_size
-        4
-    """
-
-    name = "xla_ddp"
     start_methods = ("script", "xla")
+    _kind: str | None = None
 
-    def __init__(
-        self,
-        devices: int | None = None,
-        num_nodes: int | None = None,
-        precision: Precision | None = None,
-        timeout: timedelta = timedelta(minutes=30),
-        start_method: str = "script",
-    ) -> None:
-        ProcessGroupStrategy.__init__(
-            self,
-            devices=None if devices is None else [self._device] * devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            timeout=timeout,
-            start_method=start_method,
-        )
-        self.begin_layout(None, None, None)
-        self._averaged: set[int] = set()
+    def __init__(self, devices: int | None, num_nodes: int | None, timeout: timedelta, start_method: str) -> None:
+        planned = None if devices is None else [XLA_DEVICE] * devices
+        super().__init__(planned, num_nodes, timeout=timeout, start_method=start_method)
 
-    # its place --------------------------------------------------------------------------------------------------------
-    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        self.check_place(accelerator)
-        ProcessGroupStrategy.place_on(self, accelerator, devices, num_nodes)
+    def plan(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        self._kind = KINDS.get(accelerator)
+        super().plan(accelerator, devices, num_nodes)
 
-    def _plan_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
-        return [self._device] * runtime.ranks_of_host(devices)
+    def _find_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
+        return [XLA_DEVICE] * runtime.ranks_of_host(devices)
 
     @property
-    def awaits_ranks(self) -> bool:
-        # torch_xla starts its ranks even where there is one.
+    def are_planned(self) -> bool:
+        # torch_xla also starts a single rank.
         return self.place is None and (self.world_size > 1 or self.start_method == "xla")
-
-    def join(self, place: RankEnvironment | None) -> None:
-        ProcessGroupStrategy.join(self, place)
-
-    def setup_environment(self) -> None:
-        self.check_precision()
-        ProcessGroupStrategy.setup_environment(self)
 
     def _init_group(self, backend: str) -> bool:
         import torch_xla.distributed.xla_backend  # noqa: F401  (it registers "xla" and "xla://")
@@ -95,15 +51,73 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
             is_host = super()._init_group("gloo")
         else:
             dist.init_process_group("xla", init_method="xla://", timeout=self.timeout)
-            # The runtime numbers devices by where they are, which need not be the order in which ranks were started.
+            # The runtime numbers devices by their position, which may differ from the order in which ranks were started.
             self.place = replace(self.place, rank=dist.get_rank(), world_size=dist.get_world_size())
             is_host = self.place.rank == 0
-        self._device = runtime.start_rank()
+        self.devices = [runtime.start_rank()] * len(self.devices)
         return is_host
+
+
+class XLADDPStrategy(XLAStrategy):
+    """Data parallel on XLA with one process for each device.
+
+    Batches are this rank's own, as under DDP. Gradients are averaged in the step that closes a window, on the device.
+
+    It is written against torch_xla's documented interface and has run with one device only: XLA's CPU has no collectives between
+    processes, so the rest needs a TPU host. On one host `XLAStrategy`, which drives all devices from one process, does the same
+    work and is tested.
+
+    Args:
+        devices: ranks of this machine; the Trainer's if left out, where "auto" is one for each TPU chip.
+        num_nodes: machines; the Trainer's if left out.
+        precision: as of `XLAStrategy`.
+        timeout: how long what is sent over gloo waits for the others.
+        start_method: "script" runs the script again on each rank, as torchrun does; with "xla" `torch_xla.launch` starts the ranks
+            of this machine, which run functions of this process.
+
+    Example:
+        >>> XLADDPStrategy(devices=4).world_size
+        4
+    """
+
+    name = "xla_ddp"
+    ranks: XLARanks
+
+    def __init__(
+        self,
+        devices: int | None = None,
+        num_nodes: int | None = None,
+        precision: Precision | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: str = "script",
+    ) -> None:
+        super().__init__(precision=precision)
+        self.ranks = XLARanks(devices, num_nodes, timeout, start_method)
+        self._averaged: set[int] = set()
+
+    # its place --------------------------------------------------------------------------------------------------------
+    def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
+        self.check_place(accelerator)
+        self.ranks.plan(accelerator, devices, num_nodes)
+
+    @property
+    def root_device(self) -> torch.device:
+        return self.ranks.device
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        return self.ranks.devices
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        remember(self)
+
+    def _start_devices(self) -> None:
+        """Nothing: ranks start their devices when they join."""
 
     # modules ----------------------------------------------------------------------------------------------------------
     def synchronize(self, module: nn.Module) -> None:
-        if self.world_size > 1:
+        if self.ranks.world_size > 1:
             from torch_xla.core import xla_model
 
             xla_model.broadcast_master_param(module)
@@ -115,7 +129,7 @@ class XLADDPStrategy(XLAStrategy, ProcessGroupStrategy):
 
     def synchronize_buffers(self) -> None:
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
-        if self.world_size > 1 and buffers:
+        if self.ranks.world_size > 1 and buffers:
             from torch_xla.core import xla_model
 
             xla_model.collective_broadcast(buffers)

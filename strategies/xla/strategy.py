@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 KINDS = {"cpu": "CPU", "tpu": "TPU"}
 """What the Trainer's accelerator means to XLA's runtime; for any other the runtime takes the best there is."""
+XLA_DEVICE = torch.device("xla", 0)
 OTHERS = ("gpu", "cuda", "mps")
 
 
@@ -65,7 +66,7 @@ class XLAStrategy(Strategy):
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
-    _device = torch.device("xla", 0)
+    _device = XLA_DEVICE
     _kind: str | None = None
 
     def __init__(
@@ -79,12 +80,6 @@ class XLAStrategy(Strategy):
         super().__init__(precision)
         self._given = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
-        self.begin_layout(mesh, shard, batch)
-
-    def begin_layout(
-        self, mesh: Mapping[str, int] | None, shard: Mapping[str, Spec] | None, batch: Sequence[str] | None
-    ) -> None:
-        """What every strategy on XLA has from its construction on."""
         self.layout = Layout(mesh, shard, batch)
         self.before_forward = self._cut
 
@@ -129,7 +124,7 @@ class XLAStrategy(Strategy):
                 f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler would read a flag "
                 "back from the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
             )
-        self.precision.check(self._device)
+        self.precision.check(self.root_device)
 
     @property
     def root_device(self) -> torch.device:
@@ -141,9 +136,12 @@ class XLAStrategy(Strategy):
 
     def setup_environment(self) -> None:
         self.check_precision()
+        self._start_devices()
+        super().setup_environment()
+
+    def _start_devices(self) -> None:
         self._device, count = runtime.start(self._kind, self._wanted)
         self.layout.begin(count)
-        super().setup_environment()
 
     def teardown(self) -> None:
         super().teardown()
@@ -164,7 +162,7 @@ class XLAStrategy(Strategy):
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         self.modules = [self.precision.convert_module(module) for module in modules]
         for module in self.modules:
-            bring(module, self._device)
+            bring(module, self.root_device)
             self.layout.place(module)
         return self.modules
 

@@ -60,10 +60,10 @@ def every_way() -> dict[str, Any]:
         found[strategy], trainer = fitted(strategy, 8)
     strategy, rank = trainer.strategy, trainer.global_rank
     found["device"] = str(strategy.root_device)
-    found["host"] = strategy.all_gather(torch.tensor([rank])).tolist()
-    found["gpu"] = strategy.all_gather(torch.tensor([rank], device=strategy.root_device)).tolist()
-    found["objects"] = strategy.all_gather_object({"rank": rank})
-    sent = strategy.all_gather_object({"x": torch.full((), rank, device=strategy.root_device)})
+    found["host"] = strategy.ranks.all_gather(torch.tensor([rank])).tolist()
+    found["gpu"] = strategy.ranks.all_gather(torch.tensor([rank], device=strategy.root_device)).tolist()
+    found["objects"] = strategy.ranks.all_gather_object({"rank": rank})
+    sent = strategy.ranks.all_gather_object({"x": torch.full((), rank, device=strategy.root_device)})
     found["sent"] = [(str(part["x"].device), part["x"].item()) for part in sent]
     found["memory elsewhere"] = [torch.cuda.memory_allocated(index) for index in range(2) if index != rank]
     return found

@@ -22,20 +22,20 @@ class Contrast(TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy, rank = self.trainer.strategy, self.trainer.global_rank
         mine = self.net(batch)
-        everyone = strategy.all_gather(mine, sync_grads=True)
+        everyone = strategy.ranks.all_gather(mine, sync_grads=True)
         assert everyone.shape == (2, *mine.shape) and everyone.requires_grad
-        assert not strategy.all_gather(mine).requires_grad
+        assert not strategy.ranks.all_gather(mine).requires_grad
         number = torch.tensor([1.0 + rank, -3.0 * rank])
         self.found = {
-            **{name: strategy.reduce(number, reduction=name).tolist() for name in ("mean", "sum", "max", "min")},
-            "objects": strategy.all_gather_object({"rank": rank}),
-            "broadcast": (strategy.broadcast({"of": rank}), strategy.broadcast(["of", rank], src=1)),
-            "any": (strategy.any(rank == 1), strategy.any(False)),
+            **{name: strategy.ranks.reduce(number, reduction=name).tolist() for name in ("mean", "sum", "max", "min")},
+            "objects": strategy.ranks.all_gather_object({"rank": rank}),
+            "broadcast": (strategy.ranks.broadcast({"of": rank}), strategy.ranks.broadcast(["of", rank], src=1)),
+            "any": (strategy.ranks.any(rank == 1), strategy.ranks.any(False)),
             "nested": self.trainer.accelerator.all_gather({"a": torch.tensor(rank), "b": [torch.ones(2) * rank]}),
         }
-        strategy.barrier()
+        strategy.ranks.barrier()
         try:
-            strategy.reduce(number, reduction="medium")
+            strategy.ranks.reduce(number, reduction="medium")
         except ConfigurationError as error:
             self.found["unknown"] = str(error)
         return everyone.flatten(0, 1).pow(3).sum()  # type: ignore[no-any-return]

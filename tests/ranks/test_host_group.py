@@ -100,7 +100,7 @@ def on_a_device_that_tells_nothing(by_number: bool) -> tuple[set[tuple[str, str]
     # 11 batches on each rank, of which the last is smaller: windows of 3, 3, 3 and 2.
     with waits:
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(86, 3, device=SILENT)), 4, shuffle=True))
-    told = strategy.all_gather_object(f"rank {trainer.global_rank}")
+    told = strategy.ranks.all_gather_object(f"rank {trainer.global_rank}")
     return recorder.seen, waits.found, trainer.global_step, told
 
 

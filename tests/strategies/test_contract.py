@@ -365,12 +365,16 @@ def test_closure_optimizers_where_they_can_be(make: Make, trainer: Any) -> None:
 def test_one_rank_has_nothing_to_exchange(make: Make) -> None:
     strategy = make()
     tensor = torch.arange(3.0)
-    assert strategy.all_gather(tensor).shape == (1, 3) and strategy.broadcast("x") == "x"
+    assert strategy.ranks.all_gather(tensor).shape == (1, 3) and strategy.ranks.broadcast("x") == "x"
     for reduction in ("mean", "sum", "max", "min"):
-        assert torch.equal(strategy.reduce(tensor, reduction=reduction), tensor)
-    assert strategy.any(True) is True and strategy.any(False) is False
-    strategy.barrier()
-    assert (strategy.data_rank, strategy.data_size, strategy.world_size) == (0, 1, 1) and strategy.is_global_zero
+        assert torch.equal(strategy.ranks.reduce(tensor, reduction=reduction), tensor)
+    assert strategy.ranks.any(True) is True and strategy.ranks.any(False) is False
+    strategy.ranks.barrier()
+    assert (strategy.data_rank, strategy.data_size, strategy.ranks.world_size) == (
+        0,
+        1,
+        1,
+    ) and strategy.ranks.is_global_zero
 
 
 def test_the_life_of_a_strategy(make: Make) -> None:
@@ -446,23 +450,23 @@ def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
     run.fit(module, data(6))
     strategy = run.strategy
     strategy.setup_environment()
-    rank = strategy.global_rank
+    rank = strategy.ranks.global_rank
     wrong = []
     mine = torch.tensor([1.0, 2.0]) * (rank + 1)
     checks = {
-        "place": (strategy.data_rank, strategy.data_size, strategy.world_size) == (rank, 2, 2),
-        "all_gather": strategy.all_gather(mine).tolist() == [[1.0, 2.0], [2.0, 4.0]],
-        "broadcast": strategy.broadcast({"of": rank}, src=1) == {"of": 1},
-        "objects": strategy.all_gather_object(rank) == [0, 1],
-        "mean": strategy.reduce(mine).tolist() == [1.5, 3.0],
-        "sum": strategy.reduce(mine, reduction="sum").tolist() == [3.0, 6.0],
-        "max": strategy.reduce(mine, reduction="max").tolist() == [2.0, 4.0],
-        "min": strategy.reduce(mine, reduction="min").tolist() == [1.0, 2.0],
+        "place": (strategy.data_rank, strategy.data_size, strategy.ranks.world_size) == (rank, 2, 2),
+        "all_gather": strategy.ranks.all_gather(mine).tolist() == [[1.0, 2.0], [2.0, 4.0]],
+        "broadcast": strategy.ranks.broadcast({"of": rank}, src=1) == {"of": 1},
+        "objects": strategy.ranks.all_gather_object(rank) == [0, 1],
+        "mean": strategy.ranks.reduce(mine).tolist() == [1.5, 3.0],
+        "sum": strategy.ranks.reduce(mine, reduction="sum").tolist() == [3.0, 6.0],
+        "max": strategy.ranks.reduce(mine, reduction="max").tolist() == [2.0, 4.0],
+        "min": strategy.ranks.reduce(mine, reduction="min").tolist() == [1.0, 2.0],
         "untouched": mine.tolist() == [rank + 1, 2 * (rank + 1)],
-        "any": strategy.any(rank == 1) and not strategy.any(False),
-        "flags": strategy.exchange_flags([rank == 0, False])() == [True, False],
+        "any": strategy.ranks.any(rank == 1) and not strategy.ranks.any(False),
+        "flags": strategy.ranks.exchange_flags([rank == 0, False])() == [True, False],
     }
-    strategy.barrier()
+    strategy.ranks.barrier()
     wrong += [label for label, fine in checks.items() if not fine]
     strategy.teardown()
     strategy.teardown()

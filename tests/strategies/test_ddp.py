@@ -524,7 +524,7 @@ def test_aliases() -> None:
             ("_find_unused_parameters_false", False),
         ):
             strategy = find_strategy(f"{name}{ending}", "cpu", 2)
-            assert isinstance(strategy, DDPStrategy) and strategy.start_method == start
+            assert isinstance(strategy, DDPStrategy) and strategy.ranks.start_method == start
             assert strategy.ddp_arguments == ({"find_unused_parameters": expected} if ending else {})
 
 

@@ -69,7 +69,7 @@ def test_several_gpus_without_a_named_strategy_are_ddp() -> None:
         4,
         [0, 1, 2, 3],
     )
-    assert trainer.is_global_zero and trainer.strategy.awaits_ranks
+    assert trainer.is_global_zero and trainer.strategy.ranks.are_planned
     assert Trainer(logger=False, devices=1).strategy.name == "single_device"
     assert Trainer(logger=False, devices=[2]).strategy.root_device == torch.device("cuda", 2)
     assert Trainer(logger=False, devices=2, num_nodes=3).world_size == 6
@@ -88,17 +88,17 @@ def test_auto_means_one_device_in_an_interactive_session_and_says_so(
     assert find_strategy("auto", "auto").name == "single_device"
     assert "runs on one device; give devices=" in capsys.readouterr().out
     named = find_strategy("ddp_notebook", "auto")
-    assert (named.name, named.world_size, named.awaits_ranks) == ("ddp", 1, False)
+    assert (named.name, named.world_size, named.ranks.are_planned) == ("ddp", 1, False)
     assert "runs on one device" in capsys.readouterr().out
     asked = find_strategy("auto", "auto", 2)
-    assert (asked.name, asked.start_method, asked.world_size) == ("ddp", "notebook", 2)
+    assert (asked.name, asked.ranks.start_method, asked.world_size) == ("ddp", "notebook", 2)
 
 
 @pytest.mark.usefixtures("gpus")
 def test_nothing_before_the_ranks_starts_cuda() -> None:
     """The fixture's is_available() fails."""
     strategy = find_strategy("ddp_fork", "gpu", precision=MixedPrecision("16"))
-    assert strategy.awaits_ranks and strategy.root_device == torch.device("cuda", 0)
+    assert strategy.ranks.are_planned and strategy.root_device == torch.device("cuda", 0)
     data = torch.utils.data.TensorDataset(torch.ones(4, 1))
     assert DataModule.from_datasets(data, batch_size=2).train_dataloader().pin_memory
 

@@ -44,7 +44,7 @@ class Collectives(RankControl):
     def wait_for_everyone(self) -> None:
         """Waits until every rank has come here."""
         self._announce("wait_for_everyone")
-        self.strategy.barrier()
+        self.strategy.ranks.barrier()
 
     def gather(self, tensor: T) -> T:
         """Puts the tensors of all ranks together along their first dimension; those of no dimension become (num_processes,).
@@ -65,13 +65,13 @@ class Collectives(RankControl):
         return map_tensors(tensor, self._gather_one)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
-        stacked = self.strategy.all_gather(tensor)  # (ranks, *shape)
+        stacked = self.strategy.ranks.all_gather(tensor)  # (ranks, *shape)
         return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
         """The lists of all ranks, in their order, as one."""
         self._announce("gather_object")
-        return [entry for part in self.strategy.all_gather_object(obj) for entry in part]
+        return [entry for part in self.strategy.ranks.all_gather_object(obj) for entry in part]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
@@ -109,7 +109,7 @@ class Collectives(RankControl):
         return data
 
     def _gather_list(self, entries: list[Any]) -> list[Any]:
-        parts = [entries] if self.num_processes == 1 else self.strategy.all_gather_object(entries)
+        parts = [entries] if self.num_processes == 1 else self.strategy.ranks.all_gather_object(entries)
         counts = self._counts([len(part) for part in parts])
         return [entry for part, count in zip(parts, counts, strict=True) for entry in part[:count]]
 
@@ -119,12 +119,12 @@ class Collectives(RankControl):
             return tensor if rows is None or rows == len(tensor) else tensor[:rows]
         if tensor.dim() == 0 or self._is_regular():
             return self._gather_one(tensor)
-        lengths: list[int] = self.strategy.all_gather_object(tensor.shape[0])
+        lengths: list[int] = self.strategy.ranks.all_gather_object(tensor.shape[0])
         longest = max(lengths)
         if tensor.shape[0] < longest:
             filler = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
             tensor = torch.cat([tensor, filler])
-        parts = self.strategy.all_gather(tensor)
+        parts = self.strategy.ranks.all_gather(tensor)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
 
     def _is_regular(self) -> bool:
@@ -159,7 +159,7 @@ class Collectives(RankControl):
             check_shapes(self.strategy, tensor, None, "reduce", UNEVEN)
 
         def one(part: Tensor) -> Tensor:
-            total = self.strategy.reduce(part, reduction=reduction)
+            total = self.strategy.ranks.reduce(part, reduction=reduction)
             return total if scale == 1.0 else total * scale
 
         return map_tensors(tensor, one)
@@ -167,7 +167,7 @@ class Collectives(RankControl):
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank `src`."""
         self._announce("broadcast")
-        return self.strategy.broadcast(obj, src)
+        return self.strategy.ranks.broadcast(obj, src)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Brings tensors to the same size in one dimension on every rank, so that they can be gathered.
@@ -183,7 +183,7 @@ class Collectives(RankControl):
         def one(part: Tensor) -> Tensor:
             if part.dim() <= dim or dim < -part.dim():
                 return part
-            size = max(self.strategy.all_gather_object(part.shape[dim]))
+            size = max(self.strategy.ranks.all_gather_object(part.shape[dim]))
             if size == part.shape[dim]:
                 return part
             shape = list(part.shape)
@@ -201,7 +201,7 @@ class Collectives(RankControl):
     def check_trigger(self) -> bool:
         """True on every rank if one has called `set_trigger` since the last true answer."""
         self._announce("check_trigger")
-        raised = self.strategy.any(self._trigger)
+        raised = self.strategy.ranks.any(self._trigger)
         if raised:
             self._trigger = False
         return raised

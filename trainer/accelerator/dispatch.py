@@ -156,7 +156,7 @@ class Dispatched:
         rounds = self._rounds() if rank == 0 else None
         self.counts.clear()
         while True:
-            handed = self.strategy.broadcast(next(rounds, END) if rounds is not None else END)
+            handed = self.strategy.ranks.broadcast(next(rounds, END) if rounds is not None else END)
             if handed is END:
                 return
             whole, true = handed

@@ -68,4 +68,4 @@ class LocalSGD:
     def _average(self) -> None:
         self.accelerator.wait_for_everyone()
         for parameter in self.model.parameters():
-            parameter.copy_(self.accelerator.strategy.reduce(parameter, reduction="mean"))
+            parameter.copy_(self.accelerator.strategy.ranks.reduce(parameter, reduction="mean"))

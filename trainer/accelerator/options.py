@@ -134,7 +134,7 @@ class Options:
         """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
         check_started(strategy)
         if self.mesh is not None:
-            self.mesh.check(strategy.world_size)
+            self.mesh.check(strategy.ranks.world_size)
         if self._clips_to is not None:
             strategy.clip_each_step(self._clips_to)
         if self.deepspeed is None:
@@ -147,11 +147,8 @@ class Options:
         if autocast is not None and isinstance(precision, MixedPrecision):
             precision.use_autocast(functools.partial(self.autocast, precision, strategy.root_device, autocast))
         group = self.handlers.get(InitProcessGroupKwargs)
-        if group is not None and strategy.world_size > 1:
-            if group.timeout is not None:
-                strategy.timeout = group.timeout  # type: ignore[attr-defined]
-            if group.backend is not None:
-                strategy.process_group_backend = group.backend  # type: ignore[attr-defined]
+        if group is not None and strategy.ranks.world_size > 1:
+            strategy.ranks.configure_group(group.backend, group.timeout)
         ddp = self.handlers.get(DistributedDataParallelKwargs)
         if ddp is not None and hasattr(strategy, "ddp_arguments"):
             strategy.ddp_arguments.update(ddp.arguments())

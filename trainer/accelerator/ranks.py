@@ -53,34 +53,34 @@ class RankControl:
     @property
     def num_processes(self) -> int:
         """Ranks on all machines."""
-        return self.strategy.world_size
+        return self.strategy.ranks.world_size
 
     @property
     def process_index(self) -> int:
         """This rank, from 0."""
-        return self.strategy.global_rank
+        return self.strategy.ranks.global_rank
 
     @property
     def local_process_index(self) -> int:
         """This rank on its machine, from 0."""
-        return self.strategy.local_rank
+        return self.strategy.ranks.local_rank
 
     @property
     def is_main_process(self) -> bool:
-        return self.strategy.global_rank == 0
+        return self.strategy.ranks.global_rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        return self.strategy.local_rank == 0
+        return self.strategy.ranks.local_rank == 0
 
     @property
     def is_last_process(self) -> bool:
-        return self.strategy.global_rank == self.strategy.world_size - 1
+        return self.strategy.ranks.global_rank == self.strategy.ranks.world_size - 1
 
     @property
     def use_distributed(self) -> bool:
         """True with several ranks."""
-        return self.strategy.world_size > 1
+        return self.strategy.ranks.world_size > 1
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -97,7 +97,7 @@ class RankControl:
     def wait_for_everyone(self) -> None:
         """Waits until every rank has come here."""
         self.refuse_alone("wait_for_everyone")
-        self.strategy.barrier()
+        self.strategy.ranks.barrier()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
@@ -114,13 +114,13 @@ class RankControl:
     @contextmanager
     def _first(self, mine: bool) -> Iterator[None]:
         if not mine:
-            self.strategy.barrier()
+            self.strategy.ranks.barrier()
         try:
             yield
         finally:
             # After an error too, or the others would wait for ever.
             if mine:
-                self.strategy.barrier()
+                self.strategy.ranks.barrier()
 
     def refuse_alone(self, name: str) -> None:
         """Raises where a collective is called in a function that other ranks do not run."""
@@ -309,10 +309,10 @@ def joined(accelerator: str | None = None) -> Strategy:
 
 def check_started(strategy: Strategy) -> None:
     """Raises ConfigurationError where ranks are planned that nobody has started."""
-    if strategy.awaits_ranks:
+    if strategy.ranks.are_planned:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} plans {strategy.world_size} ranks, and your own training loop runs on ranks that are there "
-            f"already: start the script with `leyden launch --num_processes {strategy.world_size} …` or torchrun, or call its "
+            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, and your own training loop runs on ranks that are there "
+            f"already: start the script with `leyden launch --num_processes {strategy.ranks.world_size} …` or torchrun, or call its "
             "function through notebook_launcher."
         )
 

@@ -105,7 +105,7 @@ def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: 
 
 def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
     """A checkpoint is one folder, which all ranks write and read together."""
-    found = accelerator.strategy.differing(str(path))
+    found = accelerator.strategy.ranks.differing(str(path))
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(
@@ -185,7 +185,7 @@ def save(accelerator: Accelerator, path: Path) -> Path:
         writer.state("user", _user(accelerator))
         writer.state(f"rank-{strategy.data_rank}", _rank(accelerator), of_rank=True)
         saved = writer.commit(
-            progress=_progress(accelerator), world_size=strategy.world_size, strategy=strategy.name or "custom"
+            progress=_progress(accelerator), world_size=strategy.ranks.world_size, strategy=strategy.name or "custom"
         )
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:

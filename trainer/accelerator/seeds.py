@@ -31,8 +31,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
     """Gives every rank rank 0's random numbers of some kinds."""
     wanted = [kind for kind in kinds if kind != "generator"]
-    if not wanted or strategy.world_size == 1:
+    if not wanted or strategy.ranks.world_size == 1:
         return
     own = rng_state()
-    shared = strategy.broadcast({kind: own[kind] for kind in wanted if kind in own})
+    shared = strategy.ranks.broadcast({kind: own[kind] for kind in wanted if kind in own})
     set_rng_state({**own, **shared})

@@ -101,9 +101,9 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
             raise ConfigurationError(
                 f"split_batches=True and {kind_of(batches)} of your own: give the loader a batch_size, or leave it out."
             )
-        return with_index_sampler(loader, kind(Order(batches, strategy.broadcast), rank, ranks, None))
+        return with_index_sampler(loader, kind(Order(batches, strategy.ranks.broadcast), rank, ranks, None))
     size = _own_size(batches.batch_size, ranks, config)
-    order = Order(batches.sampler, strategy.broadcast)
+    order = Order(batches.sampler, strategy.ranks.broadcast)
     return with_index_sampler(loader, kind(order, rank, ranks, size, batches.drop_last))
 
 

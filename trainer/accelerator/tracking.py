@@ -316,4 +316,4 @@ class Tracked(Collectives):
         self.write_due()
         for tracker in self._active_trackers():
             tracker.finish()
-        self.strategy.barrier()
+        self.strategy.ranks.barrier()

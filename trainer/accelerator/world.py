@@ -107,7 +107,7 @@ def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator 
     strategy = World().strategy
     synchronise(strategy, kinds)
     if generator is not None and "generator" in kinds:
-        generator.set_state(strategy.broadcast(generator.get_state()))
+        generator.set_state(strategy.ranks.broadcast(generator.get_state()))
 
 
 def save(

@@ -44,15 +44,15 @@ class Ranks:
         path: str | os.PathLike[str] = "checkpoint",
         each_node: bool = False,
     ) -> None:
-        together = strategy is not None and strategy.is_joined and strategy.world_size > 1
+        together = strategy is not None and strategy.ranks.is_joined and strategy.ranks.world_size > 1
         self._strategy = strategy if together else None
         self.path = Path(path)
         self._over = False
-        self.rank = 0 if self._strategy is None else self._strategy.global_rank
-        self.size = 1 if self._strategy is None else self._strategy.world_size
+        self.rank = 0 if self._strategy is None else self._strategy.ranks.global_rank
+        self.size = 1 if self._strategy is None else self._strategy.ranks.world_size
         local, here = self.rank, self.size
         if self._strategy is not None and each_node:
-            local, here = self._strategy.local_rank, self.size // self._strategy.num_nodes
+            local, here = self._strategy.ranks.local_rank, self.size // self._strategy.ranks.num_nodes
         self.share = (local, here)
         self.keeper, self.is_keeper = self.rank - local, local == 0
         self.keepers = list(range(0, self.size, here))
@@ -83,13 +83,13 @@ class Ranks:
 
     def send(self, value: T, source: int) -> T:
         """Gives every rank the value of one; an error is for the next `gather`."""
-        return value if self._strategy is None else self._strategy.broadcast(value, source)
+        return value if self._strategy is None else self._strategy.ranks.broadcast(value, source)
 
     def tell(self, error: BaseException) -> None:
         """Tells the others of an error, once, where they do not know of it yet. It is the caller's to raise."""
         if self._strategy is not None and not self._over and isinstance(error, Exception):
             self._over = True
-            self._strategy.all_gather_object((None, f"{type(error).__name__}: {error}"))
+            self._strategy.ranks.all_gather_object((None, f"{type(error).__name__}: {error}"))
 
     def _told(self, work: Callable[[], T]) -> T:
         try:
@@ -101,7 +101,7 @@ class Ranks:
     def _exchange(self, value: T, error: str | None) -> list[T]:
         assert self._strategy is not None
         try:
-            found: list[tuple[Any, str | None]] = self._strategy.all_gather_object((value, error))
+            found: list[tuple[Any, str | None]] = self._strategy.ranks.all_gather_object((value, error))
         except BaseException:
             # A rank has died: there is nobody left to tell.
             self._over = True

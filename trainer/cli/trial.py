@@ -43,11 +43,11 @@ class Net(TrainModule):
     def on_fit_start(self) -> None:
         """Tries each collective, and keeps what came of it."""
         strategy = self.trainer.strategy
-        rank, one = strategy.global_rank, torch.ones(1, device=strategy.root_device)
-        self.told["objects"] = strategy.all_gather_object({"rank": rank})
-        self.told["sum"] = float(strategy.reduce(one * (rank + 1), reduction="sum"))
-        self.told["broadcast"] = strategy.broadcast(f"from {rank}")
-        strategy.barrier()
+        rank, one = strategy.ranks.global_rank, torch.ones(1, device=strategy.root_device)
+        self.told["objects"] = strategy.ranks.all_gather_object({"rank": rank})
+        self.told["sum"] = float(strategy.ranks.reduce(one * (rank + 1), reduction="sum"))
+        self.told["broadcast"] = strategy.ranks.broadcast(f"from {rank}")
+        strategy.ranks.barrier()
 
     def on_train_end(self) -> None:
         self.told["weights"] = whole_weights(self)

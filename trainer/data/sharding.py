@@ -340,11 +340,11 @@ class Ranks:
         """The data ranks of a strategy."""
 
         def total(counts: list[int]) -> list[int]:
-            summed = strategy.reduce(torch.tensor(counts), strategy.host_group, "sum")
+            summed = strategy.ranks.reduce(torch.tensor(counts), strategy.ranks.host_group, "sum")
             return [int(count) for count in summed.tolist()]
 
-        gather = strategy.all_gather_object
-        return cls(strategy.data_rank, strategy.data_size, strategy.broadcast, total, gather, even, global_batch)
+        gather = strategy.ranks.all_gather_object
+        return cls(strategy.data_rank, strategy.data_size, strategy.ranks.broadcast, total, gather, even, global_batch)
 
 
 def shard_indices(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:

@@ -48,7 +48,7 @@ class Checker:
     """
 
     def __init__(self, strategy: Strategy, seconds: float | None = None) -> None:
-        self._rank, self._size = strategy.global_rank, strategy.world_size
+        self._rank, self._size = strategy.ranks.global_rank, strategy.ranks.world_size
         self._strategy = strategy
         self._begin()
         self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
@@ -58,7 +58,7 @@ class Checker:
         given up has left ranks at different numbers, and the store keeps what a former run told."""
         from torch import distributed as dist
 
-        self._group, self._count = self._strategy.host_group, 0
+        self._group, self._count = self._strategy.ranks.host_group, 0
         store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._store: Any = dist.PrefixStore(f"leyden/debug/{next(_turns)}", store)  # type: ignore[attr-defined]
 
@@ -73,7 +73,7 @@ class Checker:
         Raises:
             CollectiveError: names the ranks, their shapes and lines, or those that did not come.
         """
-        if self._strategy.host_group is not self._group:
+        if self._strategy.ranks.host_group is not self._group:
             self._begin()
         number, self._count = self._count, self._count + 1
         if self._size == 1:
@@ -144,10 +144,10 @@ def begin(engine: Engine, accumulation: int) -> None:
     """
     strategy = engine.strategy
     tell(
-        f"leyden: rank {strategy.global_rank} of {strategy.world_size} (local {strategy.local_rank}), device {strategy.root_device}, "
+        f"leyden: rank {strategy.ranks.global_rank} of {strategy.ranks.world_size} (local {strategy.ranks.local_rank}), device {strategy.root_device}, "
         f"strategy {strategy.name}, precision {strategy.precision.name}, accumulation {accumulation}"
     )
-    if strategy.world_size > 1:
+    if strategy.ranks.world_size > 1:
         engine.checker = Checker(strategy)
 
 

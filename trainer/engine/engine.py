@@ -155,7 +155,7 @@ class Engine:
     def _tell_of_plain_backward(self) -> None:
         self.needs_manual_backward, self.went_backward = False, True
         lacks = [
-            *(["are not exchanged with the other ranks"] if self.strategy.world_size > 1 else []),
+            *(["are not exchanged with the other ranks"] if self.strategy.ranks.world_size > 1 else []),
             *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
         ]
         warnings.warn(
@@ -201,17 +201,17 @@ class Engine:
         """
         if self.checker is not None and group is None:
             self.checker.compare("all_gather", data)
-        elif self.strategy.world_size > 1:
+        elif self.strategy.ranks.world_size > 1:
             check_gathered(self.strategy, self.share, data, group)
             if self.share is not None and self.share.rest and not self.told_of_rest:
                 self.told_of_rest = tell_of_rest(self.strategy, self.share, data)
-        return map_tensors(data, lambda tensor: self.strategy.all_gather(tensor, group, sync_grads))
+        return map_tensors(data, lambda tensor: self.strategy.ranks.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank `src`."""
         if self.checker is not None:
             self.checker.compare("broadcast", None)
-        return self.strategy.broadcast(obj, src)
+        return self.strategy.ranks.broadcast(obj, src)
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Names optimizers' parameters that no module has any more: they would be stepped without effect."""

@@ -58,9 +58,9 @@ def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str,
     """
     tensors: list[Tensor] = []
     map_tensors(data, tensors.append)
-    if not known_to_differ and not strategy.aborts_on_shapes(tensors, group):
+    if not known_to_differ and not strategy.ranks.aborts_on_shapes(tensors, group):
         return
-    found = strategy.differing(", ".join(map(_shape, tensors)), group)
+    found = strategy.ranks.differing(", ".join(map(_shape, tensors)), group)
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(

@@ -121,7 +121,7 @@ class EpochValues:
         names = [(keys, of_metrics)] * len(rows)
         alike = all(row[1] == digest for row in rows)
         if not alike:
-            told = strategy.all_gather_object((keys, of_metrics, idle))
+            told = strategy.ranks.all_gather_object((keys, of_metrics, idle))
             _check([(keys, idle) for keys, _, idle in told])
             names = [(keys, of_metrics) for keys, of_metrics, _ in told]
         messages = _gather_bytes(strategy, states, [int(row[3]) for row in rows])
@@ -138,7 +138,7 @@ class EpochValues:
             message[2] = float(len(message))
             row = torch.zeros(self._capacity, dtype=torch.float64)
             row[: min(len(message), self._capacity)] = torch.tensor(message[: self._capacity], dtype=torch.float64)
-            rows = self._strategy.all_gather(row, group=self._strategy.host_group).tolist()
+            rows = self._strategy.ranks.all_gather(row, group=self._strategy.ranks.host_group).tolist()
             longest = int(max(row[2] for row in rows))
             if longest <= self._capacity:
                 return [row[: int(row[2])] for row in rows]
@@ -160,13 +160,13 @@ class EpochValues:
         from torch.distributed import GroupMember, get_process_group_ranks
 
         if entry.ranks_in is GroupMember.NON_GROUP_MEMBER:
-            return [self._strategy.global_rank]
+            return [self._strategy.ranks.global_rank]
         return get_process_group_ranks(entry.ranks_in)
 
     def _told_by_others(self, results: Mapping[Key, Value | None]) -> list[tuple[Key, Value]]:
         """The values of loaders of which this rank had no batch."""
         known: dict[Key, Value] = {}
-        for told in self._strategy.all_gather_object(
+        for told in self._strategy.ranks.all_gather_object(
             {key: value for key, value in results.items() if value is not None}
         ):
             for key, value in told.items():
@@ -244,7 +244,7 @@ def _gather_bytes(strategy: Strategy, message: Tensor, sizes: Sequence[int]) -> 
         return [message] * len(sizes)
     row = torch.zeros(longest, dtype=torch.uint8)
     row[: message.numel()] = message
-    rows = strategy.all_gather(row, group=strategy.host_group)
+    rows = strategy.ranks.all_gather(row, group=strategy.ranks.host_group)
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 

@@ -71,7 +71,7 @@ class Agreement:
     def _ask(self) -> Answer:
         trainer, clock = self._trainer, self._clock
         decides_on_time = trainer.is_global_zero
-        return trainer.strategy.exchange_flags(
+        return trainer.strategy.ranks.exchange_flags(
             (
                 *_signals(trainer),
                 trainer.should_stop,
@@ -122,7 +122,7 @@ class Pass:
         return self._trainer.signals.received is not None
 
     def _ask(self, goes_on: bool) -> Answer:
-        return self._trainer.strategy.exchange_flags((*_signals(self._trainer), goes_on))
+        return self._trainer.strategy.ranks.exchange_flags((*_signals(self._trainer), goes_on))
 
     def _take(self) -> bool:
         assert self._answer is not None

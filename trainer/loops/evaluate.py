@@ -196,7 +196,7 @@ class EvaluationLoop:
         if len(self.loaders) == 1:
             return [numbers]
         # A rank may have had no batch of a loader.
-        told = self.trainer.strategy.all_gather_object(self._names)
+        told = self.trainer.strategy.ranks.all_gather_object(self._names)
         own = [set[str]().union(*names) for names in zip(*told, strict=True)]
         of_all = numbers.keys() - set[str]().union(*own)
         return [{name: value for name, value in numbers.items() if name in names | of_all} for names in own]

@@ -44,7 +44,11 @@ class PredictionLoop(EvaluationLoop):
         strategy = self.trainer.strategy
         if strategy.data_size > 1:
             everywhere = self.gather == "all"
-            found = strategy.all_gather_object(self.outputs) if everywhere else strategy.gather_object(self.outputs)
+            found = (
+                strategy.ranks.all_gather_object(self.outputs)
+                if everywhere
+                else strategy.ranks.gather_object(self.outputs)
+            )
             if found is None:
                 return None
             self.outputs = [_in_turn(parts) for parts in zip(*found, strict=True)]

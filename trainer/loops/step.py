@@ -72,9 +72,9 @@ class Step(ABC):
         logs.begin_apart()
         for config in due:
             metric = config.monitored(self.trainer.callback_metrics)
-            if self.strategy.world_size > 1:
+            if self.strategy.ranks.world_size > 1:
                 # A value of a step is each rank's own, and the learning rate must be one.
-                metric = self.strategy.broadcast(None if metric is None else float(metric))
+                metric = self.strategy.ranks.broadcast(None if metric is None else float(metric))
             if metric is not None:
                 self.hooks.current = "lr_scheduler_step"
                 self.module.lr_scheduler_step(config.scheduler, metric)
@@ -255,7 +255,7 @@ class AutomaticStep(Step):
             self.strategy.before_step(prepared.optimizer)
             self._before_step(prepared.optimizer)
             # Of all ranks, which must choose the same step.
-            return self.strategy.reduce(read_loss(outputs)[0].detach())
+            return self.strategy.ranks.reduce(read_loss(outputs)[0].detach())
 
         self.accelerator.stepped = False
         if self.own_step:
@@ -287,7 +287,9 @@ class ManualStep(Step):
         self.accelerator.backward_hooks = self.hooks
         self.accelerator.before_step = self._before_step if self.hooks.listens("on_before_optimizer_step") else None
         self.accelerator.went_backward = True
-        self.accelerator.needs_manual_backward = self.strategy.world_size > 1 or self.strategy.precision.scales_loss
+        self.accelerator.needs_manual_backward = (
+            self.strategy.ranks.world_size > 1 or self.strategy.precision.scales_loss
+        )
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.hooks.fire_all("on_before_optimizer_step", optimizer)

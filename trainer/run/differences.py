@@ -33,7 +33,7 @@ def check_module(trainer: Trainer, stage: str) -> None:
         ConfigurationError: on every rank, if one differs; names the first difference.
     """
     strategy, arguments = trainer.strategy, trainer.arguments
-    if strategy.world_size == 1:
+    if strategy.ranks.world_size == 1:
         return
     lines = [f"the stage {stage}"]
     for name in sorted(set(arguments.__slots__) - FREE):
@@ -54,7 +54,7 @@ def check_module(trainer: Trainer, stage: str) -> None:
 
 def check_optimizers(trainer: Trainer) -> None:
     """Compares the optimizers, their options and their parameters."""
-    if trainer.strategy.world_size == 1:
+    if trainer.strategy.ranks.world_size == 1:
         return
     names = {id(parameter): name for name, parameter in trainer.module.named_parameters()}
     lines = []
@@ -71,7 +71,7 @@ def check_optimizers(trainer: Trainer) -> None:
 
 def check_batches(strategy: Strategy, count: int | None) -> None:
     """Compares the number of batches in an epoch."""
-    if strategy.world_size > 1:
+    if strategy.ranks.world_size > 1:
         fix = (
             "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, or set "
             "use_distributed_sampler=False where each has a share of its own."
@@ -88,9 +88,9 @@ def agree(strategy: Strategy, lines: Sequence[str], fix: str) -> None:
         fix: ends the message.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(strategy.all_gather_object(digest))) == 1:
+    if len(set(strategy.ranks.all_gather_object(digest))) == 1:
         return
-    everyone = strategy.all_gather_object(list(lines))
+    everyone = strategy.ranks.all_gather_object(list(lines))
     rank, theirs = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     place = next(
         (place for place, (one, other) in enumerate(zip(everyone[0], theirs, strict=False)) if one != other),

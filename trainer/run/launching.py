@@ -36,7 +36,7 @@ def launch(trainer: Trainer, *run: Any, **loaders: Any) -> Any:
     Returns:
         What the run returns. In a script it never returns: the process exits with the status of its ranks.
     """
-    method = trainer.strategy.start_method
+    method = trainer.strategy.ranks.start_method
     if method == "script":
         _script(trainer)
     if trainer.num_nodes > 1:
@@ -67,7 +67,7 @@ def _script(trainer: Trainer) -> NoReturn:
 
 def _on_rank(trainer: Trainer, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
     """The run itself; rank 0 returns what the caller's Trainer and module take over."""
-    trainer.strategy.join(rank_environment())
+    trainer.strategy.ranks.take_place(rank_environment())
     # Those that the caller knows; a `setup` may add others.
     callbacks = list(trainer.callbacks)
     result = trainer._run(*run, **loaders)

@@ -152,7 +152,7 @@ def settle_nodes(trainer: Trainer) -> None:
     Raises:
         ConfigurationError: if fit would save into folders that are not shared, and was not told to.
     """
-    for callback in trainer.checkpoint_callbacks if trainer.strategy.num_nodes > 1 else ():
+    for callback in trainer.checkpoint_callbacks if trainer.strategy.ranks.num_nodes > 1 else ():
         folder = callback.folder_of(trainer)
         callback.saves_on_each_node = not is_shared(folder, Ranks(trainer.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":

@@ -334,7 +334,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
 def test_names(name: str, number: int, optimizer: str | None, parameters: str | None) -> None:
     strategy = find_strategy(name, "cpu", 2)
     assert isinstance(strategy, DeepSpeedStrategy)
-    assert (strategy.stage, strategy.world_size) == (number, 2)
+    assert (strategy.stage, strategy.ranks.world_size) == (number, 2)
     assert strategy.config.offloads("optimizer") == optimizer
     assert strategy.config.offloads("param") == parameters
     assert strategy.replicates is strategy.supports_inference_mode is (number < 3)

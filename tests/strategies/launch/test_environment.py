@@ -111,7 +111,7 @@ def test_ranks_that_are_there_are_counted_and_never_started_again() -> None:
     for variables in (TORCHRUN, SRUN):
         os.environ.update(variables)
         trainer = Trainer(accelerator="cpu", logger=False)
-        assert isinstance(trainer.strategy, DDPStrategy) and not trainer.strategy.awaits_ranks
+        assert isinstance(trainer.strategy, DDPStrategy) and not trainer.strategy.ranks.are_planned
         place = (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size)
         assert place == (3, 1, 1, 4) and (trainer.num_devices, trainer.num_nodes) == (2, 2)
         for name in variables:

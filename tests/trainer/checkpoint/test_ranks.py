@@ -41,26 +41,26 @@ def write(folder: str, name: str, strategy: Any, fail: str = "") -> Path:
     """Writes a checkpoint on all ranks, one of which may fail somewhere."""
 
     def reach(point: str) -> None:
-        if fail == f"{point}:{strategy.global_rank}":
+        if fail == f"{point}:{strategy.ranks.global_rank}":
             raise ZeroDivisionError(f"at {point}")
-        if fail == f"kill {point}:{strategy.global_rank}":
+        if fail == f"kill {point}:{strategy.ranks.global_rank}":
             os.kill(os.getpid(), signal.SIGKILL)
 
     with CheckpointWriter(Path(folder, name), ranks=Ranks(strategy, Path(folder, name))) as writer:
         reach("begin")
         own = weights()
-        state = {**own, "buffer": torch.tensor([float(strategy.global_rank)]), "tied": own["d"]}
+        state = {**own, "buffer": torch.tensor([float(strategy.ranks.global_rank)]), "tied": own["d"]}
         writer.model(state, replicated=list(own))
         reach("model")
         writer.optimizers([optimizer_state()])
         reach("optimizers")
-        writer.state("user", {"of": strategy.global_rank})
-        writer.state(f"rank-{strategy.global_rank}", {"rng": torch.get_rng_state()}, of_rank=True)
+        writer.state("user", {"of": strategy.ranks.global_rank})
+        writer.state(f"rank-{strategy.ranks.global_rank}", {"rng": torch.get_rng_state()}, of_rank=True)
         if fail.startswith("fsync"):
-            break_fsync(strategy.global_rank == int(fail[-1]))
-        writer.state(f"late-{strategy.global_rank}", {"x": 1}, of_rank=True)
+            break_fsync(strategy.ranks.global_rank == int(fail[-1]))
+        writer.state(f"late-{strategy.ranks.global_rank}", {"x": 1}, of_rank=True)
         reach("end")
-        return writer.commit(progress={"global_step": 1}, world_size=strategy.world_size, strategy="ddp")
+        return writer.commit(progress={"global_step": 1}, world_size=strategy.ranks.world_size, strategy="ddp")
 
 
 def break_fsync(here: bool) -> None:
@@ -146,10 +146,10 @@ def fail_at(folder: str, points: list[str]) -> list[str]:
             messages.append(f"{type(error).__name__}: {error}")
         safefile.os.fsync = fsync  # type: ignore[attr-defined]
     # Rank 0 clears what was begun.
-    strategy.barrier()
+    strategy.ranks.barrier()
     left = [path.name for path in Path(folder).iterdir()]
     assert left == ["whole"], left
-    strategy.barrier()
+    strategy.ranks.barrier()
     write(folder, "after", strategy)
     strategy.teardown()
     return messages
@@ -196,7 +196,7 @@ def test_a_rank_that_is_killed_leaves_the_last_checkpoint_whole(tmp_path: Path, 
 def differ(folder: str) -> str:
     shards.SPREAD_FROM = 0
     strategy = join()
-    size = 4 + strategy.global_rank
+    size = 4 + strategy.ranks.global_rank
     with (
         pytest.raises(CheckpointError, match="tensors of 'model' on rank 1 are others") as error,
         CheckpointWriter(Path(folder, "one"), ranks=Ranks(strategy)) as writer,
@@ -216,12 +216,12 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
     strategy = join()
     shards.SPREAD_FROM = 0
     paths = [write(folder, f"step={step}", strategy) for step in (1, 2, 3)]
-    if strategy.global_rank == 0:
+    if strategy.ranks.global_rank == 0:
         for path, file in ((paths[2], "rank-1.safetensors"), (paths[1], "model-00002-of-00002.safetensors")):
             data = bytearray((path / file).read_bytes())
             data[-1] ^= 1
             (path / file).write_bytes(data)
-    strategy.barrier()
+    strategy.ranks.barrier()
     read = 0
     exactly = safefile.CheckedFile._exactly
 

@@ -325,7 +325,7 @@ def damage(path: str, layout: str) -> list[str]:
         data = bytearray(file.read_bytes())
         data[-2] ^= 8
         file.write_bytes(data)
-    strategy.barrier()
+    strategy.ranks.barrier()
     messages = []
     model = build(layout, seed=2)
     try:

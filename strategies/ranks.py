@@ -1,0 +1,141 @@
+"""Ranks: which of a run's processes this one is, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from leyden.strategies.launch.environment import RankEnvironment
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a run, seen from one of them. This class is a process by itself, with nobody to exchange anything with.
+
+    A strategy holds its ranks as `strategy.ranks`. `GroupRanks` are the processes of a torch process group. One process that
+    drives several devices, as XLA's SPMD does, is a single rank.
+
+    Every rank must call a collective, all of them in the same order. `group` restricts one to the ranks of a process group, such
+    as that of one dimension of a device mesh (`mesh["shard"].get_group()`); None means all ranks.
+
+    Example:
+        >>> Ranks().world_size, Ranks().all_gather_object("mine")
+        (1, ['mine'])
+    """
+
+    num_nodes: int = 1
+    """Machines that take part."""
+    start_method: str = "script"
+    """How ranks that nobody has started yet are started: "script", "spawn", "fork", "notebook" or "xla"."""
+    host_group: Any = None
+    """The process group for decisions made on the host, so that they never wait for the device; None without one."""
+
+    # this rank --------------------------------------------------------------------------------------------------------
+    @property
+    def global_rank(self) -> int:
+        """This rank's number among all of them, from 0."""
+        return 0
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its machine, from 0."""
+        return 0
+
+    @property
+    def node_rank(self) -> int:
+        """The number of this rank's machine, from 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; before they are started, of those that are planned."""
+        return 1
+
+    @property
+    def local_size(self) -> int:
+        """The number of ranks on this machine."""
+        return 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        """True on the first rank."""
+        return self.global_rank == 0
+
+    # from the plan to the end -----------------------------------------------------------------------------------------
+    @property
+    def are_planned(self) -> bool:
+        """True if several ranks are planned and this process is none of them yet."""
+        return False
+
+    def take_place(self, place: RankEnvironment | None) -> None:
+        """Makes this process one of the ranks, which were started after this object was made."""
+
+    def configure_group(self, backend: str | None = None, timeout: timedelta | None = None) -> None:
+        """Sets the backend and the time-out of the process group, before ranks join it."""
+
+    def join(self) -> None:
+        """Makes this rank's device current and joins the other ranks."""
+
+    @property
+    def is_joined(self) -> bool:
+        """True while ranks can talk to each other; planned ones cannot."""
+        return True
+
+    def report_failure(self, error: BaseException, where: str = "") -> bool:
+        """Reports an error to the other ranks; returns False if it only follows from another rank's, which the user sees."""
+        return True
+
+    def end_run(self) -> None:
+        """Ends a run. Ranks stay joined for the next one."""
+
+    # collectives ------------------------------------------------------------------------------------------------------
+    def barrier(self) -> None:
+        """Waits for every rank."""
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Returns the object of rank `src` on every rank."""
+        return obj
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stacks the tensors of all ranks: shape (ranks, *tensor.shape).
+
+        Args:
+            tensor: of the same shape on every rank.
+            group: the ranks that take part.
+            sync_grads: backward sends each rank the gradients of its part.
+        """
+        return tensor.unsqueeze(0)
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduction: str = "mean") -> Tensor:
+        """Reduces a tensor over the ranks by "mean", "sum", "max" or "min"; every rank gets the result."""
+        return tensor
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Returns the objects of all ranks, in their order, on every rank."""
+        return [obj]
+
+    def gather_object(self, obj: T, dst: int = 0) -> list[T] | None:
+        """Returns the objects of all ranks, in their order, on rank `dst`; None on the others."""
+        return [obj]
+
+    def any(self, flag: bool) -> bool:
+        """Returns True on every rank if the flag is true on one."""
+        return flag
+
+    def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
+        """Starts an exchange of flags. The function it returns waits for it, and returns which flags are true on any rank."""
+        kept = list(flags)
+        return lambda: kept
+
+    def differing(self, text: str, group: Any = None) -> list[str]:
+        """Returns the texts of all ranks, in their order, if they differ; an empty list if they are the same."""
+        return []
+
+    def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
+        """True if a collective over such tensors, with shapes that differ by rank, would abort the process instead of raising."""
+        return False
