@@ -14,8 +14,8 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.accelerator.dispatch import CollateFilled, Dispatched, ListPart, StreamPart
 from leyden.trainer.accelerator.plugins import DataLoaderConfiguration
 from leyden.trainer.data.even import EvenBatches, OwnBatches
-from leyden.trainer.data.rebuild import with_dataset, with_index_sampler
-from leyden.trainer.data.sharding import Order, Ranks
+from leyden.trainer.data.limits import with_dataset, with_index_sampler
+from leyden.trainer.data.sharding import Order, Ranks, is_indexed
 from leyden.trainer.data.streams import shard
 
 
@@ -89,7 +89,7 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
         return _stream(loader, rank, ranks, config)
     if isinstance(loader, (list, tuple)):
         return ListPart(loader, rank, ranks, config.even_batches)
-    if not _is_indexed(loader):
+    if not is_indexed(loader):
         # The user's own loop cannot be handed a batch of nothing.
         return shard(loader, Ranks.of(strategy, even=True), asks=False)
     batches: Any = loader.batch_sampler
@@ -129,15 +129,6 @@ def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderCo
         changed = with_index_sampler(changed, BatchSampler(changed.sampler, size, loader.drop_last))
         vars(changed)["batch_size"] = size
     return changed
-
-
-def _is_indexed(loader: Any) -> bool:
-    return (
-        isinstance(loader, DataLoader)
-        and loader.batch_sampler is not None
-        and not isinstance(loader.dataset, IterableDataset)
-        and type(loader).__iter__ is DataLoader.__iter__
-    )
 
 
 def _seedable(loader: Any, seed: int) -> Any:

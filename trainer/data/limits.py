@@ -1,8 +1,9 @@
-"""How many batches of a loader are used, and loaders that cannot be used as they are."""
+"""Loaders as users hand them in: their length, limits on it, refusals, and copies with one part exchanged."""
 
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from typing import Any
 
 from torch.utils.data import (
@@ -15,7 +16,6 @@ from torch.utils.data import (
 )
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.data.rebuild import with_index_sampler
 
 NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
@@ -151,3 +151,23 @@ def without_shuffle(loader: Any) -> Any:
         stacklevel=2,
     )
     return with_index_sampler(loader, in_order)
+
+
+def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
+    """The loader over another data set of the same length."""
+    return _with(loader, dataset=dataset)
+
+
+def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
+    """The loader with another sampler: one of batches where it makes batches, else one of samples."""
+    if loader.batch_sampler is None:
+        return _with(loader, sampler=sampler)
+    # The loader's `sampler` is what its batch sampler reads, unless the user gave a batch sampler of his own.
+    return _with(loader, batch_sampler=sampler, sampler=sampler.sampler)
+
+
+def _with(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
+    result = copy(loader)
+    # A DataLoader refuses assignment after its constructor; subclasses may have other arguments than it has.
+    vars(result).update(parts, _iterator=None)
+    return result

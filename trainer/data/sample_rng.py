@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.trainer.data.rebuild import with_dataset
+from leyden.trainer.data.limits import with_dataset
 from leyden.trainer.data.rng import MAX_SEED
 
 

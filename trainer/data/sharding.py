@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from leyden.strategies.base import Strategy
 from leyden.trainer.data.generators import Generators
-from leyden.trainer.data.rebuild import with_index_sampler
+from leyden.trainer.data.limits import with_index_sampler
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
 from leyden.trainer.data.seek import can_slice, tail_of
 

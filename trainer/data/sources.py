@@ -423,7 +423,7 @@ def _has_state(item: Any) -> bool:
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
 
 
-def _is_indexed(loader: Any) -> bool:
+def _iterates_by_index(loader: Any) -> bool:
     """True if iteration is by index 0, 1, … alone, so that it can begin anywhere."""
     kind: Any = type(loader)
     if not hasattr(kind, "__getitem__"):
@@ -444,6 +444,6 @@ def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
         return StatefulSource(loader, allow_replay)
     if isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__:
         return TorchSource(loader, allow_replay)
-    if _is_indexed(loader):
+    if _iterates_by_index(loader):
         return SequenceSource(loader, allow_replay)
     return ForeignSource(loader, allow_replay)

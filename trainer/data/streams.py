@@ -17,8 +17,6 @@ from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live
 from leyden.trainer.data.sharding import NOTHING, Ranks, Share, alike, is_indexed, shard_indices
 from leyden.trainer.data.sources import Composite, Source, State, source_of
 
-END = object()
-
 
 def shard(loader: Any, ranks: Ranks, foreign: bool = False, asks: bool = True) -> Any:
     """What one rank reads of a loader.
