@@ -9,7 +9,6 @@ own, from which the order of samples is drawn, and the others are seeded.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.data.rng import seeded_state
 from leyden.trainer.format.safefile import memory_of
 from leyden.trainer.format.tensors import is_sharded
+from leyden.trainer.logging.metric_states import blank_metric_states, merged_metric_states
 
 
 def saved_ranks(reader: CheckpointReader) -> int:
@@ -48,11 +48,13 @@ def read_rank(reader: CheckpointReader, strategy: Strategy, module: nn.Module, l
     # Only the first has to see what the others had summed up.
     states = [reader.state(f"rank-{number}", like=like) for number in (range(saved) if rank == 0 else range(1))]
     first = states[0]
-    step = reader.progress()["global_step"]
+    step, metrics = reader.progress()["global_step"], list(module.named_modules())
     return {
         **first,
         "logs": merged_logs([state["logs"] for state in states], empty=rank > 0),
-        "metrics": merged_metrics([state["metrics"] for state in states], module, empty=rank > 0),
+        "metrics": merged_metric_states(metrics, [state["metrics"] for state in states])
+        if rank == 0
+        else blank_metric_states(metrics, first["metrics"]),
         "buffers": {},
         "rng": first["rng"] if rank == 0 else seeded_state(rank_seed(first.get("seed", 0), step, rank)),
     }
@@ -123,49 +125,3 @@ def _extreme(totals: list[Any], reduction: str) -> Any:
     stacked = torch.stack([torch.as_tensor(total, dtype=torch.float64) for total in totals])
     extreme = stacked.max() if reduction == "max" else stacked.min()
     return extreme if any(isinstance(total, Tensor) for total in totals) else float(extreme)
-
-
-def merged_metrics(
-    states: list[dict[str, dict[str, Any]]], module: nn.Module, empty: bool
-) -> dict[str, dict[str, Any]]:
-    """The states of torchmetrics objects of all ranks as those of one, each by its own way of reducing."""
-    parts = dict(module.named_modules())
-    return {
-        name: _merged_metric(parts[name], [state[name] for state in states], name, empty)
-        for name in states[0]
-        if name in parts
-    }
-
-
-def _merged_metric(metric: Any, found: list[dict[str, Any]], name: str, empty: bool) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for key, default in metric._defaults.items():
-        values = [state["state"][key] for state in found]
-        how = getattr(metric._reductions[key], "__name__", None)
-        if how in ("dim_zero_max", "dim_zero_min"):
-            stacked = torch.stack(values)
-            merged[key] = stacked.amax(0) if how == "dim_zero_max" else stacked.amin(0)
-        elif how == "dim_zero_sum" or (how == "dim_zero_cat" and isinstance(default, Tensor)):
-            merged[key] = default.clone() if empty else _joined(how, values)
-        elif isinstance(default, list):
-            merged[key] = [] if empty else [item for value in values for item in _listed(value)]
-        else:
-            warnings.warn(
-                f"the metric {name!r} has a state {key!r} that cannot be merged over ranks: after this resume on another number "
-                "of ranks, its value covers only the rest of the epoch.",
-                stacklevel=2,
-            )
-            return {"state": _blank(metric), "update_count": 0}
-    return {"state": merged, "update_count": 0 if empty else sum(state["update_count"] for state in found)}
-
-
-def _joined(how: str, values: list[Tensor]) -> Tensor:
-    return torch.cat(values) if how == "dim_zero_cat" else torch.stack(values).sum(0, dtype=values[0].dtype)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
-def _blank(metric: Any) -> dict[str, Any]:
-    return {key: default.clone() if isinstance(default, Tensor) else [] for key, default in metric._defaults.items()}

@@ -1,15 +1,20 @@
-"""What torchmetrics objects have accumulated: taken for a checkpoint, checked, and given back."""
+"""The accumulated state of torchmetrics objects: saved, checked, restored, and merged for another number of ranks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.logging.metrics import PartState, in_turns, merged_value
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
 
 
 def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -62,3 +67,51 @@ def load_metric_states(modules: Iterable[tuple[str, Any]], states: Mapping[str, 
                 setattr(metric, key, value.to(metric.device) if isinstance(value, Tensor) else value)
             metric._update_count = states[name]["update_count"]
             metric._computed = None
+
+
+def merged_metric_states(
+    modules: Iterable[tuple[str, Any]], states: Sequence[Mapping[str, Mapping[str, Any]]]
+) -> dict[str, dict[str, Any]]:
+    """Merges what `metric_states` returned on each rank into the states of one, each by its metric's own reduction.
+
+    Warns of a metric whose reduction says nothing about partial states; it starts anew.
+    """
+    return {
+        name: _merged(metric, name, [state[name] for state in states]) for name, metric in modules if name in states[0]
+    }
+
+
+def blank_metric_states(modules: Iterable[tuple[str, Any]], names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The states of metrics that have seen no batch, in the form of `metric_states`."""
+    known = set(names)
+    return {name: _blank(metric) for name, metric in modules if name in known}
+
+
+def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+
+    reductions = (dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum)
+    parts = [PartState(state["update_count"], dict(state["state"])) for state in found]
+    merged: dict[str, Any] = {}
+    for key, default in metric._defaults.items():
+        values = [part.values[key] for part in parts]
+        if isinstance(default, list):
+            merged[key] = list(in_turns([value if isinstance(value, list) else [value] for value in values]))
+        elif metric._reductions[key] in reductions:
+            # torchmetrics' sum of small integers is of a wider type than the state.
+            merged[key] = merged_value(metric, key, parts).to(values[0].dtype)
+        else:
+            warnings.warn(
+                f"the metric {name!r} has a state {key!r} that cannot be merged over ranks: after this resume on another number "
+                "of ranks, its value covers only the rest of the epoch.",
+                stacklevel=2,
+            )
+            return _blank(metric)
+    return {"state": merged, "update_count": sum(part.count for part in parts)}
+
+
+def _blank(metric: Metric) -> dict[str, Any]:
+    state: dict[str, Any] = {
+        key: default.clone() if isinstance(default, Tensor) else [] for key, default in metric._defaults.items()
+    }
+    return {"state": state, "update_count": 0}

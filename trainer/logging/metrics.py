@@ -167,25 +167,30 @@ def _members(part: Metric, ranks: Mapping[int, Any]) -> list[int]:
 
 
 def _install(part: Metric, states: Sequence[PartState]) -> None:
-    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
-    states = [state for state in states if state.count] or states
-    counts = [state.count for state in states]
-    for name, reduction in part._reductions.items():
+    for name in part._reductions:
         home = getattr(part, name)
-        merged = _merged(part, name, reduction, [state.values[name] for state in states], counts)
+        merged = merged_value(part, name, states)
         to_cpu = part.compute_on_cpu and not isinstance(home, Tensor)
         setattr(part, name, _placed(merged, torch.device("cpu") if to_cpu else part.device))
-    part._update_count = sum(counts)
+    part._update_count = sum(state.count for state in states)
 
 
-def _merged(part: Metric, name: str, reduction: Any, values: list[Any], counts: list[int]) -> Any:
-    """One state of all ranks, by the function that the metric names for it."""
+def _updated(states: Sequence[PartState]) -> Sequence[PartState]:
+    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
+    return [state for state in states if state.count] or states
+
+
+def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
+    """One state of all ranks, reduced by the function that the metric names for it."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
+    states = _updated(states)
+    values: list[Any] = [state.values[name] for state in states]
+    reduction: Any = part._reductions[name]
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], list):
-        items = list(_in_turns(values))
+        items = list(in_turns(values))
         if reduction is dim_zero_cat:
             # An empty tensor may be of another dtype or shape than those with something in them.
             items = [item for item in items if not isinstance(item, Tensor) or item.numel()]
@@ -200,7 +205,9 @@ def _merged(part: Metric, name: str, reduction: Any, values: list[Any], counts: 
         )
     stacked = torch.stack(values)
     if reduction is dim_zero_mean:
-        weights = torch.tensor(counts, dtype=torch.float64).reshape(-1, *[1] * (stacked.dim() - 1))
+        weights = torch.tensor([state.count for state in states], dtype=torch.float64).reshape(
+            -1, *[1] * (stacked.dim() - 1)
+        )
         wide = torch.promote_types(stacked.dtype, torch.float64)
         mean = (stacked.to(wide) * weights).sum(dim=0) / weights.sum()
         is_whole = not (stacked.dtype.is_floating_point or stacked.dtype.is_complex)
@@ -208,7 +215,7 @@ def _merged(part: Metric, name: str, reduction: Any, values: list[Any], counts: 
     return stacked if reduction is None else reduction(stacked)
 
 
-def _in_turns(values: Sequence[list[Any]]) -> Iterator[Any]:
+def in_turns(values: Sequence[list[Any]]) -> Iterator[Any]:
     """The items of all ranks in the order of global batches: every rank's first, then every rank's second, …"""
     for turn in range(max(map(len, values))):
         for items in values:

@@ -1,0 +1,96 @@
+"""The states of torchmetrics objects: merged for another number of ranks as they are reduced over ranks."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from leyden.trainer.logging.metric_states import (
+    blank_metric_states,
+    load_metric_states,
+    merged_metric_states,
+    metric_states,
+)
+
+
+class Mixed(Metric):
+    """A state of every kind of reduction that torchmetrics names."""
+
+    total: Tensor
+    mean: Tensor
+    largest: Tensor
+    seen: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+        self.add_state("largest", torch.tensor(float("-inf")), dist_reduce_fx="max")
+        self.add_state("seen", [], dist_reduce_fx="cat")
+
+    def update(self, values: Tensor) -> None:
+        self.total += len(values)
+        self.mean += (values.mean() - self.mean) / (self._update_count or 1)
+        self.largest = torch.maximum(self.largest, values.max())
+        self.seen.append(values)
+
+    def compute(self) -> Tensor:
+        return torch.stack([self.total.float(), self.mean, self.largest, torch.cat(self.seen).sum()])
+
+
+class Custom(Metric):
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx=lambda stacked: stacked.prod(0))
+
+    def update(self, value: Tensor) -> None:
+        self.total += value.sum()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def saved(metric: Metric, *batches: list[float]) -> dict[str, Any]:
+    for batch in batches:
+        metric.update(torch.tensor(batch))
+    return metric_states([("m", metric)])
+
+
+def test_states_of_ranks_merge_into_those_of_one_process() -> None:
+    alone = Mixed()
+    saved(alone, [1.0, 5.0], [2.0, 6.0], [3.0, 3.0])
+    found = merged_metric_states([("m", Mixed())], [saved(Mixed(), [1.0, 5.0], [3.0, 3.0]), saved(Mixed(), [2.0, 6.0])])
+    first = Mixed()
+    load_metric_states([("m", first)], found)
+    assert torch.equal(first.compute(), alone.compute())
+    assert first._update_count == 3
+    assert torch.equal(torch.cat(first.seen), torch.cat(alone.seen)), "in the order of global batches"
+    first.update(torch.tensor([9.0]))
+    assert float(first.total) == 7 and len(first.seen) == 4
+
+
+def test_a_rank_without_batches_adds_nothing() -> None:
+    found = merged_metric_states([("m", Mixed())], [saved(Mixed(), [4.0, 6.0]), saved(Mixed())])
+    assert float(found["m"]["state"]["mean"]) == 5.0 and found["m"]["update_count"] == 1
+
+
+def test_the_other_ranks_continue_with_the_defaults() -> None:
+    found = blank_metric_states([("m", Mixed()), ("unsaved", Mixed())], ["m"])
+    assert list(found) == ["m"] and found["m"]["update_count"] == 0
+    assert found["m"]["state"]["largest"] == float("-inf") and found["m"]["state"]["seen"] == []
+
+
+def test_a_state_that_cannot_be_merged_starts_anew_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="'m' has a state 'total' that cannot be merged over ranks"):
+        found = merged_metric_states([("m", Custom())], [saved(Custom(), [2.0]), saved(Custom(), [3.0])])
+    assert float(found["m"]["state"]["total"]) == 0.0 and found["m"]["update_count"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged_metric_states([("m", Mixed())], [saved(Mixed(), [2.0]), saved(Mixed(), [3.0])])
