@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.format.text import aligned, size_of
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -60,18 +61,16 @@ class Summary:
         lines = _table(self.layers) if self.layers else []
         if self.uninitialized:
             lines.append(f"{self.uninitialized} parameters of lazy modules are not counted: the first batch sizes them")
-        megabytes = self.model_bytes / 1e6
         frozen = self.total_parameters - self.trainable_parameters
         totals = (
             (_count(self.trainable_parameters), "trainable parameters"),
             (_count(frozen), "frozen parameters"),
             (_count(self.total_parameters), "parameters in total"),
-            (f"{megabytes:,.3f}" if megabytes < 10 else f"{megabytes:,.1f}", "MB of parameters"),
+            (size_of(self.model_bytes), "of memory for the parameters"),
             (str(self.modules_in_train_mode), "modules in train mode"),
             (str(self.modules_in_eval_mode), "modules in eval mode"),
         )
-        width = max(len(number) for number, _ in totals)
-        return "\n".join(lines + [f"{number:<{width}}  {what}" for number, what in totals])
+        return "\n".join([*lines, *aligned(totals)])
 
 
 class ModelSummary(Callback):
@@ -122,12 +121,12 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         0 | 0    | Linear | 10     | 10        | train
         1 | 1    | ReLU   | 0      | 0         | train
         ----------------------------------------------
-        10     trainable parameters
-        0      frozen parameters
-        10     parameters in total
-        0.000  MB of parameters
-        2      modules in train mode
-        0      modules in eval mode
+        10    trainable parameters
+        0     frozen parameters
+        10    parameters in total
+        40 B  of memory for the parameters
+        2     modules in train mode
+        0     modules in eval mode
     """
     check_depth(max_depth)
     shown = [
@@ -267,10 +266,8 @@ def _table(layers: list[LayerSummary]) -> list[str]:
         titles += ["In sizes", "Out sizes"]
         for row, layer in zip(rows, layers, strict=True):
             row += ["" if size is None else str(size) for size in (layer.in_size, layer.out_size)]
-    widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
-    lines = [" | ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in [titles, *rows]]
-    rule = "-" * len(lines[0])
-    lines = [line.rstrip() for line in lines]
+    lines = aligned([titles, *rows], gap=" | ")
+    rule = "-" * max(map(len, lines))
     return [lines[0], rule, *lines[1:], rule]
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.ported import ported
+from leyden.trainer.format.text import aligned
 
 T = TypeVar("T")
 
@@ -102,10 +103,8 @@ class SimpleProfiler(Profiler):
 
     def summary(self) -> str:
         rows = sorted(((sum(times), len(times), name) for name, times in self.durations.items()), reverse=True)
-        width = max((len(name) for _, _, name in rows), default=6)
-        lines = [f"{'action':<{width}}  {'calls':>8}  {'total s':>10}  {'mean ms':>10}"]
-        lines += [f"{name:<{width}}  {n:>8}  {total:>10.4f}  {1e3 * total / n:>10.4f}" for total, n, name in rows]
-        return "\n".join(lines)
+        cells = [(name, str(n), f"{total:.4f}", f"{1e3 * total / n:.4f}") for total, n, name in rows]
+        return "\n".join(aligned([("action", "calls", "total s", "mean ms"), *cells], right=(1, 2, 3)))
 
 
 class AdvancedProfiler(Profiler):

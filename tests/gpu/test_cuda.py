@@ -239,7 +239,7 @@ def test_out_of_memory_says_where_and_what_to_try(digits: TensorDataset, tmp_pat
     text = str(caught.value)
     assert "in step 2, epoch 0, batch 2" in text
     assert "(64, 1, 8, 8) float32" in text
-    assert "GiB are in use" in text
+    assert "iB are in use" in text
     assert "(1)" in text
     assert "(2)" in text
     assert "(3)" in text

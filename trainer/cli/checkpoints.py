@@ -13,6 +13,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.format.staging import set_aside
+from leyden.trainer.format.text import aligned, size_of
 
 
 @click.group("checkpoint")
@@ -50,11 +51,7 @@ def ls(folder: str) -> int:
         click.echo(f"{folder} holds no checkpoints")
         return 0
     table = [("name", "epoch", "step", "saved (UTC)", "size", "ranks", "state"), *(row for _, row in sorted(rows))]
-    widths = [max(len(row[column]) for row in table) for column in range(6)]
-    for row in table:
-        click.echo(
-            "  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[6]]).rstrip()
-        )
+    click.echo("\n".join(aligned(table)))
     return 1 if any("damaged" in row[6] for row in table) else 0
 
 
@@ -135,9 +132,8 @@ def _numel(shape: list[int]) -> int:
 
 def _section(title: str, values: Mapping[str, Any]) -> None:
     click.echo(f"\n{title}")
-    width = max((len(str(name)) for name in values), default=0)
-    for name, value in values.items():
-        click.echo(f"  {name!s:<{width}}  {value}")
+    for line in aligned([(str(name), str(value)) for name, value in values.items()]):
+        click.echo(f"  {line}")
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -156,17 +152,3 @@ def found_in(folder: str | Path) -> list[Path]:
         for path in sorted(root.iterdir())
         if not path.is_symlink() and not path.name.startswith(".") and is_checkpoint(path)
     ]
-
-
-def size_of(count: float) -> str:
-    """Bytes in the unit that a person reads.
-
-    Example:
-        >>> size_of(1536), size_of(3)
-        ('1.5 KiB', '3 B')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

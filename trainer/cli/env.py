@@ -13,6 +13,7 @@ import click
 from leyden.trainer.cli.machine import available_cpus, this_machine
 from leyden.trainer.cli.secrets import masked_text, masked_value
 from leyden.trainer.cli.settings import found_file
+from leyden.trainer.format.text import aligned, size_of
 
 PACKAGES = (
     *("torch", "numpy", "safetensors", "torchmetrics", "tensorboard", "wandb", "click", "pyyaml"),
@@ -41,9 +42,7 @@ def command() -> None:
 
     Of the environment only the variables are shown that decide how ranks are run; what looks like a key or a token is not.
     """
-    rows = [*_versions(), *_machine(), *_variables()]
-    width = max(len(name) for name, _ in rows)
-    click.echo("\n".join(f"{name:<{width}}  {value}" for name, value in rows))
+    click.echo("\n".join(aligned([*_versions(), *_machine(), *_variables()])))
     path, why = found_file()
     if path is None:
         click.echo(f"\nno configuration file: {why}")
@@ -79,7 +78,7 @@ def _machine() -> list[tuple[str, str]]:
     machine = this_machine()
     rows = [("CPUs", f"{available_cpus()} of {os.cpu_count()}, {platform.processor() or platform.machine()}")]
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        rows.append(("memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"))
+        rows.append(("memory", size_of(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))))
     rows.append(("NUMA nodes", str(machine.numa_nodes)))
     backends = [
         name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and dist.is_backend_available(name)
@@ -88,9 +87,7 @@ def _machine() -> list[tuple[str, str]]:
     rows.append(("torch of CUDA", str(torch.version.cuda or "none")))
     for index in range(machine.gpus):
         found = torch.cuda.get_device_properties(index)
-        rows.append(
-            (f"GPU {index}", f"{found.name}, {found.total_memory / 2**30:.1f} GiB, sm_{found.major}{found.minor}")
-        )
+        rows.append((f"GPU {index}", f"{found.name}, {size_of(found.total_memory)}, sm_{found.major}{found.minor}"))
     if not machine.gpus:
         rows.append(("GPUs", "none that torch sees"))
     rows.append(("srun", shutil.which("srun") or "none"))

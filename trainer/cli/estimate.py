@@ -17,7 +17,7 @@ from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
 from leyden.strategies.precision import ALIASES, NAMES
-from leyden.trainer.cli.checkpoints import size_of
+from leyden.trainer.format.text import aligned, size_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
 """How many numbers each keeps for a parameter."""
@@ -281,10 +281,7 @@ def table(
                 found = memory(model, strategy, size, precision, optimizer)
                 parts = (found.weights, found.gradients, found.optimizer, found.passing, found.total)
                 rows.append((precision, str(size), strategy, *map(size_of, parts)))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def _positive(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from leyden.trainer.checkpoint.merge import merge
-from leyden.trainer.cli.checkpoints import size_of
+from leyden.trainer.format.text import size_of
 
 
 @click.command("merge")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
+from leyden.trainer.format.text import size_of
 from leyden.trainer.given import in_known_names
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
     if device.type == "cuda":
         taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
-        use = f" {taken / 2**30:.2f} GiB are in use, {peak / 2**30:.2f} at the peak, of {total / 2**30:.2f}."
+        use = f" {size_of(taken)} are in use, {size_of(peak)} at the peak, of {size_of(total)}."
     progress = trainer.progress
     batch = shapes_of(trainer.logs.batch) if trainer.logs.batch is not None else "none"
     message = (

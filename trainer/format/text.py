@@ -1,0 +1,41 @@
+"""Text that people read: columns that line up, and sizes in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]], gap: str = "  ", right: Collection[int] = ()) -> list[str]:
+    """Returns a line for each row, with every column as wide as its longest cell.
+
+    Args:
+        rows: the cells, as many in each row.
+        gap: text between two columns.
+        right: numbers of the columns that are aligned on the right.
+
+    Example:
+        >>> aligned([("calls", "total s"), ("9", "0.25")], right=[1])
+        ['calls  total s', '9         0.25']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        gap.join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def size_of(count: float) -> str:
+    """Formats a number of bytes with the unit that suits it.
+
+    Example:
+        >>> size_of(1536), size_of(3)
+        ('1.5 KiB', '3 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
