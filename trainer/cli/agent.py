@@ -15,12 +15,12 @@ from leyden.trainer.cli.rank import TRACE
 
 if TYPE_CHECKING:
     from leyden.strategies.launch.elastic import Ended
-    from leyden.trainer.cli.plan import Plan
+    from leyden.trainer.cli.plan import LaunchPlan
 
 MEETING_SECONDS = 900
 
 
-def start(plan: Plan, command: list[str]) -> int:
+def start(plan: LaunchPlan, command: list[str]) -> int:
     """Runs a command on this machine's ranks, and waits for them.
 
     Args:
@@ -39,12 +39,12 @@ def start(plan: Plan, command: list[str]) -> int:
 
     from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
 
-    kept = plan.engine.log_dir
+    kept = plan.elastic.log_dir
     if kept is not None:
         os.makedirs(kept, exist_ok=True)
     logs = Path(kept or tempfile.mkdtemp(prefix="leyden-launch-"))
     machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
-    config = engine_config(plan.per_machine, machines, str(logs), **_engine(plan, logs))
+    config = engine_config(plan.per_machine, machines, str(logs), **_elastic_settings(plan, logs))
     told: list[Ended] = []
     try:
         status = run_engine(config, command[0], command[1:], plan.variables(), tell=told.append)
@@ -61,24 +61,24 @@ def start(plan: Plan, command: list[str]) -> int:
     return status
 
 
-def _engine(plan: Plan, logs: Path) -> dict[str, Any]:
+def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
     """The fields of torch's LaunchConfig that the plan settles."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-    engine = plan.engine
-    tee = engine.tee if engine.tee is not None else "3" if engine.log_dir else "0"
+    elastic = plan.elastic
+    tee = elastic.tee if elastic.tee is not None else "3" if elastic.log_dir else "0"
     try:
         streams = Std.from_str(tee)
     except ValueError:
         raise ConfigurationError(f"--tee {tee}: give 0, 1, 2 or 3, or by local rank, as 0:3,1:0.") from None
     found: dict[str, Any] = {
         "max_restarts": plan.max_restarts,
-        "monitor_interval": engine.monitor_interval,
-        "role": engine.role,
+        "monitor_interval": elastic.monitor_interval,
+        "role": elastic.role,
         "logs_specs": DefaultLogsSpecs(log_dir=str(logs), tee=streams),
         "log_line_prefix_template": "[rank ${rank}] ",
     }
-    if plan.machines > 1 or engine.endpoint:
+    if plan.machines > 1 or elastic.endpoint:
         meeting: dict[str, Any] = {"timeout": MEETING_SECONDS}
         if plan.backend == "static":
             meeting["rank"] = plan.machine_rank
@@ -87,11 +87,11 @@ def _engine(plan: Plan, logs: Path) -> dict[str, Any]:
         found |= {
             "rdzv_backend": plan.backend,
             "rdzv_endpoint": f"{plan.address}:{plan.port}",
-            "rdzv_configs": {**meeting, **engine.rdzv_conf},
-            "run_id": engine.rdzv_id or f"leyden-{plan.port}",
+            "rdzv_configs": {**meeting, **elastic.rdzv_conf},
+            "run_id": elastic.rdzv_id or f"leyden-{plan.port}",
         }
     elif plan.port:
-        found |= {"rdzv_endpoint": f"localhost:{plan.port}", "rdzv_configs": dict(engine.rdzv_conf)}
+        found |= {"rdzv_endpoint": f"localhost:{plan.port}", "rdzv_configs": dict(elastic.rdzv_conf)}
     if plan.binds_cpus:
         from torch.numa.binding import AffinityMode, NumaOptions
 

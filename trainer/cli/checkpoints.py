@@ -1,4 +1,4 @@
-"""`leyden checkpoint`: lists, verifies and shows checkpoints."""
+"""`leyden checkpoint` lists, verifies and shows checkpoints; `leyden merge` writes the weights of one into one file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
@@ -107,6 +108,20 @@ def show(path: str, tensors: bool) -> None:
     if tensors:
         for name, spec in layout.items():
             click.echo(f"  {name}  {_described(spec)}")
+
+
+@click.command("merge")
+@click.argument("checkpoint")
+@click.argument("out", default=".")
+@click.option("--module", metavar="NAME", help="Only the weights of this part of the module, and without its name.")
+def merge_command(checkpoint: str, out: str, module: str | None) -> None:
+    """Write the weights of CHECKPOINT to OUT, a file or a folder (also a new one, as folder/), as one safetensors file.
+
+    transformers and safetensors load it. Where a model is a part of the module, --module strips its name: `net.weight`
+    becomes `weight` by --module net.
+    """
+    path = merge(checkpoint, out, module)
+    click.echo(f"{path} ({size_of(path.stat().st_size)})")
 
 
 def _described(spec: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ DYNAMO = (
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     """One key of the file, which is a flag of `leyden launch` too.
 
     Attributes:
@@ -60,9 +60,9 @@ class Key:
             ConfigurationError: if it is none; says what is.
 
         Example:
-            >>> Key("num_processes", int, least=1).read("2"), Key("debug", bool).read("False")
+            >>> ConfigKey("num_processes", int, least=1).read("2"), ConfigKey("debug", bool).read("False")
             (2, False)
-            >>> Key("mixed_precision", ("no", "bf16")).read(False)  # YAML reads a bare no as false
+            >>> ConfigKey("mixed_precision", ("no", "bf16")).read(False)  # YAML reads a bare no as false
             'no'
         """
         if value is None:
@@ -131,149 +131,157 @@ _MPI = "ranks are started by torch's elastic engine and not by mpirun."
 _FSDP2 = "FSDP2, which is used here, "
 _HOSTS = "every machine starts its own `leyden launch`."
 
-TOP: tuple[Key, ...] = (
-    Key("compute_environment", ("LOCAL_MACHINE", "SLURM"), "SLURM: machines, ranks and addresses are srun's", flag=""),
-    Key("distributed_type", (*TYPES, "TPU"), "what kind of machine, and how a model is spread over it", flag=""),
-    Key("mixed_precision", ("no", "fp16", "bf16", "fp8"), "the precision of the forward pass"),
-    Key("use_cpu", bool, "ranks on CPUs, also where there are GPUs", flag="cpu"),
-    Key("debug", bool, "compare what ranks put into collectives, and name a mismatch"),
-    Key("num_processes", int, "ranks, over all machines; as many as GPUs if left out", least=-1, most=1_000_000),
-    Key("num_machines", int, "machines", least=1, most=1_000_000),
-    Key("machine_rank", int, "which of them this is, from 0", least=0),
-    Key("main_process_ip", str, "address of machine 0"),
-    Key("main_process_port", int, "port of machine 0; 0 takes a free one", least=0, most=65535),
-    Key("rdzv_backend", str, "how machines meet: static or c10d"),
-    Key("gpu_ids", str, "GPUs of this machine: all, or their numbers as 0,1"),
-    Key("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
-    Key("max_restarts", int, "start the ranks anew so often when one fails; Leyden's own key", least=0),
-    Key("num_cpu_threads_per_process", int, "OMP_NUM_THREADS of each rank; Leyden's own key", least=1),
-    Key("same_network", bool, without="the main address is used as it is given."),
-    Key("main_training_function", str, without="the script is run as it stands."),
-    Key("downcast_bf16", str, without="torch_xla has left it: use mixed_precision: bf16."),
-    Key("tpu_name", str, "the pod, in the command that tpu_use_cluster names"),
-    Key("tpu_zone", str, "its zone, there"),
-    Key("tpu_use_cluster", bool, "a whole pod is meant: names the command that reaches its hosts, and starts nothing"),
-    Key("tpu_use_sudo", bool, "with sudo, there"),
-    Key("tpu_vm", list, without=_POD, flag=""),
-    Key("tpu_env", list, "environment variables of the ranks on TPUs, each as NAME=value", flag=""),
-    Key("command_file", str, without=_POD, flag=""),
-    Key("tpu_config_file", str, without=_POD, flag=""),
-    Key("commands", list, without=_POD, flag=""),
-    Key("mpirun_config", dict, without=_MPI, flag=""),
-    Key("ipex_config", dict, without="what Intel's extension did is in torch itself.", flag=""),
+TOP: tuple[ConfigKey, ...] = (
+    ConfigKey(
+        "compute_environment", ("LOCAL_MACHINE", "SLURM"), "SLURM: machines, ranks and addresses are srun's", flag=""
+    ),
+    ConfigKey("distributed_type", (*TYPES, "TPU"), "what kind of machine, and how a model is spread over it", flag=""),
+    ConfigKey("mixed_precision", ("no", "fp16", "bf16", "fp8"), "the precision of the forward pass"),
+    ConfigKey("use_cpu", bool, "ranks on CPUs, also where there are GPUs", flag="cpu"),
+    ConfigKey("debug", bool, "compare what ranks put into collectives, and name a mismatch"),
+    ConfigKey("num_processes", int, "ranks, over all machines; as many as GPUs if left out", least=-1, most=1_000_000),
+    ConfigKey("num_machines", int, "machines", least=1, most=1_000_000),
+    ConfigKey("machine_rank", int, "which of them this is, from 0", least=0),
+    ConfigKey("main_process_ip", str, "address of machine 0"),
+    ConfigKey("main_process_port", int, "port of machine 0; 0 takes a free one", least=0, most=65535),
+    ConfigKey("rdzv_backend", str, "how machines meet: static or c10d"),
+    ConfigKey("gpu_ids", str, "GPUs of this machine: all, or their numbers as 0,1"),
+    ConfigKey("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
+    ConfigKey("max_restarts", int, "start the ranks anew so often when one fails; Leyden's own key", least=0),
+    ConfigKey("num_cpu_threads_per_process", int, "OMP_NUM_THREADS of each rank; Leyden's own key", least=1),
+    ConfigKey("same_network", bool, without="the main address is used as it is given."),
+    ConfigKey("main_training_function", str, without="the script is run as it stands."),
+    ConfigKey("downcast_bf16", str, without="torch_xla has left it: use mixed_precision: bf16."),
+    ConfigKey("tpu_name", str, "the pod, in the command that tpu_use_cluster names"),
+    ConfigKey("tpu_zone", str, "its zone, there"),
+    ConfigKey(
+        "tpu_use_cluster", bool, "a whole pod is meant: names the command that reaches its hosts, and starts nothing"
+    ),
+    ConfigKey("tpu_use_sudo", bool, "with sudo, there"),
+    ConfigKey("tpu_vm", list, without=_POD, flag=""),
+    ConfigKey("tpu_env", list, "environment variables of the ranks on TPUs, each as NAME=value", flag=""),
+    ConfigKey("command_file", str, without=_POD, flag=""),
+    ConfigKey("tpu_config_file", str, without=_POD, flag=""),
+    ConfigKey("commands", list, without=_POD, flag=""),
+    ConfigKey("mpirun_config", dict, without=_MPI, flag=""),
+    ConfigKey("ipex_config", dict, without="what Intel's extension did is in torch itself.", flag=""),
 )
 
-FSDP: tuple[Key, ...] = (
-    Key(
+FSDP: tuple[ConfigKey, ...] = (
+    ConfigKey(
         "fsdp_sharding_strategy",
         ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"),
         "what is sharded, and over which ranks",
         older=("sharding_strategy",),
     ),
-    Key("fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "how modules are grouped"),
-    Key(
+    ConfigKey(
+        "fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "how modules are grouped"
+    ),
+    ConfigKey(
         "fsdp_transformer_layer_cls_to_wrap",
         str,
         "classes of the modules to group, with commas",
         older=("transformer_layer_cls_to_wrap",),
     ),
-    Key("fsdp_min_num_params", int, "parameters of a group, by size", older=("min_num_params",), least=0),
-    Key("fsdp_offload_params", bool, "parameters wait on the CPU", older=("offload_params",)),
-    Key("fsdp_activation_checkpointing", bool, "compute activations again in backward"),
-    Key("fsdp_activation_checkpointing_offload", bool, without="kept activations stay on the device."),
-    Key("fsdp_ignored_modules", str, without="give FSDPStrategy(ignored_modules=…) the modules themselves."),
-    Key("fsdp_reshard_after_forward", str, "free gathered parameters after forward (true, false, FULL_SHARD …)"),
-    Key("fsdp_sync_module_states", bool, "every rank begins with rank 0's weights"),
-    Key("fsdp_cpu_ram_efficient_loading", bool, without="every rank reads the weights in from_pretrained."),
-    Key(
+    ConfigKey("fsdp_min_num_params", int, "parameters of a group, by size", older=("min_num_params",), least=0),
+    ConfigKey("fsdp_offload_params", bool, "parameters wait on the CPU", older=("offload_params",)),
+    ConfigKey("fsdp_activation_checkpointing", bool, "compute activations again in backward"),
+    ConfigKey("fsdp_activation_checkpointing_offload", bool, without="kept activations stay on the device."),
+    ConfigKey("fsdp_ignored_modules", str, without="give FSDPStrategy(ignored_modules=…) the modules themselves."),
+    ConfigKey("fsdp_reshard_after_forward", str, "free gathered parameters after forward (true, false, FULL_SHARD …)"),
+    ConfigKey("fsdp_sync_module_states", bool, "every rank begins with rank 0's weights"),
+    ConfigKey("fsdp_cpu_ram_efficient_loading", bool, without="every rank reads the weights in from_pretrained."),
+    ConfigKey(
         "fsdp_state_dict_type",
         ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         without="a checkpoint is sharded, fits any number of ranks, and `leyden merge` makes one file of it.",
     ),
-    Key(
+    ConfigKey(
         "fsdp_backward_prefetch",
         ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
         without=f"{_FSDP2}prefetches by itself.",
         older=("fsdp_backward_prefetch_policy", "backward_prefetch_policy", "backward_prefetch"),
     ),
-    Key("fsdp_forward_prefetch", bool, "gather the next group ahead in forward too"),
-    Key("fsdp_use_orig_params", bool, without=f"{_FSDP2}always keeps the original parameters."),
-    Key("fsdp_version", int, without="it is always FSDP2.", least=1),
+    ConfigKey("fsdp_forward_prefetch", bool, "gather the next group ahead in forward too"),
+    ConfigKey("fsdp_use_orig_params", bool, without=f"{_FSDP2}always keeps the original parameters."),
+    ConfigKey("fsdp_version", int, without="it is always FSDP2.", least=1),
 )
-DEEPSPEED: tuple[Key, ...] = (
-    Key("zero_stage", int, "what is sharded: 1 optimizer, 2 and gradients, 3 and parameters", least=0),
-    Key("gradient_accumulation_steps", str, "batches of one optimizer step"),
-    Key("gradient_clipping", str, "largest norm of the gradients"),
-    Key("offload_optimizer_device", NVME, "where optimizer state waits"),
-    Key("offload_param_device", NVME, "where parameters wait"),
-    Key("offload_optimizer_nvme_path", str, "folder on the disk for it"),
-    Key("offload_param_nvme_path", str, "folder on the disk for it"),
-    Key("zero3_init_flag", bool, "build the model sharded"),
-    Key("zero3_save_16bit_model", bool, "save 16-bit weights too"),
-    Key("deepspeed_config_file", str, "DeepSpeed's own JSON file"),
-    Key("deepspeed_moe_layer_cls_names", str, "classes of mixture-of-experts layers, with commas"),
-    Key("deepspeed_hostfile", str, without=_HOSTS),
-    Key("deepspeed_exclusion_filter", str, without=_HOSTS),
-    Key("deepspeed_inclusion_filter", str, without=_HOSTS),
-    Key("deepspeed_multinode_launcher", str, without=_HOSTS),
+DEEPSPEED: tuple[ConfigKey, ...] = (
+    ConfigKey("zero_stage", int, "what is sharded: 1 optimizer, 2 and gradients, 3 and parameters", least=0),
+    ConfigKey("gradient_accumulation_steps", str, "batches of one optimizer step"),
+    ConfigKey("gradient_clipping", str, "largest norm of the gradients"),
+    ConfigKey("offload_optimizer_device", NVME, "where optimizer state waits"),
+    ConfigKey("offload_param_device", NVME, "where parameters wait"),
+    ConfigKey("offload_optimizer_nvme_path", str, "folder on the disk for it"),
+    ConfigKey("offload_param_nvme_path", str, "folder on the disk for it"),
+    ConfigKey("zero3_init_flag", bool, "build the model sharded"),
+    ConfigKey("zero3_save_16bit_model", bool, "save 16-bit weights too"),
+    ConfigKey("deepspeed_config_file", str, "DeepSpeed's own JSON file"),
+    ConfigKey("deepspeed_moe_layer_cls_names", str, "classes of mixture-of-experts layers, with commas"),
+    ConfigKey("deepspeed_hostfile", str, without=_HOSTS),
+    ConfigKey("deepspeed_exclusion_filter", str, without=_HOSTS),
+    ConfigKey("deepspeed_inclusion_filter", str, without=_HOSTS),
+    ConfigKey("deepspeed_multinode_launcher", str, without=_HOSTS),
 )
 _SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
-PARALLELISM: tuple[Key, ...] = (
-    *(Key(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
-    Key("parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how context parallel ranks exchange"),
-    Key("parallelism_config_cp_backend", str, "which context parallelism"),
-    Key("parallelism_config_sp_backend", str, "which sequence parallelism"),
-    Key("parallelism_config_sp_seq_length", int, "tokens of a sequence", least=1),
-    Key("parallelism_config_sp_seq_length_is_variable", bool, "sequences differ in length"),
-    Key("parallelism_config_sp_attn_implementation", str, "attention of sequence parallelism"),
+PARALLELISM: tuple[ConfigKey, ...] = (
+    *(ConfigKey(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
+    ConfigKey("parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how context parallel ranks exchange"),
+    ConfigKey("parallelism_config_cp_backend", str, "which context parallelism"),
+    ConfigKey("parallelism_config_sp_backend", str, "which sequence parallelism"),
+    ConfigKey("parallelism_config_sp_seq_length", int, "tokens of a sequence", least=1),
+    ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, "sequences differ in length"),
+    ConfigKey("parallelism_config_sp_attn_implementation", str, "attention of sequence parallelism"),
 )
-MEGATRON: tuple[Key, ...] = (
+MEGATRON: tuple[ConfigKey, ...] = (
     *(
-        Key(f"megatron_lm_{name}_degree", int, f"ranks of the {name} axis", least=1)
+        ConfigKey(f"megatron_lm_{name}_degree", int, f"ranks of the {name} axis", least=1)
         for name in ("tp", "pp", "cp", "ep")
     ),
-    Key("megatron_lm_num_micro_batches", int, "micro-batches of a pipeline", least=1),
-    Key("megatron_lm_sequence_parallelism", bool, "shard activations over the tensor ranks"),
-    Key("megatron_lm_recompute_activations", bool, "compute activations again in backward"),
-    Key("megatron_lm_use_distributed_optimizer", bool, "shard optimizer state"),
-    Key("megatron_lm_gradient_clipping", float, "largest norm of the gradients", least=0),
+    ConfigKey("megatron_lm_num_micro_batches", int, "micro-batches of a pipeline", least=1),
+    ConfigKey("megatron_lm_sequence_parallelism", bool, "shard activations over the tensor ranks"),
+    ConfigKey("megatron_lm_recompute_activations", bool, "compute activations again in backward"),
+    ConfigKey("megatron_lm_use_distributed_optimizer", bool, "shard optimizer state"),
+    ConfigKey("megatron_lm_gradient_clipping", float, "largest norm of the gradients", least=0),
 )
-FP8: tuple[Key, ...] = (
-    Key("fp8_backend", ("TE", "MSAMP", "AO"), "who computes", older=("backend",)),
-    Key("fp8_use_autocast_during_eval", bool, "fp8 in evaluation too", older=("use_autocast_during_eval",)),
-    Key("fp8_margin", int, "margin of the scaling factor", older=("margin",)),
-    Key("fp8_interval", int, "steps between scaling factors", older=("interval",)),
-    Key("fp8_format", ("HYBRID", "E4M3", "E5M2"), "format of forward and backward"),
-    Key("fp8_amax_history_len", int, "steps of history", older=("amax_history_len", "amax_history_length")),
-    Key(
+FP8: tuple[ConfigKey, ...] = (
+    ConfigKey("fp8_backend", ("TE", "MSAMP", "AO"), "who computes", older=("backend",)),
+    ConfigKey("fp8_use_autocast_during_eval", bool, "fp8 in evaluation too", older=("use_autocast_during_eval",)),
+    ConfigKey("fp8_margin", int, "margin of the scaling factor", older=("margin",)),
+    ConfigKey("fp8_interval", int, "steps between scaling factors", older=("interval",)),
+    ConfigKey("fp8_format", ("HYBRID", "E4M3", "E5M2"), "format of forward and backward"),
+    ConfigKey("fp8_amax_history_len", int, "steps of history", older=("amax_history_len", "amax_history_length")),
+    ConfigKey(
         "fp8_amax_compute_algo",
         ("max", "most_recent"),
         "what is taken of it",
         older=("amax_compute_algo", "amax_compute_algorithm"),
     ),
-    Key(
+    ConfigKey(
         "fp8_override_linear_precision",
         tuple,
         "",
         "give the recipe in the script.",
         older=("override_linear_precision",),
     ),
-    Key("fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer kept.", older=("optimization_level", "opt_level")),
-    Key("fp8_enable_fsdp_float8_all_gather", bool, "gather in fp8", older=("enable_fsdp_float8_all_gather",)),
-    Key("fp8_pad_inner_dim", bool, "pad to what the hardware needs", older=("pad_inner_dim",)),
+    ConfigKey(
+        "fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer kept.", older=("optimization_level", "opt_level")
+    ),
+    ConfigKey("fp8_enable_fsdp_float8_all_gather", bool, "gather in fp8", older=("enable_fsdp_float8_all_gather",)),
+    ConfigKey("fp8_pad_inner_dim", bool, "pad to what the hardware needs", older=("pad_inner_dim",)),
 )
-COMPILE: tuple[Key, ...] = (
-    Key("dynamo_backend", DYNAMO, "compile the model by torch.compile with this backend"),
-    Key("dynamo_mode", ("default", "reduce-overhead", "max-autotune"), "torch.compile's mode"),
-    Key("dynamo_use_dynamic", bool, "compile for any shape"),
-    Key("dynamo_use_fullgraph", bool, "refuse what breaks the graph"),
-    Key(
+COMPILE: tuple[ConfigKey, ...] = (
+    ConfigKey("dynamo_backend", DYNAMO, "compile the model by torch.compile with this backend"),
+    ConfigKey("dynamo_mode", ("default", "reduce-overhead", "max-autotune"), "torch.compile's mode"),
+    ConfigKey("dynamo_use_dynamic", bool, "compile for any shape"),
+    ConfigKey("dynamo_use_fullgraph", bool, "refuse what breaks the graph"),
+    ConfigKey(
         "dynamo_use_regional_compilation",
         bool,
         without="use FSDPStrategy(compile=True), which compiles block by block.",
     ),
 )
-FAMILIES: dict[str, tuple[Key, ...]] = {
+FAMILIES: dict[str, tuple[ConfigKey, ...]] = {
     "fsdp_config": FSDP,
     "deepspeed_config": DEEPSPEED,
     "parallelism_config": PARALLELISM,
@@ -306,7 +314,7 @@ def shown(value: Any) -> str:
         return "a number of thousands of digits"
 
 
-def read_section(keys: tuple[Key, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def read_section(keys: tuple[ConfigKey, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """The values of one level of the file, under their names of today.
 
     Args:

@@ -1,19 +1,20 @@
-"""`leyden launch`: settings from flags, else from the file, else the defaults; then it starts the ranks."""
+"""`leyden launch` starts ranks by flags, the file and defaults; `leyden test` runs a small training on them."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+import tempfile
 from typing import Any
 
 import click
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli import agent, preflight
-from leyden.trainer.cli.keys import FAMILIES, TOP, Key, read_section
+from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey, read_section
 from leyden.trainer.cli.machine import this_machine
-from leyden.trainer.cli.plan import Engine, Plan, planned_for, resolve
+from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
 from leyden.trainer.cli.secrets import masked_words
 from leyden.trainer.cli.settings import Settings, found_file, read_file
 
@@ -30,7 +31,7 @@ KINDS = {
 class KeyType(click.ParamType):  # type: ignore[type-arg]
     """A flag's value, read as the file's is: "False" is false."""
 
-    def __init__(self, key: Key) -> None:
+    def __init__(self, key: ConfigKey) -> None:
         self.key = key
         self.name = "text"
         if isinstance(key.kind, type):
@@ -83,7 +84,7 @@ def _flags() -> list[click.Option]:
     return made
 
 
-def _flag(key: Key, title: str) -> click.Option:
+def _flag(key: ConfigKey, title: str) -> click.Option:
     name = key.flag or key.name
     _GROUPS[key.name] = title
     if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
@@ -156,7 +157,7 @@ def run(
     """Reads, plans, shows the plan, and runs it."""
     if module and no_python:
         raise ConfigurationError("--module and --no_python: a module is run by Python; give one of them.")
-    engine = Engine(
+    elastic = ElasticOptions(
         endpoint=flags.pop("rdzv_endpoint"),
         rdzv_id=flags.pop("rdzv_id"),
         rdzv_conf=_pairs(flags.pop("rdzv_conf")),
@@ -171,7 +172,7 @@ def run(
     machine = this_machine()
     if dry_run:
         machine = planned_for(settings, machine)
-    plan = resolve(settings, engine, machine, str(below.source or "flags"))
+    plan = resolve(settings, elastic, machine, str(below.source or "flags"))
     command = command_of(script, arguments, module, no_python)
     # Of the tasks of srun, one speaks for all.
     if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
@@ -237,7 +238,7 @@ def _pairs(text: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
-def _preflight(plan: Plan, timeout: float) -> None:
+def _preflight(plan: LaunchPlan, timeout: float) -> None:
     if plan.machines == 1 or plan.rank is not None or not timeout or plan.backend not in ("static", "c10d"):
         return
     facts = preflight.facts_of(plan.machine_rank, plan.machines, plan.backend)
@@ -266,3 +267,23 @@ command = Launch(
         "max_content_width": 110,
     },
 )
+
+
+@click.command(
+    "test", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
+    """Try the configuration: a real training of a few steps on its ranks.
+
+    Takes the flags of `leyden launch`, --config_file among them. Checked are collectives, equality with a plain loop,
+    accumulation, the precision, and saving and resuming.
+    """
+    if flags[:1] in (("--help",), ("-h",)):
+        click.echo(ctx.get_help())
+        return 0
+    with tempfile.TemporaryDirectory(prefix="leyden-test-") as folder:
+        arguments = [*flags, "--module", "leyden.trainer.cli.trial", folder]
+        with command.make_context("leyden test", arguments, parent=ctx.parent) as inner:
+            return command.invoke(inner)

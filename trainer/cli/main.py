@@ -15,13 +15,19 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and keep the answers in a file."),
     "launch": ("leyden.trainer.cli.launch", "Run a script on all ranks of this machine, or of several."),
     "env": ("leyden.trainer.cli.env", "Print what this machine has, to paste into a report."),
-    "test": ("leyden.trainer.cli.selftest", "Try the configuration: collectives, parity, save and resume."),
+    "test": (
+        "leyden.trainer.cli.launch:selftest_command",
+        "Try the configuration: collectives, parity, save and resume.",
+    ),
     "estimate": (
         "leyden.trainer.cli.estimate",
         "Parameters of a model, and the memory of training it (also estimate-memory).",
     ),
     "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
-    "merge": ("leyden.trainer.cli.merge", "One file of weights from a sharded checkpoint (also merge-weights)."),
+    "merge": (
+        "leyden.trainer.cli.checkpoints:merge_command",
+        "One file of weights from a sharded checkpoint (also merge-weights).",
+    ),
     "convert": ("leyden.trainer.cli.convert", "Take the weights of a Lightning or Accelerate checkpoint."),
 }
 ALIASES = {"estimate-memory": "estimate", "merge-weights": "merge"}
@@ -37,7 +43,8 @@ class Commands(click.Group):
         name = ALIASES.get(cmd_name, cmd_name)
         if name not in COMMANDS:
             return None
-        command = importlib.import_module(COMMANDS[name][0]).command
+        module, _, attribute = COMMANDS[name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute or "command")
         assert isinstance(command, click.Command)
         return command
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
-from leyden.trainer.cli import tpu
 from leyden.trainer.cli.accelerate_variables import accelerate_variables
 from leyden.trainer.cli.keys import FP8
 from leyden.trainer.cli.machine import Machine
@@ -25,7 +25,7 @@ NOT_HERE = "this machine has no GPU that torch sees: the plan is of one that has
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class ElasticOptions:
     """How the ranks are started, beyond what a configuration file says.
 
     Attributes:
@@ -48,12 +48,12 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """One launch, as this machine takes part in it.
 
     Attributes:
         settings: what was read and given.
-        engine: how the ranks are started.
+        elastic: how the ranks are started.
         accelerator: cpu, cuda or xla.
         per_machine: ranks of this machine.
         machines: how many.
@@ -68,7 +68,7 @@ class Plan:
     """
 
     settings: Settings
-    engine: Engine
+    elastic: ElasticOptions
     accelerator: str
     per_machine: int
     machines: int
@@ -89,7 +89,7 @@ class Plan:
         """What the ranks find in their environment, beside torch's own: our variables, and Accelerate's."""
         found = {STARTER: "launch", "OMP_NUM_THREADS": str(self.threads), **self.launched.variables()}
         found |= accelerate_variables(self.settings, self.launched, self.accelerator)
-        found |= tpu.variables(self.settings)
+        found |= _tpu_variables(self.settings)
         gpus = self.settings.get("gpu_ids", "all")
         if self.accelerator == "cuda" and gpus != "all":
             found["CUDA_VISIBLE_DEVICES"] = gpus
@@ -171,13 +171,13 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 
 def resolve(
-    settings: Settings, engine: Engine, machine: Machine, source: str, environ: Mapping[str, str] | None = None
-) -> Plan:
+    settings: Settings, elastic: ElasticOptions, machine: Machine, source: str, environ: Mapping[str, str] | None = None
+) -> LaunchPlan:
     """Works out the plan.
 
     Args:
         settings: flags over the file.
-        engine: how ranks are started.
+        elastic: how ranks are started.
         machine: what this machine has.
         source: where settings come from, for the scripts to tell.
         environ: the environment; this process's if left out.
@@ -186,17 +186,17 @@ def resolve(
         ConfigurationError: if it cannot be; names the fix.
     """
     environ = os.environ if environ is None else environ
-    tpu.check_pod(settings)
+    _check_pod(settings)
     accelerator = _accelerator(settings, machine)
     task = _slurm_task(settings, environ)
     if task is not None and task.local_world_size > 1:
-        return _as_rank(settings, engine, task, machine, accelerator, source, environ)
+        return _as_rank(settings, elastic, task, machine, accelerator, source, environ)
     machines = int(settings.get("num_machines", 1)) if task is None else task.num_nodes
     per_machine = _per_machine(settings, machine, accelerator, machines)
-    machine_rank, address, port, backend = _meeting(settings, engine, machines, task)
-    return Plan(
+    machine_rank, address, port, backend = _meeting(settings, elastic, machines, task)
+    return LaunchPlan(
         settings,
-        engine,
+        elastic,
         accelerator,
         per_machine,
         machines,
@@ -212,13 +212,13 @@ def resolve(
 
 def _as_rank(
     settings: Settings,
-    engine: Engine,
+    elastic: ElasticOptions,
     task: RankEnvironment,
     machine: Machine,
     accelerator: str,
     source: str,
     environ: Mapping[str, str],
-) -> Plan:
+) -> LaunchPlan:
     """The plan of a task of srun that is one rank itself."""
     wanted = settings.get("num_processes", -1)
     if wanted not in (-1, task.world_size):
@@ -231,9 +231,9 @@ def _as_rank(
             "max_restarts needs an agent on each machine: start one task there (srun --ntasks-per-node=1)."
         )
     address, port = task.address or ("", 0)
-    return Plan(
+    return LaunchPlan(
         settings,
-        engine,
+        elastic,
         accelerator,
         task.local_world_size,
         task.num_nodes,
@@ -245,6 +245,37 @@ def _as_rank(
         launched_of(settings, source, accelerator, task.world_size),
         (NOT_HERE,) if machine.supposed else (),
         task,
+    )
+
+
+def _tpu_variables(settings: Settings) -> dict[str, str]:
+    """The environment variables of `tpu_env`.
+
+    Raises:
+        ConfigurationError: for an entry that is none.
+    """
+    if settings.kind != "XLA":
+        return {}
+    found = {}
+    for entry in settings.get("tpu_env") or []:
+        name, equals, value = str(entry).partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ConfigurationError(f"tpu_env: {entry!r} sets nothing: give NAME=value.")
+        found[name.strip()] = value
+    return found
+
+
+def _check_pod(settings: Settings) -> None:
+    """Raises where a whole pod is meant, whose hosts only Google's own tool reaches; names its command."""
+    if settings.kind != "XLA" or not settings.get("tpu_use_cluster", False):
+        return
+    name, zone = settings.get("tpu_name") or "NAME", settings.get("tpu_zone")
+    on_host = ["sudo"] * bool(settings.get("tpu_use_sudo", False)) + ["leyden", "launch", "--tpu", "SCRIPT"]
+    command = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", str(name), *(["--zone", str(zone)] if zone else [])]
+    raise ConfigurationError(
+        "tpu_use_cluster: the hosts of a pod are reached by Google's own tool, so start all of them with "
+        f"`{shlex.join([*command, '--worker=all', '--command', shlex.join(on_host)])}`, and set tpu_use_cluster: false in the file that "
+        "the hosts read."
     )
 
 
@@ -343,25 +374,25 @@ def _per_machine(settings: Settings, machine: Machine, accelerator: str, machine
 
 
 def _meeting(
-    settings: Settings, engine: Engine, machines: int, task: RankEnvironment | None
+    settings: Settings, elastic: ElasticOptions, machines: int, task: RankEnvironment | None
 ) -> tuple[int | None, str, int, str]:
     """Number of this machine, address, port and backend."""
     backend = settings.get("rdzv_backend")
     if backend not in (None, "static", "c10d", "etcd", "etcd-v2"):
         raise ConfigurationError(f"rdzv_backend: {backend!r} is not known: use static or c10d.")
-    if machines == 1 and engine.endpoint is None:
+    if machines == 1 and elastic.endpoint is None:
         return 0, "localhost", int(settings.get("main_process_port", 0)), "c10d"
     # A static meeting hands stale addresses to ranks that start a second time.
-    backend = backend or ("c10d" if engine.endpoint or settings.get("max_restarts", 0) else "static")
+    backend = backend or ("c10d" if elastic.endpoint or settings.get("max_restarts", 0) else "static")
     if backend == "static" and settings.get("max_restarts", 0):
         raise ConfigurationError("max_restarts needs machines that can meet again: use rdzv_backend: c10d.")
     rank = settings.get("machine_rank") if task is None else task.node_rank
-    if engine.endpoint is not None:
+    if elastic.endpoint is not None:
         if backend == "static":
             raise ConfigurationError("--rdzv_endpoint is of c10d: leave rdzv_backend out, or give --main_process_ip.")
-        address, _, port = engine.endpoint.rpartition(":")
+        address, _, port = elastic.endpoint.rpartition(":")
         if not address or not port.isdecimal() or not 0 < int(port[:6]) <= 65535:
-            raise ConfigurationError(f"--rdzv_endpoint {engine.endpoint}: give host:port, as 10.0.0.1:29500.")
+            raise ConfigurationError(f"--rdzv_endpoint {elastic.endpoint}: give host:port, as 10.0.0.1:29500.")
         return rank, address, int(port), backend
     if task is not None and task.address is not None:
         return rank, *task.address, backend
@@ -429,7 +460,9 @@ def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
     from leyden.strategies.precision.fp8_config import NO_MSAMP, backend_of
 
     if backend_of(section) == "MSAMP":
-        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+        raise ConfigurationError(
+            f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer ElasticOptions)."
+        )
     unused = unused | {key.name for key in FP8 if key.without}
     return {name: value for name, value in section.items() if name not in unused}
 

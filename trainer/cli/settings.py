@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, Key, read_section, shown
+from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, ConfigKey, read_section, shown
 
 FILE = "default_config.yaml"
 LARGEST = 1_000_000
@@ -233,7 +233,7 @@ def _check_names(rest: Mapping[str, Any]) -> None:
             )
 
 
-def _names(keys: tuple[Key, ...]) -> set[str]:
+def _names(keys: tuple[ConfigKey, ...]) -> set[str]:
     return {name for key in keys for name in (key.name, *key.older)}
 
 
@@ -241,7 +241,7 @@ def _older_switches(rest: dict[str, Any]) -> list[str]:
     """Takes `use_fsdp: true` and the like, and `fp16: true`, for what says the same today."""
     notes = []
     for name, kind in OLDER_TYPES.items():
-        value = Key(name, bool).read(rest.pop(name, None))
+        value = ConfigKey(name, bool).read(rest.pop(name, None))
         if not value:
             continue
         if not kind:
@@ -252,7 +252,7 @@ def _older_switches(rest: dict[str, Any]) -> list[str]:
             raise ConfigurationError(f"{name}: true and distributed_type: {before} contradict each other: keep one.")
         rest["distributed_type"] = kind
         notes.append(f"{name}: true is taken as distributed_type: {kind}")
-    if Key("fp16", bool).read(rest.pop("fp16", None)):
+    if ConfigKey("fp16", bool).read(rest.pop("fp16", None)):
         rest.setdefault("mixed_precision", "fp16")
         notes.append("fp16: true is taken as mixed_precision: fp16")
     return notes

@@ -13,7 +13,7 @@ import click
 
 from leyden.strategies import NAMES
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.cli.keys import FAMILIES, TOP, Key
+from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey
 from leyden.trainer.cli.machine import Machine, this_machine
 from leyden.trainer.cli.settings import Settings, default_file, read_file, write_file
 
@@ -147,7 +147,7 @@ class Wizard:
             default = gpus if self.on_gpus else 1
             earlier = self.before.get("num_processes", -1)
             default = earlier // machines if earlier >= machines else default
-            each = Key("ranks", int, least=1)
+            each = ConfigKey("ranks", int, least=1)
             text = "How many ranks" + (" on each machine" if machines > 1 else "")
             self.values["num_processes"] = machines * int(ask(text, default, each.read))
         several = self.values["num_processes"] != 1
@@ -232,7 +232,7 @@ class Wizard:
 
     def _compile(self) -> None:
         earlier = self.before.section("dynamo_config").get("dynamo_backend", "no") != "no"
-        if not ask("Compile the model (torch.compile)", earlier, Key("compile", bool).read):
+        if not ask("Compile the model (torch.compile)", earlier, ConfigKey("compile", bool).read):
             return
         self._ask("dynamo_backend", "By which backend", "inductor", "dynamo_config", choices=BACKENDS)
         self._ask("dynamo_mode", "Mode", "default", "dynamo_config")
@@ -261,7 +261,7 @@ def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
     return click.prompt(text, default=shown, value_proc=checked, err=False)
 
 
-def numbered(text: str, key: Key, first: int) -> tuple[str, Callable[[Any], Any]]:
+def numbered(text: str, key: ConfigKey, first: int) -> tuple[str, Callable[[Any], Any]]:
     """A question for one of several, which are shown with numbers, and what reads a number or a name."""
     assert isinstance(key.kind, tuple)
     by_number = {str(number): name for number, name in enumerate(key.kind, first)}
@@ -274,7 +274,7 @@ def choose(text: str, choices: dict[str, str], default: str) -> str:
     for name, meaning in choices.items():
         if meaning:
             click.echo(f"  {name:<10} {meaning}")
-    question, read = numbered(text, Key("answer", tuple(choices)), 0)
+    question, read = numbered(text, ConfigKey("answer", tuple(choices)), 0)
     return str(ask(question, default, read))
 
 
@@ -315,13 +315,13 @@ def zero_stage(value: Any) -> int:
 
 
 def batches(value: Any) -> Any:
-    return value if value == "auto" else Key("gradient_accumulation_steps", int, least=1).read(value)
+    return value if value == "auto" else ConfigKey("gradient_accumulation_steps", int, least=1).read(value)
 
 
 def norm(value: Any) -> Any:
     if value == "auto" or str(value).lower() == "none":
         return value if value == "auto" else None
-    return Key("gradient_clipping", float, least=0).read(value)
+    return ConfigKey("gradient_clipping", float, least=0).read(value)
 
 
 def existing_file(value: Any) -> str:

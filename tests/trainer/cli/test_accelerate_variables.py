@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from leyden.trainer.cli.launch import Engine
+from leyden.trainer.cli.launch import ElasticOptions
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.plan import resolve
 from leyden.trainer.cli.settings import read_file
@@ -70,7 +70,7 @@ def test_accelerates_variables_are_those_of_its_own_launcher(
 ) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(COMMON + FILES[name])
-    ours = resolve(read_file(file), Engine(), GPUS, str(file), {}).variables()
+    ours = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
     expected = {key: value.lower() for key, value in theirs(file, monkeypatch).items()}
     found = {key: value.lower() for key, value in ours.items() if key.startswith(("ACCELERATE_", "FSDP_", "MEGATRON_"))}
     if name.startswith("fsdp"):
@@ -85,7 +85,7 @@ def test_accelerates_variables_are_those_of_its_own_launcher(
 def test_the_axes_of_a_mesh_are_accelerates_too(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("num_processes: 2\nuse_cpu: true\nparallelism_config: {parallelism_config_tp_size: 2}\n")
-    found = resolve(read_file(file), Engine(), GPUS, str(file), {}).variables()
+    found = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
     assert found["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
     assert found["PARALLELISM_CONFIG_TP_SIZE"] == "2"
 

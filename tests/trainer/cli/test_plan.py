@@ -8,7 +8,7 @@ import pytest
 
 from leyden import ConfigurationError
 from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import Engine, Plan, planned_for, resolve
+from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
 from leyden.trainer.cli.settings import parse
 from leyden.trainer.launched import read_launched
 
@@ -25,8 +25,10 @@ TASK = {
 }
 
 
-def plan(found: dict[str, Any], machine: Machine = CPU, engine: Engine | None = None, **environ: str) -> Plan:
-    return resolve(parse(found), engine or Engine(), machine, "flags", environ)
+def plan(
+    found: dict[str, Any], machine: Machine = CPU, elastic: ElasticOptions | None = None, **environ: str
+) -> LaunchPlan:
+    return resolve(parse(found), elastic or ElasticOptions(), machine, "flags", environ)
 
 
 def test_one_machine_by_itself() -> None:
@@ -70,7 +72,7 @@ def test_several_machines() -> None:
     )
     # A static meeting is one for all time, and ranks that start anew must meet again.
     assert plan({**where, "max_restarts": 1}).backend == "c10d"
-    anywhere = plan({"num_machines": 2}, engine=Engine(endpoint="host:123"))
+    anywhere = plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host:123"))
     assert (anywhere.machine_rank, anywhere.address, anywhere.port, anywhere.backend) == (None, "host", 123, "c10d")
 
 
@@ -131,9 +133,9 @@ def test_what_cannot_be_is_named(found: dict[str, Any], machine: Machine, words:
 
 def test_an_end_point_must_be_one() -> None:
     with pytest.raises(ConfigurationError, match="give host:port"):
-        plan({"num_machines": 2}, engine=Engine(endpoint="host"))
+        plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host"))
     with pytest.raises(ConfigurationError, match="leave rdzv_backend out"):
-        plan({"num_machines": 2, "rdzv_backend": "static"}, engine=Engine(endpoint="host:1"))
+        plan({"num_machines": 2, "rdzv_backend": "static"}, elastic=ElasticOptions(endpoint="host:1"))
 
 
 def test_what_scripts_are_told_comes_through_the_variables() -> None:

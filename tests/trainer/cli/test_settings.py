@@ -11,7 +11,7 @@ import yaml
 from leyden import ConfigurationError
 from leyden.strategies.deepspeed.config import ZeroConfig
 from leyden.strategies.fsdp.strategy import FSDPStrategy
-from leyden.trainer.cli.keys import FAMILIES, TOP, Key
+from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey
 from leyden.trainer.cli.settings import accelerate_file, default_file, parse, read_file, write_file
 
 ACCELERATE = """\
@@ -185,10 +185,10 @@ def test_where_the_default_files_are(tmp_path: Path) -> None:
 
 
 def test_a_number_in_words_and_a_flag_that_is_false() -> None:
-    assert Key("x", bool).read("False") is False
-    assert Key("x", float).read("1e-3") == 0.001
+    assert ConfigKey("x", bool).read("False") is False
+    assert ConfigKey("x", float).read("1e-3") == 0.001
     with pytest.raises(ConfigurationError):
-        Key("x", int).read(True)
+        ConfigKey("x", int).read(True)
 
 
 HOSTILE = {

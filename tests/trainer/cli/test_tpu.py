@@ -9,7 +9,7 @@ import yaml
 
 from leyden import ConfigurationError
 from leyden.trainer.cli.machine import Machine
-from leyden.trainer.cli.plan import Engine, Plan, resolve
+from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, resolve
 from leyden.trainer.cli.settings import parse
 from leyden.trainer.launched import read_launched
 
@@ -34,8 +34,8 @@ use_cpu: false
 """
 
 
-def plan(**changes: Any) -> Plan:
-    return resolve(parse({**yaml.safe_load(FILE), **changes}), Engine(), Machine(cpus=8), "flags", {})
+def plan(**changes: Any) -> LaunchPlan:
+    return resolve(parse({**yaml.safe_load(FILE), **changes}), ElasticOptions(), Machine(cpus=8), "flags", {})
 
 
 def test_a_rank_for_each_of_the_processes_that_a_file_names() -> None:
