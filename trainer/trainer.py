@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,19 +25,16 @@ from leyden.trainer.events.signals import Signals
 from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.hparams import hparams_to_log
-from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs, Value, read_back
-from leyden.trainer.logging.rows import send_rows
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.loops.predict import PredictionLoop, keeping
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
-from leyden.trainer.run import advice, differences, ending, launching
+from leyden.trainer.run import differences, ending, launching
 from leyden.trainer.run import saving as checkpoints
 from leyden.trainer.run import summary as plan
 from leyden.trainer.run.build import (
-    accumulation_of,
     build_callbacks,
     check_datamodule,
     check_steps,
@@ -52,7 +48,8 @@ from leyden.trainer.run.build import (
 from leyden.trainer.run.callback_list import CallbackList
 from leyden.trainer.run.fit_limits import FitLimits
 from leyden.trainer.run.identity import Identity
-from leyden.trainer.run.loaders import Sources
+from leyden.trainer.run.loaders import Loaders as RunLoaders
+from leyden.trainer.run.state import Run
 from leyden.trainer.run.transfer import transfer_of
 from leyden.trainer.run.unheard import warn_of_unheard
 from leyden.trainer.view import TrainerView
@@ -189,32 +186,26 @@ class Trainer(TrainerView):
         )
         if arguments.sync_batchnorm:
             self.strategy.synchronize_batchnorm()
-        self.callbacks = build_callbacks(arguments)
-        self.accumulation = accumulation_of(self.callbacks)
-        self.profiler = find_profiler(arguments.profiler)
-        self.signals = Signals()
-        self.state = RunState()
-        self.progress = Progress()
-        self.module = TrainModule()
-        self.datamodule: DataModule | None = None
-        self.lr_scheduler_configs: list[SchedulerConfig] = []
-        self.should_stop = False
         self.last_checkpoint: Path | None = None
-        self.identity: Identity | None = None
-        self.transfer: Callable[[Any, int], Any] | None = None
-        self.fit_loop = FitLimits(arguments)
-        self.max_seconds = seconds_of(arguments.max_time)
         self.val_check_seconds = seconds_of(arguments.val_check_interval)
-        self._callback_list = CallbackList(self.callbacks)
-        self._compiled: Any = None
-        self._fit = None
+        self._fit: FitLoop | None = None
         self._kept: dict[str, Any] | None = None
-        self._ckpt_path = None
-        self._start = "anew"
-        self._writer_folder = None
-        self.sources = Sources(self)
-        self.hooks = Hooks((), self, self.module, TrainModule)
-        self.logs = Logs(self.hooks)
+        profiler, module = find_profiler(arguments.profiler), TrainModule()
+        hooks = self._hooks_of(module, profiler)
+        self._run = Run(
+            engine=self.accelerator,
+            arguments=arguments,
+            limits=FitLimits(arguments),
+            signals=Signals(),
+            profiler=profiler,
+            callback_list=CallbackList(build_callbacks(arguments)),
+            hooks=hooks,
+            module=module,
+            loaders=RunLoaders(module, None, self.strategy, arguments, False, {}),
+            logs=Logs(hooks),
+            state=RunState(),
+            progress=Progress(),
+        )
         self.strategy.check_settings(plan.settings_of(self))
 
     # what users call --------------------------------------------------------------------------------------------------
@@ -267,7 +258,7 @@ class Trainer(TrainerView):
             )
         self.fit_loop.begin(max_epochs, max_steps)
         goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust, same_run, weights_only)
-        self._run("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
+        self._carry_out("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
     def validate(
         self,
@@ -332,7 +323,7 @@ class Trainer(TrainerView):
         keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = to_evaluate(self, "predict", model, dataloaders, datamodule)
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
-        result: list[Any] | None = self._run("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
+        result: list[Any] | None = self._carry_out("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
 
     def save_checkpoint(
@@ -359,10 +350,7 @@ class Trainer(TrainerView):
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the main process, above a progress bar if there is one on the screen. Takes what Python's `print` takes."""
-        bar = self.progress_bar_callback
-        if self.is_global_zero:
-            # Into a pipe, too, when it is said and not when the buffer is full.
-            (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
+        self._run.print(*args, **kwargs)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -375,7 +363,7 @@ class Trainer(TrainerView):
             yield
 
     # one run ----------------------------------------------------------------------------------------------------------
-    def _run(
+    def _carry_out(
         self,
         stage: str,
         model: nn.Module,
@@ -384,7 +372,7 @@ class Trainer(TrainerView):
         keeps: str = "all",
         **loaders: Any,
     ) -> Any:
-        """The life of a run: set-up, loop, tear-down. Everyone with a hook for it is told of an error."""
+        """The life of a run: set-up, loop, tear-down. Whoever has a hook for it hears of an error."""
         if self.state.stage is not None:
             raise LeydenError(
                 f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a Trainer of its own."
@@ -394,26 +382,26 @@ class Trainer(TrainerView):
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
         self.strategy.setup_environment()
         goal = checkpoints.settled(self, goal)
-        self._attach(stage, model, datamodule, goal, loaders)
+        self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
-            stack.push(lambda kind, error, trace: self._teardown(stage, error))
-            self.signals.has_ranks = self.world_size > 1
-            stack.enter_context(self.signals)
+            stack.push(lambda kind, error, trace: self._teardown(run, error))
+            run.signals.has_ranks = self.world_size > 1
+            stack.enter_context(run.signals)
             stack.enter_context(runtime_settings(self.arguments))
             result = None
             try:
-                saved = self._setup(stage, goal)
+                saved = self._set_up(run, goal)
                 if stage == "fit":
                     self._fit = loop = FitLoop(self)
-                    loop.restored = self._prepare_fit(goal, saved)
+                    loop.restored = self._prepare_fit(run, goal, saved)
                     loop.run()
-                    self._finish_fit(loop)
+                    self._finish_fit(run, loop)
                 elif stage == "predict":
-                    found = self.sources.evaluation("predict")
+                    found = run.loaders.evaluation("predict")
                     result = PredictionLoop(self, found, keeps).predict() if found else []
                 else:
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
-                    found = self.sources.evaluation(kind)
+                    found = run.loaders.evaluation(kind)
                     result = EvaluationLoop(self, name, found).run() if found else []  # type: ignore[arg-type]
                 ending.in_order(self, stage)
             except BaseException as error:
@@ -421,143 +409,138 @@ class Trainer(TrainerView):
                 raise
         return result
 
-    def _attach(
+    def _next_run(
         self,
         stage: str,
         model: nn.Module,
         datamodule: DataModule | None,
         goal: checkpoints.Goal,
         loaders: dict[str, Any],
-    ) -> None:
-        """Takes the module of this run, and resets what belongs to one run."""
-        module, self._compiled = unwrapped(model)
-        if self._compiled is not None:
+    ) -> Run:
+        module, compiled = unwrapped(model)
+        if compiled is not None:
             self.strategy.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
                 "ckpt_path='current' continues with the module of this Trainer's last fit: fit it first."
             )
-        if stage == "fit" and not goal.continues:
-            self.progress, self._kept = Progress(), None
-            self._callback_list.start_over()
-        self.state = RunState(stage)
-        self.module, self.datamodule = module, datamodule
-        self.sources = Sources(self, **loaders)
-        self.should_stop, self._ckpt_path = False, None
+        starts_anew = stage == "fit" and not goal.continues
+        if starts_anew:
+            self._kept = None
+            self._run.callback_list.start_over()
+        hooks = self._hooks_of(module, self.profiler)
+        return self._run.next(stage, module, datamodule, compiled, loaders, hooks, starts_anew)
 
-    def _setup(self, stage: str, goal: checkpoints.Goal) -> checkpoints.Saved:
+    def _hooks_of(self, module: TrainModule, profiler: Profiler | None) -> Hooks:
+        """The hooks of a run whose callbacks are not known yet."""
+        return Hooks((), self, module, TrainModule, profiler.wrap if profiler is not None else None)
+
+    def _set_up(self, run: Run, goal: checkpoints.Goal) -> checkpoints.Saved:
         """Everything up to the weights; returns the rest of the checkpoint that the run resumes."""
-        module, datamodule = self.module, self.datamodule
-        self.callbacks = self._callback_list.of_run(self.callbacks, module.configure_callbacks())
-        self.hooks = Hooks(self.callbacks, self, module, TrainModule, self.profiler.wrap if self.profiler else None)
-        self.logs = Logs(self.hooks, over_ranks(self.strategy))
-        module._join(self, self.logs)
-        self._cast(self.callbacks)
-        if self.profiler is not None:
-            self.profiler.begin(self.default_root_dir)
+        stage, module, datamodule = run.state.stage, run.module, run.datamodule
+        assert stage is not None
+        run.callback_list.begin(module.configure_callbacks())
+        run.hooks.listen(run.callbacks)
+        module._join(self, run.logs)
+        run.callback_list.join(module)
+        if run.profiler is not None:
+            run.profiler.begin(self.default_root_dir)
         self.strategy.setup_environment()
         if debugging.is_debugging():
-            debugging.begin(self.accelerator, self.accumulation.length(0) if self.accumulation is not None else 1)
-        reader, self._start = checkpoints.open_reader(self, goal)
-        self._ckpt_path = None if reader is None else str(reader.path)
+            debugging.begin(run.engine, run.accumulation.length(0) if run.accumulation is not None else 1)
+        reader, run.origin = checkpoints.open_reader(self, goal)
+        run.ckpt_path = None if reader is None else str(reader.path)
         if stage == "fit" and not goal.continues:
-            self.identity = Identity.of(module, datamodule)
+            run.identity = Identity.of(module, datamodule)
             checkpoints.check_same_run(self, reader, goal)
         check_steps(module, stage)
-        warn_of_unheard(module, datamodule, *self.callbacks)
+        warn_of_unheard(module, datamodule, *run.callbacks)
         if datamodule is not None:
             datamodule.trainer = self
             datamodule.prepare_data()
         module.prepare_data()
         if datamodule is not None:
             datamodule.setup(stage)
-        self.hooks.fire_all("setup", stage)
-        self._set_up_added(stage)
+        run.hooks.fire_all("setup", stage)
+        self._set_up_added(run, stage)
         with self.strategy.model_context():
             module.configure_model()
         # With the modules that it has made.
-        module._join(self, self.logs)
-        self.accelerator.prepare_module(module)
-        self.transfer = transfer_of(self)
+        module._join(self, run.logs)
+        run.engine.prepare_module(module)
+        run.transfer = transfer_of(self.strategy, module, datamodule, run.profiler)
         differences.check_module(self, stage)
         saved = checkpoints.restore_weights(self, reader, goal)
         self.strategy.synchronize(module)
         return saved
 
-    def _set_up_added(self, stage: str) -> None:
+    def _set_up_added(self, run: Run, stage: str) -> None:
         """Sets up what a `setup` added to `trainer.callbacks`; from here on it takes part, and what was taken out does not."""
-        while added := self._callback_list.take_added(self.callbacks):
-            self._cast(added)
+        while added := run.callback_list.take_added():
+            run.callback_list.join(run.module)
             for callback in added:
-                callback.setup(self, self.module, stage)
-        self._cast(self.callbacks)
-        self.hooks.listen(self.callbacks)
-        self.state.is_set_up = True
+                callback.setup(self, run.module, stage)
+        run.callback_list.join(run.module)
+        run.hooks.listen(run.callbacks)
+        run.state.is_set_up = True
 
-    def _cast(self, callbacks: Sequence[Callback]) -> None:
-        """Gives callbacks their part in the run."""
-        for callback in callbacks:
-            callback._log_through(self.module)
-        self.accumulation = accumulation_of(self.callbacks)
-
-    def _prepare_fit(self, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
+    def _prepare_fit(self, run: Run, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
         """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
+        module, engine, strategy = run.module, run.engine, run.strategy
         if self._kept is None:
-            optimizers, self.lr_scheduler_configs = parse(
-                self.module.configure_optimizers(), self.module.automatic_optimization
-            )
-            if self.identity is not None:
-                self.identity = self.identity.with_optimizers(optimizers)
+            optimizers, run.schedulers = parse(module.configure_optimizers(), module.automatic_optimization)
+            if run.identity is not None:
+                run.identity = run.identity.with_optimizers(optimizers)
                 checkpoints.check_same_run(self, saved.reader, goal)
-            self.strategy.check_settings(plan.settings_of(self, len(optimizers)))
-            self.strategy.precision.reset()
-            self.accelerator.prepare_optimizers([self.module], optimizers)
-            made = self.strategy.make_schedulers()
-            self.lr_scheduler_configs += [SchedulerConfig(scheduler, "step") for scheduler in made]
-            warn_if_untrained(self.module, self.accelerator.optimizers)
-            self.accelerator.check_parameters([self.module])
+            strategy.check_settings(plan.settings_of(self, len(optimizers)))
+            strategy.precision.reset()
+            engine.prepare_optimizers([module], optimizers)
+            run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.make_schedulers()]
+            warn_if_untrained(module, engine.optimizers)
+            engine.check_parameters([module])
             differences.check_optimizers(self)
         else:
-            self.accelerator.prepare_optimizers([self.module], self.optimizers)
-        self.hooks.fire_all("on_fit_start")
+            engine.prepare_optimizers([module], engine.optimizers)
+        run.hooks.fire_all("on_fit_start")
         restored, self._kept = self._kept, None
         if restored is None:
             restored = checkpoints.restore_run(self, saved, goal)
         if restored is None and not self.arguments.barebones:
-            self._callback_list.note_states()
-        hparams = hparams_to_log(self.datamodule, self.module) if self.loggers else {}
-        for logger in self.loggers if hparams and self.is_global_zero else ():
+            run.callback_list.note_states()
+        hparams = hparams_to_log(run.datamodule, module) if run.loggers else {}
+        for logger in run.loggers if hparams and strategy.ranks.is_global_zero else ():
             logger.log_hyperparams(hparams)
         return restored
 
     def announce(self) -> None:
-        """Prints the five lines, once the training data is there, and tells the other ranks which folder the first one writes to."""
-        barebones = self.arguments.barebones
+        """Prints the five lines, once the training data is there, and gives all ranks the folder that the first one writes to."""
+        run, barebones = self._run, self.arguments.barebones
         if self.world_size > 1 and not barebones:
             if self.log_dir is None and self.is_global_zero:
                 for logger in self.loggers:
                     # W&B names its folder when its run begins.
                     _ = logger.experiment
-            self._writer_folder = self.strategy.ranks.broadcast(self.log_dir)
+            run.writer_folder = self.strategy.ranks.broadcast(self.log_dir)
         if not barebones:
-            self.print(plan.five_lines(self, self._start))
+            self.print(plan.five_lines(self, run.origin))
         if debugging.is_debugging():
-            debugging.tell(debugging.loader_facts(self.global_rank, self.sources.train_loader))
+            debugging.tell(debugging.loader_facts(self.global_rank, run.loaders.train_loader))
 
-    def _finish_fit(self, loop: FitLoop) -> None:
+    def _finish_fit(self, run: Run, loop: FitLoop) -> None:
         """Keeps what `ckpt_path="current"` resumes."""
-        self._kept = checkpoints.rank_state(self, loop, self.progress)
-        self.hooks.fire_all("on_fit_end")
+        self._kept = checkpoints.rank_state(self, loop, run.progress)
+        run.hooks.fire_all("on_fit_end")
 
-    def _teardown(self, stage: str, error: BaseException | None) -> None:
+    def _teardown(self, run: Run, error: BaseException | None) -> None:
+        assert run.state.stage is not None
         try:
-            ending.teardown(self, stage, error)
+            ending.teardown(self, run.state.stage, error)
         finally:
-            self.accelerator.teardown()
-            self.state = RunState()
-            self.logs.batch = None
-            self.module._leave()
-            self._callback_list.leave()
+            run.engine.teardown()
+            run.state = RunState()
+            run.logs.batch = None
+            run.module._leave()
+            run.callback_list.leave()
 
     def _evaluate(
         self,
@@ -572,7 +555,7 @@ class Trainer(TrainerView):
         module, loaders, datamodule = to_evaluate(self, stage, model, dataloaders, datamodule)
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         kind = "val" if stage == "validate" else "test"
-        results: list[dict[str, float]] = self._run(stage, module, datamodule, goal, **{kind: loaders}) or []
+        results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
         if verbose:
             for values in results:
                 for name, value in values.items():
@@ -581,18 +564,11 @@ class Trainer(TrainerView):
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
-        function: Callable[..., Any] = getattr(self.module, name)
-        if self._compiled is not None:
-            function = self._compiled.dynamo_ctx(function)
-        function = self.strategy.setup_step(function, self.module)
-        if self.arguments.detect_anomaly and name == "training_step":
-            function = advice.checked_for_nan(function, self)
-        return function if self.profiler is None else self.profiler.wrap(name, function)
+        return self._run.step_function(name)
 
     def send(self, values: dict[str, Value], step: int | None = None) -> None:
         """Sends values to the loggers, read back from the device all at once."""
-        if values:
-            send_rows(self, [(self.progress.global_step if step is None else step, values)])
+        self._run.send(values, step)
 
     def read_metrics(self, values: dict[str, Any]) -> dict[str, float]:
         """Python numbers of logged values, with one read-back for all of them."""

@@ -17,20 +17,27 @@ from leyden.trainer.run.build import loggers_of, with_loggers
 
 if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping
+    from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.callbacks.logger import Logger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar
     from leyden.trainer.arguments import Arguments
+    from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
+    from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.events.state import RunState
     from leyden.trainer.logging.logs import Logs
     from leyden.trainer.loops.fit import FitLoop
     from leyden.trainer.module import TrainModule
+    from leyden.trainer.profilers import Profiler
     from leyden.trainer.run.fit_limits import FitLimits
-    from leyden.trainer.run.loaders import Sources
+    from leyden.trainer.run.identity import Identity
+    from leyden.trainer.run.loaders import Loaders
+    from leyden.trainer.run.state import Run
+    from leyden.trainer.run.transfer import Transfer
 
 
 class TrainerView:
@@ -38,18 +45,96 @@ class TrainerView:
 
     accelerator: Engine
     arguments: Arguments
-    callbacks: list[Callback]
-    fit_loop: FitLimits
-    logs: Logs
-    lr_scheduler_configs: list[SchedulerConfig]
-    module: TrainModule
-    progress: Progress
-    signals: Signals
-    sources: Sources
-    state: RunState
-    _ckpt_path: str | None
     _fit: FitLoop | None
-    _writer_folder: str | None
+    _run: Run
+
+    # one run ----------------------------------------------------------------------------------------------------------
+    @property
+    def callbacks(self) -> list[Callback]:
+        """Who takes part. The list may be changed, or another assigned, before a run or in a `setup` of it."""
+        return self._run.callbacks
+
+    @callbacks.setter
+    def callbacks(self, callbacks: list[Callback]) -> None:
+        self._run.callback_list.replace(callbacks)
+
+    @property
+    def module(self) -> TrainModule:
+        """The module that runs, or ran last."""
+        return self._run.module
+
+    @property
+    def datamodule(self) -> DataModule | None:
+        """The DataModule that the run was given."""
+        return self._run.datamodule
+
+    @property
+    def progress(self) -> Progress:
+        """Every counter of the run."""
+        return self._run.progress
+
+    @property
+    def logs(self) -> Logs:
+        """What has been logged."""
+        return self._run.logs
+
+    @property
+    def state(self) -> RunState:
+        """What is going on."""
+        return self._run.state
+
+    @property
+    def signals(self) -> Signals:
+        """Ctrl-C and SIGTERM."""
+        return self._run.signals
+
+    @property
+    def profiler(self) -> Profiler | None:
+        return self._run.profiler
+
+    @property
+    def fit_loop(self) -> FitLimits:
+        """Where a fit ends."""
+        return self._run.limits
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The schedulers of learning rates, each with the times at which it steps."""
+        return self._run.schedulers
+
+    @property
+    def should_stop(self) -> bool:
+        """Set to True, it ends the fit where the open window closes."""
+        return self._run.should_stop
+
+    @should_stop.setter
+    def should_stop(self, asked: bool) -> None:
+        self._run.ask_to_stop(asked)
+
+    # Until loops and run/ take the Run.
+    @property
+    def hooks(self) -> Hooks:
+        return self._run.hooks
+
+    @property
+    def loaders(self) -> Loaders:
+        return self._run.loaders
+
+    @property
+    def identity(self) -> Identity | None:
+        return self._run.identity
+
+    @property
+    def transfer(self) -> Transfer | None:
+        return self._run.transfer
+
+    @property
+    def accumulation(self) -> GradientAccumulation | None:
+        return self._run.accumulation
+
+    @property
+    def max_seconds(self) -> float | None:
+        return self._run.limits.max_seconds
 
     # where it runs ----------------------------------------------------------------------------------------------------
     @property
@@ -226,12 +311,12 @@ class TrainerView:
         folder.
         """
         own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
-        return next(own, self._writer_folder if self.loggers else self.default_root_dir)
+        return next(own, self._run.writer_folder if self.loggers else self.default_root_dir)
 
     @property
     def ckpt_path(self) -> str | None:
         """The checkpoint that the run has begun from, as does its last one after its end; None where it began without."""
-        return self._ckpt_path
+        return self._run.ckpt_path
 
     @property
     def checkpoint_callbacks(self) -> list[ModelCheckpoint]:
@@ -275,25 +360,25 @@ class TrainerView:
     # its data ---------------------------------------------------------------------------------------------------------
     @property
     def train_dataloader(self) -> Any:
-        return self.sources.train_loader
+        return self._run.loaders.train_loader
 
     @property
     def val_dataloaders(self) -> Any:
         """What the last run had validation loaders from, as it was given; so for test and predict. None without any."""
-        return self.sources.fetched.get("val")
+        return self._run.loaders.fetched.get("val")
 
     @property
     def test_dataloaders(self) -> Any:
-        return self.sources.fetched.get("test")
+        return self._run.loaders.fetched.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
-        return self.sources.fetched.get("predict")
+        return self._run.loaders.fetched.get("predict")
 
     @property
     def num_training_batches(self) -> float:
         """Batches of a training epoch; inf where the loader has no length."""
-        return 0 if self.limit_train_batches == 0 else _batches(self.sources.sizes.get("train"))
+        return 0 if self.limit_train_batches == 0 else _batches(self._run.loaders.sizes.get("train"))
 
     @property
     def num_val_batches(self) -> list[float]:
@@ -314,7 +399,7 @@ class TrainerView:
         return self._evaluation_batches("predict")
 
     def _evaluation_batches(self, kind: str) -> list[float]:
-        sizes = self.sources.sizes.get(kind) or []
+        sizes = self._run.loaders.sizes.get(kind) or []
         return [_batches(size) for size in sizes] if isinstance(sizes, list) else []
 
     @property
@@ -345,7 +430,7 @@ class TrainerView:
     @property
     def enable_validation(self) -> bool:
         """True if fit validates."""
-        return self.sources.has("val") and self.arguments.limit_val_batches != 0
+        return self._run.loaders.has("val") and self.arguments.limit_val_batches != 0
 
     @property
     def limit_train_batches(self) -> float | int:

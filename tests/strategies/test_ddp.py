@@ -272,8 +272,8 @@ def look() -> list[list[str]]:
 
 def test_at_most_six_frames() -> None:
     for automatic, manual in run_world(2, look):
-        assert automatic == ["fit", "_run", "run", "_epoch", "run", "forward_backward"]
-        assert manual == ["fit", "_run", "run", "_epoch", "run", "forward"]
+        assert automatic == ["fit", "_carry_out", "run", "_epoch", "run", "forward_backward"]
+        assert manual == ["fit", "_carry_out", "run", "_epoch", "run", "forward"]
 
 
 # what is sent ---------------------------------------------------------------------------------------------------------

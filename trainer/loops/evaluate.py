@@ -14,11 +14,11 @@ from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.logs import Value, read_back
-from leyden.trainer.logging.rows import StepRows
 from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.loops.signature import step_arguments
 from leyden.trainer.module import TrainModule
+from leyden.trainer.run.rows import StepRows
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -166,7 +166,8 @@ class EvaluationLoop:
         """What collects the values of single batches for the loggers; None where they are given none."""
         trainer = self.trainer
         wanted = trainer.loggers and trainer.log_every_n_steps and not trainer.sanity_checking
-        return StepRows(trainer, self.stage) if wanted and trainer.is_global_zero else None
+        rows = StepRows(trainer.loggers, trainer.logs, trainer.progress, self.stage)
+        return rows if wanted and trainer.is_global_zero else None
 
     def _end(self) -> dict[str, Value]:
         """Ends the pass: closing callbacks see reduced metrics and, in fit, a progress in which the pass is done."""

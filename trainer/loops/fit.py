@@ -402,16 +402,16 @@ class FitLoop:
             again: get it anew (`reload_dataloaders_every_n_epochs`).
         """
         if (self.cursor is None or again) and self.trainer.limit_train_batches != 0:
-            self.cursor, self.num_batches = self.trainer.sources.training()
+            self.cursor, self.num_batches = self.trainer.loaders.training()
             self.count.shares = self.cursor.shares
             check_batches(self.trainer.strategy, self.num_batches)
-            self.trainer.strategy.check_settings(settings_of(self.trainer, loader=self.trainer.sources.train_loader))
+            self.trainer.strategy.check_settings(settings_of(self.trainer, loader=self.trainer.loaders.train_loader))
 
     def _limit_batches(self) -> None:
         """Sets the number of batches of this epoch: another one where it was started with global batches of another size."""
         assert self.cursor is not None
         if self.cursor.length is not None:
-            self.num_batches = self.trainer.sources.limited(self.cursor.length)
+            self.num_batches = self.trainer.loaders.limited(self.cursor.length)
 
     def loader_state(self, progress: Progress) -> dict[str, Any] | None:
         """Where the loaders stand: the training loader inside an epoch or between two, the validation loaders between passes."""

@@ -46,7 +46,7 @@ class Validation:
     def load(self, again: bool = False) -> None:
         """Gets the validation loaders, unless they are there."""
         if self.loop is None or again:
-            loaders = self._trainer.sources.evaluation("val")
+            loaders = self._trainer.loaders.evaluation("val")
             has_batches = any(limit != 0 for _, limit in loaders)
             self.loop = EvaluationLoop(self._trainer, "validation", loaders) if has_batches else None
 

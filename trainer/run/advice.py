@@ -14,6 +14,7 @@ from leyden.trainer.format.text import size_of
 from leyden.trainer.given import in_known_names
 
 if TYPE_CHECKING:
+    from leyden.trainer.events.progress import Progress
     from leyden.trainer.trainer import Trainer
 
 
@@ -49,7 +50,7 @@ def annotate(trainer: Trainer, error: BaseException, place: str) -> None:
         place: where that was, by `where`; empty where the strategy tells it.
     """
     batch = trainer.logs.batch
-    trains = trainer.state.stage == "fit" and trainer.sources.train_loader is not None
+    trains = trainer.state.stage == "fit" and trainer.loaders.train_loader is not None
     if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
         return
     shapes = "" if batch is None else f"the batch was {shapes_of(batch)}"
@@ -171,14 +172,13 @@ def _hint(error: BaseException) -> str | None:
     return None
 
 
-def checked_for_nan(training_step: Callable[..., Any], trainer: Trainer) -> Callable[..., Any]:
+def checked_for_nan(training_step: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
     """The training step, with a look at each loss; reads every one back, which is why only detect_anomaly asks for it."""
 
     def checked(*args: Any) -> Any:
         outputs = training_step(*args)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
-            progress = trainer.progress
             raise LeydenError(
                 f"the loss is {loss.detach().tolist()} in epoch {progress.epoch}, batch {progress.batch}, step "
                 f"{progress.global_step}: look at that batch, lower the learning rate, or clip (gradient_clip_val)."

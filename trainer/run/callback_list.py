@@ -4,63 +4,76 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leyden.callbacks.base import Callback, in_order
 from leyden.callbacks.logger import Logger
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.ported import ported
 
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+
 
 class CallbackList:
     """The callbacks of a Trainer from run to run. `trainer.callbacks` is a plain list that its user may change.
 
-    What was added to that list before a run, or in a `setup` of it, takes part in it and in later ones; the callbacks of a module's
-    `configure_callbacks` in that module's runs alone.
+    A callback that was added to that list before a run, or in a `setup` of it, takes part in it and in later ones; the callbacks of
+    a module's `configure_callbacks` take part in that module's runs alone.
 
     Args:
-        callbacks: what the Trainer was made with.
+        callbacks: those that the Trainer was made with.
 
     Attributes:
-        lasting: those that take part in every run.
-        seen: those of the run that is under way, or was the last.
+        now: the list that its user sees.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        self.lasting = list(callbacks)
-        self.seen = list(callbacks)
+        self.now = list(callbacks)
+        self._lasting = list(callbacks)
+        """Those that take part in every run."""
+        self._seen = list(callbacks)
+        """Those of the run that is under way, or was the last."""
         self._initial: dict[str, Any] = {}
 
-    def of_run(self, now: Sequence[Callback], own: Any) -> list[Callback]:
-        """The callbacks of a run that begins.
+    def begin(self, own: Any) -> None:
+        """A run begins.
 
         Args:
-            now: the list as its user has left it.
             own: what the module's `configure_callbacks` returned.
         """
-        self.lasting = [c for c in self.lasting if _holds(now, c) or not _holds(self.seen, c)]
-        self.take_added(now)
-        place = {id(callback): number for number, callback in enumerate(now)}
+        self._lasting = [c for c in self._lasting if _holds(self.now, c) or not _holds(self._seen, c)]
+        self.take_added()
+        place = {id(callback): number for number, callback in enumerate(self.now)}
         # Those that a module's own had replaced are not in the list.
-        self.lasting.sort(key=lambda callback: place.get(id(callback), -1))
-        self.seen = merge_callbacks(self.lasting, own)
-        return list(self.seen)
+        self._lasting.sort(key=lambda callback: place.get(id(callback), -1))
+        self._seen = merge_callbacks(self._lasting, own)
+        self.now = list(self._seen)
 
-    def take_added(self, now: Sequence[Callback]) -> list[Callback]:
-        """Returns what was added to the list since it was looked at last; it takes part from here on.
+    def take_added(self) -> list[Callback]:
+        """Returns the callbacks that were added to the list since the last look; they take part from here on.
 
         Raises:
-            ConfigurationError: if something is no callback.
+            ConfigurationError: if one of them is no callback.
         """
-        added = [callback for callback in now if not _holds(self.seen, callback)]
+        added = [callback for callback in self.now if not _holds(self._seen, callback)]
         check_callbacks(added, "trainer.callbacks")
-        self.lasting += added
-        self.seen += added
+        self._lasting += added
+        self._seen += added
         return added
+
+    def replace(self, callbacks: list[Callback]) -> None:
+        """Another list takes the place of the one that the user sees."""
+        self.now = callbacks
+
+    def join(self, module: TrainModule) -> None:
+        """Lets callbacks log through the module of their run."""
+        for callback in self.now:
+            callback._log_through(module)
 
     def leave(self) -> None:
         """The run is over: a callback's `log` does nothing any more."""
-        for callback in self.seen:
+        for callback in self._seen:
             callback._log_through(None)
 
     def note_states(self) -> None:
@@ -68,7 +81,7 @@ class CallbackList:
 
         One that makes its state in `on_train_start` may raise before: another fit leaves it as it is then.
         """
-        for callback in () if self._initial else self.lasting:
+        for callback in () if self._initial else self._lasting:
             try:
                 state = {} if isinstance(callback, Logger) else copy.deepcopy(callback.state_dict())
             except Exception:
@@ -79,7 +92,7 @@ class CallbackList:
 
     def start_over(self) -> None:
         """A callback that served an earlier fit starts as it did then; a logger, whose state was not noted, keeps its run folder."""
-        for callback in self.lasting:
+        for callback in self._lasting:
             if callback.state_key in self._initial:
                 callback.load_state_dict(copy.deepcopy(self._initial[callback.state_key]))
 

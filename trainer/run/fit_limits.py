@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.run.build import seconds_of
 
 if TYPE_CHECKING:
     from leyden.trainer.arguments import Arguments
@@ -31,7 +32,8 @@ class FitLimits:
         """What later fits begin with."""
         self._max_epochs, self._max_steps = self._lasting
         self._min_epochs, self._min_steps = arguments.min_epochs, arguments.min_steps
-        self._has_time_limit = arguments.max_time is not None
+        self.max_seconds = seconds_of(arguments.max_time)
+        """Seconds of training after which a fit ends; None for no end."""
 
     def begin(self, max_epochs: int | None, max_steps: int | None) -> None:
         """A fit begins, with limits of its own; None for the lasting ones."""
@@ -41,7 +43,7 @@ class FitLimits:
         epochs, steps = self._lasting
         self._max_epochs = epochs if max_epochs is None else max_epochs
         self._max_steps = steps if max_steps is None else max_steps
-        if self._max_epochs is None and self._max_steps == -1 and not self._has_time_limit:
+        if self._max_epochs is None and self._max_steps == -1 and self.max_seconds is None:
             self._max_epochs = 1000
 
     @property

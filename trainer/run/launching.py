@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
-from leyden.trainer.events.progress import Progress
 from leyden.trainer.run.build import unwrapped
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ def launch(trainer: Trainer, *run: Any, **loaders: Any) -> Any:
 
     Args:
         trainer: whose ranks are not there yet.
-        *run: the arguments of `Trainer._run`, which a forked or spawned rank calls.
+        *run: the arguments of `Trainer._carry_out`, which a forked or spawned rank calls.
         **loaders: its keyword arguments.
 
     Returns:
@@ -70,7 +69,7 @@ def _on_rank(trainer: Trainer, run: tuple[Any, ...], loaders: dict[str, Any]) ->
     trainer.strategy.ranks.take_place(rank_environment())
     # Those that the caller knows; a `setup` may add others.
     callbacks = list(trainer.callbacks)
-    result = trainer._run(*run, **loaders)
+    result = trainer._carry_out(*run, **loaders)
     weights = trainer.strategy.full_state_dict(trainer.module)
     if not trainer.is_global_zero:
         return None
@@ -93,11 +92,9 @@ def _take_back(trainer: Trainer, module: Any, found: dict[str, Any]) -> None:
         # Parts that only a run builds.
         module.configure_model()
     module.load_state_dict(found["weights"])
-    trainer.module = module
     module._join(trainer)
-    trainer.progress = Progress.from_dict(found["progress"])
-    trainer.logs.load_state_dict(found["logs"], module)
-    trainer.last_checkpoint, trainer.should_stop = found["last_checkpoint"], found["should_stop"]
+    trainer._run.take_back(module, found)
+    trainer.last_checkpoint = found["last_checkpoint"]
     vars(module).update(found["attributes"])
     for callback, attributes in zip(trainer.callbacks, found["callbacks"], strict=True):
         vars(callback).update(attributes)

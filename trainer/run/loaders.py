@@ -20,23 +20,38 @@ from leyden.trainer.events.hooks import overrides
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.arguments import Arguments
 
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
 
-class Sources:
+class Loaders:
     """The loaders of one run, fetched when they are first needed.
 
     Args:
-        trainer: holds module, DataModule and limits.
-        **given: loaders handed to `fit`, `validate`, `test` or `predict`, by "train", "val", "test", "predict".
+        module: has loaders of its own, where none are given.
+        datamodule: has them before the module; None without one.
+        strategy: has the ranks over which they are sharded.
+        arguments: of the Trainer, which limit them.
+        fits: they are those of a fit, in which validation is optional.
+        given: loaders handed to `fit`, `validate`, `test` or `predict`, by "train", "val", "test", "predict".
     """
 
-    def __init__(self, trainer: Trainer, **given: Any) -> None:
-        self.trainer = trainer
-        self.given = given
+    def __init__(
+        self,
+        module: TrainModule,
+        datamodule: DataModule | None,
+        strategy: Strategy,
+        arguments: Arguments,
+        fits: bool,
+        given: Mapping[str, Any],
+    ) -> None:
+        self._module, self._datamodule = module, datamodule
+        self._strategy, self._arguments = strategy, arguments
+        self._fits = fits
+        self._given = given
         self.sizes: dict[str, int | list[int | None] | None] = {}
         """Batches of each kind of loader, as limited, once they were fetched."""
         self.train_loader: Any = None
@@ -48,26 +63,26 @@ class Sources:
         return self._owner(kind) is not None and self._has_step(kind)
 
     def _has_step(self, kind: str) -> bool:
-        module = self.trainer.module
+        module = self._module
         return module.predict_step is not None if kind == "predict" else overrides(module, STEPS[kind], TrainModule)
 
     def _owner(self, kind: str) -> Any:
         name = f"{kind}_dataloader"
-        if self.given.get(kind) is not None:
-            return self.given
-        datamodule = self.trainer.datamodule
+        if self._given.get(kind) is not None:
+            return self._given
+        datamodule = self._datamodule
         if datamodule is not None and overrides(datamodule, name, DataModule):
             return datamodule
-        return self.trainer.module if overrides(self.trainer.module, name, TrainModule) else None
+        return self._module if overrides(self._module, name, TrainModule) else None
 
     def _fetch(self, kind: str) -> Any:
         owner = self._owner(kind)
         if owner is None:
-            stage, module = STAGES[kind], type(self.trainer.module).__name__
+            stage, module = STAGES[kind], type(self._module).__name__
             raise ConfigurationError(
                 f"there is no {kind} loader: give one to Trainer.{stage}, or write {kind}_dataloader in {module} or a DataModule."
             )
-        loaders = self.given[kind] if owner is self.given else getattr(owner, f"{kind}_dataloader")()
+        loaders = self._given[kind] if owner is self._given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:
             fix = "return a loader" if kind == "train" else "return a loader, or [] for none"
             raise ConfigurationError(f"{type(owner).__name__}.{kind}_dataloader returned None: {fix}.")
@@ -76,7 +91,7 @@ class Sources:
 
     def training(self) -> tuple[LoaderCursor, int | None]:
         """The training data, and its number of batches in an epoch (None where the loader does not know)."""
-        arguments = self.trainer.arguments
+        arguments = self._arguments
         loader = self._fetch("train")
         if isinstance(loader, (dict, list, tuple)) and holds_loaders(loader):
             loader = CombinedLoader(loader, "max_size_cycle")
@@ -84,7 +99,7 @@ class Sources:
         if arguments.overfit_batches:
             loader = without_shuffle(loader)
         check_not_empty(loader, "train")
-        loader = self._sharded(self.trainer.strategy.wrap_loader(loader), True)
+        loader = self._sharded(self._strategy.wrap_loader(loader), True)
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         self.train_loader = loader
@@ -94,7 +109,7 @@ class Sources:
 
     def _sharded(self, loader: Any, trains: bool) -> Any:
         """This rank's share of a loader, where there are several ranks, or a global batch to keep."""
-        strategy, arguments = self.trainer.strategy, self.trainer.arguments
+        strategy, arguments = self._strategy, self._arguments
         even, whole = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
         if strategy.data_size == 1 and whole is None:
             return loader
@@ -104,23 +119,21 @@ class Sources:
 
     def limited(self, length: int) -> int | None:
         """How many of so many training batches `limit_train_batches` leaves."""
-        return batches_of(self.trainer.arguments.limit_train_batches, length, "limit_train_batches")
+        return batches_of(self._arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
         """The loaders of an evaluation, each with its limit; none where it is not wanted, or a validation in fit has no step."""
         self.sizes[kind] = []
-        optional = kind == "val" and self.trainer.state.stage == "fit"
+        optional = kind == "val" and self._fits
         name = f"limit_{kind}_batches"
-        limit = getattr(self.trainer.arguments, name)
+        limit = getattr(self._arguments, name)
         if limit == 0 or (optional and self._owner(kind) is None):
             return []
         if not self._has_step(kind):
-            message = (
-                f"there is a {kind} loader, and {type(self.trainer.module).__name__} has no {STEPS[kind]}: write one."
-            )
+            message = f"there is a {kind} loader, and {type(self._module).__name__} has no {STEPS[kind]}: write one."
             if not optional:
                 raise ConfigurationError(message)
-            if self.trainer.module.validation_step is not None:
+            if self._module.validation_step is not None:
                 warnings.warn(message, stacklevel=2)
             return []
         found = self._fetch(kind)
@@ -128,7 +141,7 @@ class Sources:
             if not optional:
                 warnings.warn(f"Trainer.{STAGES[kind]} was given no loader, and runs nothing.", stacklevel=2)
             return []
-        overfits = optional and self.trainer.arguments.overfit_batches
+        overfits = optional and self._arguments.overfit_batches
         result: list[tuple[LoaderCursor, int | None]] = []
         for loader, most in _flat(found):
             _check_iterable(kind, loader)
@@ -137,7 +150,7 @@ class Sources:
                 loader = without_shuffle(loader)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
-            cursor = LoaderCursor(self._sharded(self.trainer.strategy.wrap_loader(loader), False))
+            cursor = LoaderCursor(self._sharded(self._strategy.wrap_loader(loader), False))
             count = batches_of(limit, cursor.length, name)
             result.append((cursor, most if count is None or (most is not None and most < count) else count))
         self.sizes[kind] = [count for _, count in result]

@@ -22,7 +22,7 @@ def five_lines(trainer: Trainer, start: str) -> str:
     """
     ranks, strategy = trainer.world_size, trainer.strategy
     readers = strategy.data_size
-    sizes = _batch_sizes(trainer.sources.train_loader)
+    sizes = _batch_sizes(trainer.loaders.train_loader)
     accumulated = trainer.accumulation.length(trainer.progress.epoch) if trainer.accumulation is not None else 1
     per_rank = "+".join(str(size) for size in sizes) if sizes else "?"
     total = str(sum(sizes) * readers * accumulated) if sizes else "?"

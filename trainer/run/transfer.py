@@ -10,22 +10,26 @@ from leyden.trainer.events.hooks import overrides
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.profilers import Profiler
 
 Transfer = Callable[[Any, int], Any]
 
 
-def transfer_of(trainer: Trainer) -> Transfer | None:
-    """The function that moves a batch; None where nothing is to be done. A DataModule's hooks replace the module's."""
-    strategy, device = trainer.strategy, trainer.strategy.root_device
-    before, move, after = (
-        _owner(trainer, name)
-        for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    )
-    if before is None and move is None and after is None:
-        if strategy.leaves_batches:
-            return None
-        return _measured(trainer, lambda batch, index: strategy.to_device(batch))
+def transfer_of(
+    strategy: Strategy, module: TrainModule, datamodule: DataModule | None, profiler: Profiler | None
+) -> Transfer | None:
+    """The function that moves a batch; None where there is nothing to do. A DataModule's hooks replace the module's."""
+
+    def hook(name: str) -> Callable[..., Any] | None:
+        if datamodule is not None and overrides(datamodule, name, DataModule):
+            return getattr(datamodule, name)  # type: ignore[no-any-return]
+        return getattr(module, name) if overrides(module, name, TrainModule) else None
+
+    before, after = hook("on_before_batch_transfer"), hook("on_after_batch_transfer")
+    move, device = hook("transfer_batch_to_device"), strategy.root_device
+    if before is None and move is None and after is None and strategy.leaves_batches:
+        return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
@@ -33,14 +37,4 @@ def transfer_of(trainer: Trainer) -> Transfer | None:
         batch = strategy.to_device(batch) if move is None else move(batch, device, dataloader_idx)
         return batch if after is None else after(batch, dataloader_idx)
 
-    return _measured(trainer, transfer)
-
-
-def _measured(trainer: Trainer, transfer: Transfer) -> Transfer:
-    return transfer if trainer.profiler is None else trainer.profiler.wrap("transfer_batch_to_device", transfer)
-
-
-def _owner(trainer: Trainer, name: str) -> Callable[..., Any] | None:
-    if trainer.datamodule is not None and overrides(trainer.datamodule, name, DataModule):
-        return getattr(trainer.datamodule, name)  # type: ignore[no-any-return]
-    return getattr(trainer.module, name) if overrides(trainer.module, name, TrainModule) else None
+    return transfer if profiler is None else profiler.wrap("transfer_batch_to_device", transfer)

@@ -105,5 +105,12 @@ def test_the_way_of_a_step(tmp_path: Path) -> None:
     module = Module()
     fit(module, tmp_path)
     assert module.seen == {
-        ("trainer.py:fit", "trainer.py:_run", "fit.py:run", "fit.py:_epoch", "step.py:run", "base.py:forward_backward")
+        (
+            "trainer.py:fit",
+            "trainer.py:_carry_out",
+            "fit.py:run",
+            "fit.py:_epoch",
+            "step.py:run",
+            "base.py:forward_backward",
+        )
     }

@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.logging.logs import Value, read_back
+from leyden.trainer.logging.logs import Logs, Value, read_back
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.callbacks.logger import Logger
+    from leyden.trainer.events.progress import Progress
+    from leyden.trainer.logging.nans import Nans
 
 Row: TypeAlias = "tuple[int, Mapping[str, Value]]"
 BLOCK = 100
 """Steps of an evaluation whose values wait on the device for one read-back."""
 
 
-def send_rows(trainer: Trainer, rows: Sequence[Row]) -> None:
+def send_rows(loggers: Sequence[Logger], rows: Sequence[Row], epoch: int, nans: Nans) -> None:
     """Sends rows, each a step with its values, to the loggers, with one read-back for all of them.
 
     A value that the user logged as "step" is the step itself, as in Lightning, and one logged as "epoch" stands in the place of
@@ -26,18 +28,14 @@ def send_rows(trainer: Trainer, rows: Sequence[Row]) -> None:
     Raises:
         ConfigurationError: if the value logged as "step" is no number that a step could have.
     """
-    # Asked for once: the Trainer looks for them among its callbacks.
-    loggers = trainer.loggers
-    if not (loggers and trainer.is_global_zero):
-        return
     read = read_back({(place, name): value for place, (_, values) in enumerate(rows) for name, value in values.items()})
     for place, (step, values) in enumerate(rows):
         numbers = {name: read[place, name] for name in values}
         if "step" in numbers:
             step = _whole(numbers.pop("step"))
         if "epoch" not in numbers:
-            numbers["epoch"] = float(trainer.progress.epoch)
-        trainer.logs.nans.note(numbers, step)
+            numbers["epoch"] = float(epoch)
+        nans.note(numbers, step)
         for logger in loggers:
             logger.log_metrics(numbers, step=step)
 
@@ -52,12 +50,14 @@ class StepRows:
     """What an evaluation logs by step: a row for every batch, kept on the device and sent a block at a time.
 
     Args:
-        trainer: whose loggers are sent the rows.
+        loggers: those that are sent the rows.
+        logs: has the values.
+        progress: knows the epoch.
         stage: "validation" or "test".
     """
 
-    def __init__(self, trainer: Trainer, stage: str) -> None:
-        self._trainer, self._logs, self._stage = trainer, trainer.logs, stage
+    def __init__(self, loggers: Sequence[Logger], logs: Logs, progress: Progress, stage: str) -> None:
+        self._loggers, self._logs, self._progress, self._stage = loggers, logs, progress, stage
         self._rows: list[Row] = []
 
     def add(self, step: int) -> None:
@@ -74,4 +74,4 @@ class StepRows:
         """Sends what has been kept."""
         rows, self._rows = self._rows, []
         if rows:
-            send_rows(self._trainer, rows)
+            send_rows(self._loggers, rows, self._progress.epoch, self._logs.nans)

@@ -1,0 +1,192 @@
+"""Run: one call of fit, validate, test or predict, with all that takes part in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.events.state import RunState
+from leyden.trainer.logging.epoch_values import over_ranks
+from leyden.trainer.logging.logs import Logs, Value
+from leyden.trainer.run.advice import checked_for_nan
+from leyden.trainer.run.build import accumulation_of, loggers_of
+from leyden.trainer.run.loaders import Loaders
+from leyden.trainer.run.rows import send_rows
+
+if TYPE_CHECKING:
+    from leyden.callbacks.base import Callback
+    from leyden.callbacks.gradient_accumulation import GradientAccumulation
+    from leyden.callbacks.logger import Logger
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.datamodule import DataModule
+    from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.engine.schedulers import SchedulerConfig
+    from leyden.trainer.events.hooks import Hooks
+    from leyden.trainer.events.signals import Signals
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.profilers import Profiler
+    from leyden.trainer.run.callback_list import CallbackList
+    from leyden.trainer.run.fit_limits import FitLimits
+    from leyden.trainer.run.identity import Identity
+    from leyden.trainer.run.transfer import Transfer
+
+
+@dataclass(eq=False, kw_only=True)
+class Run:
+    """One call of `fit`, `validate`, `test` or `predict`. The Trainer starts it, a loop drives it.
+
+    Three kinds of parts meet here. Some the Trainer lends to all of its runs. Some are made for one run. Some a run takes over
+    from the one before it (see `next`), so that a `validate` after a `fit` still knows its step.
+
+    Attributes:
+        engine: strategy, accumulation window and optimizers. Lent, as are the next five.
+        arguments: the Trainer's, checked.
+        limits: where a fit ends.
+        signals: Ctrl-C and SIGTERM.
+        profiler: measures hooks and steps; None without one.
+        callback_list: who takes part in runs.
+        hooks: the listeners. Made for this run, as are the next ten.
+        module: what runs.
+        datamodule: whose loaders run; None without one.
+        compiled: the `torch.compile` wrapper around the module; None without one.
+        loaders: the data.
+        logs: what has been logged.
+        state: what is going on.
+        transfer: moves a batch to the device; None until set-up, and where there is nothing to do.
+        should_stop: somebody asked the run to end.
+        origin: what the run starts from, in words.
+        ckpt_path: the checkpoint that it starts from; None without one.
+        progress: how far training is. Taken over, as are the next three; a fit that starts anew makes its own.
+        schedulers: of learning rates, each with the times at which it steps.
+        identity: which training this is, for `ckpt_path="auto"`; None before a fit.
+        writer_folder: the first rank's folder of logs; None until a fit on several ranks has announced itself.
+    """
+
+    engine: Engine
+    arguments: Arguments
+    limits: FitLimits
+    signals: Signals
+    profiler: Profiler | None
+    callback_list: CallbackList
+
+    hooks: Hooks
+    module: TrainModule
+    datamodule: DataModule | None = None
+    compiled: Any = None
+    loaders: Loaders
+    logs: Logs
+    state: RunState
+    transfer: Transfer | None = field(default=None, init=False)
+    should_stop: bool = field(default=False, init=False)
+    origin: str = field(default="anew", init=False)
+    ckpt_path: str | None = field(default=None, init=False)
+
+    progress: Progress
+    schedulers: list[SchedulerConfig] = field(default_factory=list)
+    identity: Identity | None = None
+    writer_folder: str | None = None
+
+    def next(
+        self,
+        stage: str,
+        module: TrainModule,
+        datamodule: DataModule | None,
+        compiled: Any,
+        given: Mapping[str, Any],
+        hooks: Hooks,
+        starts_anew: bool,
+    ) -> Run:
+        """The run that follows this one: what is not named here it takes over.
+
+        Args:
+            stage: the method that was called.
+            module: what runs.
+            datamodule: whose loaders run; None without one.
+            compiled: the `torch.compile` wrapper around the module; None without one.
+            given: loaders, by kind.
+            hooks: the listeners.
+            starts_anew: it counts from zero.
+        """
+        return dataclasses.replace(
+            self,
+            hooks=hooks,
+            module=module,
+            datamodule=datamodule,
+            compiled=compiled,
+            loaders=Loaders(module, datamodule, self.strategy, self.arguments, stage == "fit", given),
+            logs=Logs(hooks, over_ranks(self.strategy)),
+            state=RunState(stage),
+            progress=Progress() if starts_anew else self.progress,
+        )
+
+    def take_back(self, module: TrainModule, found: Mapping[str, Any]) -> None:
+        """Takes over what a run has come to on ranks that were forked or spawned from here.
+
+        Args:
+            module: what ran.
+            found: its progress, its logs, and whether it was asked to stop.
+        """
+        self.module, self.progress = module, Progress.from_dict(found["progress"])
+        self.logs.load_state_dict(found["logs"], module)
+        self.should_stop = found["should_stop"]
+
+    # who takes part ---------------------------------------------------------------------------------------------------
+    @property
+    def strategy(self) -> Strategy:
+        return self.engine.strategy
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """The callbacks. Users may change this list until everybody is set up."""
+        return self.callback_list.now
+
+    @property
+    def loggers(self) -> list[Logger]:
+        return loggers_of(self.callbacks)
+
+    @property
+    def accumulation(self) -> GradientAccumulation | None:
+        """The callback that decides how long a window is; None where each batch is one."""
+        return accumulation_of(self.callbacks)
+
+    def step_function(self, name: str) -> Callable[..., Any]:
+        """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""
+        function: Callable[..., Any] = getattr(self.module, name)
+        if self.compiled is not None:
+            function = self.compiled.dynamo_ctx(function)
+        function = self.strategy.setup_step(function, self.module)
+        if self.arguments.detect_anomaly and name == "training_step":
+            function = checked_for_nan(function, self.progress)
+        return function if self.profiler is None else self.profiler.wrap(name, function)
+
+    # what it does -----------------------------------------------------------------------------------------------------
+    def ask_to_stop(self, asked: bool = True) -> None:
+        """Ends the fit where the open window closes; False takes the wish back."""
+        self.should_stop = asked
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints on the main process, above a progress bar if there is one on the screen."""
+        if not self.strategy.ranks.is_global_zero:
+            return
+        from leyden.callbacks.progress_bar import ProgressBar
+
+        bar = next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
+        # A pipe, too, gets the text now and not when the buffer is full.
+        (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
+
+    def send(self, values: Mapping[str, Value], step: int | None = None) -> None:
+        """Sends values to the loggers, read back from the device all at once.
+
+        Args:
+            values: by name.
+            step: under which the loggers file them; `global_step` if left out.
+        """
+        loggers = self.loggers
+        if values and loggers and self.strategy.ranks.is_global_zero:
+            row = (self.progress.global_step if step is None else step, values)
+            send_rows(loggers, [row], self.progress.epoch, self.logs.nans)
