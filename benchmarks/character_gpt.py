@@ -1,4 +1,4 @@
-"""The model that benchmarks of whole training runs share: the character GPT of examples/lm.py, stripped of all but its loss."""
+"""The model that the benchmarks of whole runs share: the character GPT of examples/lm.py, reduced to its loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LM = Path(__file__).resolve().parent.parent / "examples" / "lm.py"
 
 
 def character_gpt() -> Any:
-    """The class: `CharacterGPT` with a bare `training_step` that logs nothing, and AdamW without a schedule."""
+    """Returns the class: `CharacterGPT` with a `training_step` that logs nothing, and AdamW without a schedule."""
     spec = importlib.util.spec_from_file_location("lm", LM)
     assert spec is not None and spec.loader is not None
     lm = importlib.util.module_from_spec(spec)

@@ -1,10 +1,11 @@
-"""Tokens per second and memory in bf16 and in fp8, by each recipe, compiled or not, in one interleaved run.
+"""Measures tokens per second and memory in bf16 and in each fp8 recipe, compiled or not, in one interleaved run.
 
-    python benchmarks/fp8.py                                                 a GPU with fp8 units: 8 blocks of width 4096
-    python benchmarks/fp8.py --width 256 --depth 2 --length 64 --batch-size 8 --steps 5 --no-compile        a CPU, which emulates
+    python benchmarks/fp8.py         # a GPU with fp8 units: 8 blocks of width 4096
+    python benchmarks/fp8.py --width 256 --depth 2 --length 64 --batch-size 8 --steps 5 --no-compile    # on a CPU
 
-The character GPT of examples/lm.py on random characters, AdamW, by a barebones Trainer. The table shows the median tokens per second
-of each contestant, the median over the rounds of its ratio to bf16, and on a GPU the most memory that torch has taken.
+The character GPT of examples/lm.py on random characters, with AdamW, in a barebones Trainer. The table shows the
+median tokens per second of each contestant, the median over the rounds of its ratio to bf16, and on a GPU torch's
+peak memory.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Windows(Dataset[Tensor]):
 
 
 class Clock(Callback):
-    """Reads the clock, when the device has done all that it was given, after the warm-up and at the end."""
+    """Reads the clock after the warm-up and at the end, each time once the device has finished its work."""
 
     def __init__(self, warm_up: int) -> None:
         self.warm_up, self.start, self.seconds = warm_up, 0.0, 0.0
@@ -68,11 +69,11 @@ def _now() -> float:
 
 
 def measure(name: str, model: Any, args: argparse.Namespace) -> tuple[float, float]:
-    """Tokens per second, and GiB at the peak.
+    """Returns tokens per second, and peak memory in GiB.
 
     Args:
         name: one of `RECIPES`.
-        model: the class that is trained.
+        model: the class to train.
     """
     torch.manual_seed(0)
     module = model(ALPHABET, args.length, args.width, args.width // 64, args.depth, lr=1e-4)
@@ -106,9 +107,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile of each block"
-    )
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="compile each block")
     args = parser.parse_args()
     model = character_gpt()
     speeds: dict[str, list[float]] = {name: [] for name in RECIPES}

@@ -1,9 +1,9 @@
-"""How long `import leyden` takes beyond `import torch`, and its rivals where they are installed.
+"""Measures how long `import leyden`, and those of its rivals that are installed, take beyond `import torch`.
 
     python benchmarks/import_time.py --repeats 7
 
-Each import runs in a process of its own; the repeats of all of them are interleaved, so that a slow moment of the machine
-hits them alike, and the medians are compared.
+Each import runs in its own process. The repeats are interleaved, so that a slow moment of the machine affects all
+of them, and the medians are compared.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def seconds(statement: str) -> float:
-    """Time that a statement takes in a new process, after the interpreter has started."""
-    # The checkout, installed or not; not this folder.
+    """Times a statement in a new process, after the interpreter has started."""
+    # Import the checkout, installed or not, and not this folder.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM.format(statement)], env=environment, capture_output=True, text=True, check=True
@@ -42,7 +42,7 @@ def seconds(statement: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", nargs="+", choices=STATEMENTS, help="measure these alone")
+    parser.add_argument("--only", nargs="+", choices=STATEMENTS, help="measure only these")
     args = parser.parse_args()
 
     sys.path.insert(0, str(ROOT))
@@ -50,7 +50,7 @@ def main() -> None:
     found = [name for name in chosen if importlib.util.find_spec(name.partition(".")[0]) is not None]
     statements = {"torch": "import torch", **{name: f"import torch; {STATEMENTS[name]}" for name in found}}
     for statement in statements.values():
-        seconds(statement)  # reads the files into memory, and writes the byte code
+        seconds(statement)  # warms the file cache and writes the byte code
     times: dict[str, list[float]] = {name: [] for name in statements}
     for _ in range(args.repeats):
         for name, statement in statements.items():

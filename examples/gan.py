@@ -1,4 +1,4 @@
-"""Two models and two optimizers: a Wasserstein GAN with gradient penalty (Gulrajani et al., 2017) that draws digits.
+"""Trains two models with two optimizers: a Wasserstein GAN with gradient penalty (Gulrajani et al., 2017) for digits.
 
 python examples/gan.py                                        one process
 torchrun --nproc-per-node 2 examples/gan.py --cpu             two ranks
@@ -30,7 +30,7 @@ def make_models(width: int = 128) -> tuple[nn.Module, nn.Module]:
 
 
 def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
-    """How far the critic's gradient is from norm 1, on lines between real and drawn images."""
+    """Returns how far the critic's gradient is from norm 1 on lines between real and generated images."""
     share = torch.rand(len(real), 1, device=real.device)  # (B, 1)
     between = (share * real + (1 - share) * fake).requires_grad_()  # (B, 64)
     [gradient] = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
@@ -38,7 +38,7 @@ def gradient_penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 
 def drawn(image: Tensor) -> str:
-    """An image of 8 × 8 pixels as text."""
+    """Renders an image of 8 × 8 pixels as text."""
     rows = (image.view(8, 8).clamp(0, 1) * (len(SHADES) - 1)).round().int().tolist()
     return "\n".join("".join(SHADES[value] * 2 for value in row) for row in rows)
 
@@ -46,7 +46,7 @@ def drawn(image: Tensor) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=60)
-    parser.add_argument("--batch-size", type=int, default=64, help="of each rank")
+    parser.add_argument("--batch-size", type=int, default=64, help="per rank")
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
@@ -80,7 +80,7 @@ def main() -> None:
                 optimizer_g.zero_grad()
                 optimizer_c.zero_grad()
         if epoch % 10 == 9:
-            # The mean of all drawn images against that of the real ones: a first thing that a generator must get right.
+            # The first thing that a generator must get right: its mean image must match that of the real ones.
             with torch.no_grad():
                 sample = accelerator.gather(generator(torch.randn(500, NOISE, device=accelerator.device)).float())
             away = (sample.mean(dim=0) - mean).abs().mean()

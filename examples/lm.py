@@ -1,8 +1,8 @@
 """Trains a character-level GPT on six of Shakespeare's plays.
 
 python examples/lm.py                                                 one process
-python examples/lm.py --strategy ddp --devices 2 --precision bf16     two, each with the whole model
-python examples/lm.py --strategy fsdp --devices 2 --precision bf16    two, each with half of it
+python examples/lm.py --strategy ddp --devices 2 --precision bf16     two processes, each with the whole model
+python examples/lm.py --strategy fsdp --devices 2 --precision bf16    two processes, each with half of it
 … --resume                                                            continues from the last checkpoint
 """
 
@@ -23,7 +23,7 @@ PLAYS = Path(__file__).parent / "data" / "plays.txt"
 
 
 class Characters(Dataset[Tensor]):
-    """Text as windows of `length + 1` characters that overlap in one: each character is predicted once."""
+    """Text in windows of `length + 1` characters that overlap by one, so that each character is predicted once."""
 
     def __init__(self, text: str, alphabet: str, length: int) -> None:
         index = {character: number for number, character in enumerate(alphabet)}
@@ -39,7 +39,7 @@ class Characters(Dataset[Tensor]):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each on a normalised residual stream."""
+    """Causal self-attention and a feed-forward layer, each on the normalised residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class Block(nn.Module):
 
 
 class CharacterGPT(TrainModule):
-    """A small GPT.
+    """A small GPT over characters.
 
     Args:
-        alphabet: the characters it knows, in the order of their numbers.
-        length: characters that it looks back.
+        alphabet: the characters of its vocabulary, in the order of their ids.
+        length: the context in characters.
         lr: the learning rate after its warm-up.
     """
 
@@ -105,7 +105,7 @@ class CharacterGPT(TrainModule):
 
     @torch.no_grad()
     def write(self, start: str, count: int) -> str:
-        """Goes on from a text, one drawn character after the other."""
+        """Continues a text, sampling one character at a time."""
         ids = torch.tensor([[self.alphabet.index(character) for character in start]])
         for _ in range(count):
             logits = self(ids[:, -self.length :])[0, -1]
@@ -114,7 +114,7 @@ class CharacterGPT(TrainModule):
 
 
 def make_loaders(length: int, batch_size: int) -> tuple[str, DataLoader[Tensor], DataLoader[Tensor]]:
-    """The alphabet, nine tenths of the text to train on, and the rest to validate."""
+    """Returns the alphabet, nine tenths of the text for training, and the rest for validation."""
     text = PLAYS.read_text(encoding="ascii")
     alphabet, border = "".join(sorted(set(text))), len(text) * 9 // 10
     train, val = (Characters(part, alphabet, length) for part in (text[:border], text[border:]))
@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=-1, help="end after so many optimizer steps")
+    parser.add_argument("--steps", type=int, default=-1, help="end after this many optimizer steps")
     parser.add_argument("--batch-size", type=int, default=32, help="windows per rank (default: %(default)s)")
     parser.add_argument("--length", type=int, default=128, help="characters in a window (default: %(default)s)")
     parser.add_argument("--width", type=int, default=128)
@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--write", type=int, default=0, metavar="N", help="write N characters at the end")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--root", default="runs/lm", help="folder of logs and checkpoints (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --root")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --root")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)

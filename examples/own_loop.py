@@ -1,4 +1,4 @@
-"""Trains on scikit-learn's handwritten digits in a plain PyTorch loop; the lines that Leyden changes are marked with their number.
+"""Trains on scikit-learn's handwritten digits in a plain PyTorch loop; numbers mark the five lines that Leyden changes.
 
 python examples/own_loop.py                                   one process
 torchrun --nproc-per-node 2 examples/own_loop.py --cpu        two ranks, the same script
@@ -20,7 +20,7 @@ from leyden import Accelerator
 
 
 def make_loaders(batch_size: int) -> tuple[DataLoader[list[Tensor]], DataLoader[list[Tensor]]]:
-    """1,397 of the 1,797 images to train on, 400 to test."""
+    """Splits the 1,797 images: 1,397 for training, 400 for test."""
     images, digits = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(digits))
     train, test = random_split(data, [1397, 400], torch.Generator().manual_seed(0))
@@ -40,12 +40,12 @@ def make_model(width: int = 32) -> nn.Module:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=32, help="of each rank")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches of one optimizer step")
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--root", default="runs/own_loop", help="folder of checkpoints (default: %(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --root")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --root")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def main() -> None:
             right += int((guesses == digits).sum())
             total += len(digits)
         accelerator.print(f"epoch {epoch}: accuracy {right / total:.3f} of {total} images")
-        # Last: a resumed run continues with the next epoch, and with the random numbers of this moment.
+        # Saved last: a resumed run continues with the next epoch and the current random state.
         accelerator.save_state(checkpoint)
     accelerator.end_training()
 

@@ -1,11 +1,12 @@
-# Sourced by the scripts that make an environment for one engine's tests: `environment NAME TEXT` prints its python, and makes it
-# first where there is none. It lies in the cache folder under a hash of TEXT, which tells all that goes into it. The script's
-# function `install_into FOLDER` installs into FOLDER, a fresh venv; a build that is broken off leaves nothing behind.
+# Sourced by the scripts that build an environment for one engine's tests. `environment NAME TEXT` prints its
+# python, and builds it if missing. The environment is in the cache folder, under a hash of TEXT, which lists its
+# contents. The script's function `install_into FOLDER` installs into FOLDER, a fresh venv. An interrupted build
+# leaves nothing behind.
 #
-# Leyden itself is not installed there, so that the checkout whose tests run is the one that is imported (PYTHONPATH).
+# Leyden itself is not installed there: PYTHONPATH makes the tests import their own checkout.
 base=${PYTHON:-python3}
 
-# What setup.cfg lists: `requirements EXTRA…` prints Leyden's own and those of the extras, a line each.
+# `requirements EXTRA…` prints the requirements of Leyden and of these extras from setup.cfg, one per line.
 requirements() {
     "$base" - "$root/setup.cfg" "$@" <<'PY'
 import configparser, sys
@@ -22,7 +23,7 @@ environment() {
     key=$({ "$base" -c 'import sys; print(sys.version)'; printf '%s\n' "$2"; } | sha256sum | cut -c -16)
     final=$envs/$name-$key
     mkdir -p "$envs"
-    # One build at a time; whoever waited finds it done.
+    # One build at a time; a process that waited finds it done.
     exec 9>"$envs/$name.lock"
     flock 9
     if [[ ! -x $final/bin/python ]]; then
@@ -33,7 +34,7 @@ environment() {
         {
             "$base" -m venv "$part"
             install_into "$part"
-            # Commands name their interpreter by the path they were installed under.
+            # Installed commands contain the path of their interpreter.
             grep -rlIF "$part" "$part/bin" "$part/pyvenv.cfg" | xargs -r sed -i "s#$part#$final#g"
         } >&2
         rm -rf "$final"
