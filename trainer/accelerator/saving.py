@@ -18,7 +18,7 @@ from leyden.trainer.accelerator.accelerate_folder import AccelerateFolder, is_fo
 from leyden.trainer.checkpoint.checks import check_schedulers
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.regrouped import rank_seed, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
@@ -124,7 +124,7 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
         folder = checkpoint_folder(accelerator)
-        number = Ranks(accelerator.strategy, folder).first(lambda: _free_number(folder, config.iteration))
+        number = Peers(accelerator.strategy, folder).first(lambda: _free_number(folder, config.iteration))
         config.iteration = number
         return folder / f"checkpoint_{number}"
     if output_dir is None:
@@ -134,7 +134,7 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
         )
     path = Path(os.path.expanduser(os.fspath(output_dir)))
     _check_alike(accelerator, "save_state", path)
-    Ranks(accelerator.strategy, path).first(lambda: _make_way(path))
+    Peers(accelerator.strategy, path).first(lambda: _make_way(path))
     return path
 
 
@@ -173,7 +173,7 @@ def save(accelerator: Accelerator, path: Path) -> Path:
         if logger is not None:
             logger.save()
     models = accelerator.bare_models
-    ranks = Ranks(strategy, path)
+    ranks = Peers(strategy, path)
     overwrite = ranks.first(lambda: is_checkpoint(path))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
         kept = _run_save_hooks(accelerator, models, writer)
@@ -273,7 +273,7 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigurationError("load_state() needs a folder: load_state('path').")
     folder = checkpoint_folder(accelerator)
-    found = newest(folder, strict=True, ranks=Ranks(accelerator.strategy, folder))
+    found = newest(folder, strict=True, ranks=Peers(accelerator.strategy, folder))
     if found is None:
         raise CheckpointError(folder, "holds no checkpoint: save_state() writes one.")
     return found
@@ -299,7 +299,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
             )
         AccelerateFolder(path, accelerator, strict).load()
         return
-    reader = open_verified(path, Ranks(accelerator.strategy, path))
+    reader = open_verified(path, Peers(accelerator.strategy, path))
     models = list(accelerator.bare_models)
     user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
     if user.get("kind") != KIND:

@@ -15,7 +15,7 @@ from leyden.trainer.accelerator.dispatch import CollateFilled, Dispatched, ListP
 from leyden.trainer.accelerator.plugins import DataLoaderConfiguration
 from leyden.trainer.data.even import EvenBatches, OwnBatches
 from leyden.trainer.data.limits import with_dataset, with_index_sampler
-from leyden.trainer.data.sharding import Order, Ranks, is_indexed
+from leyden.trainer.data.sharding import DataRanks, Order, is_indexed
 from leyden.trainer.data.streams import shard
 
 
@@ -91,7 +91,7 @@ def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> A
         return ListPart(loader, rank, ranks, config.even_batches)
     if not is_indexed(loader):
         # The user's own loop cannot be handed a batch of nothing.
-        return shard(loader, Ranks.of(strategy, even=True), asks=False)
+        return shard(loader, DataRanks.of(strategy, even=True), asks=False)
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
         return loader

@@ -8,14 +8,14 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 
 
 def newest(
-    folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: Ranks | None = None
+    folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: Peers | None = None
 ) -> Path | None:
     """The newest checkpoint of which every byte agrees with its checksum. Damaged ones are warned about and passed over.
 
@@ -34,7 +34,7 @@ def newest(
     """
     from leyden.trainer.checkpoint.reader import open_verified
 
-    ranks = Ranks() if ranks is None else ranks
+    ranks = Peers() if ranks is None else ranks
     damaged: list[CheckpointError] = []
     ranks.keep(lambda: _sweep(Path(folder), depth))
     for name, reason in ranks.first(lambda: _newest_first(Path(folder), depth)):

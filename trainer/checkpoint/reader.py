@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.codec import Classes, decode
 from leyden.trainer.format.errors import CheckpointError, blame
@@ -332,7 +332,7 @@ def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> di
     }
 
 
-def open_verified(path: str | os.PathLike[str], ranks: Ranks) -> CheckpointReader:
+def open_verified(path: str | os.PathLike[str], ranks: Peers) -> CheckpointReader:
     """A checkpoint that several ranks are going to read, of which each has verified a part; all of them raise, or none.
 
     Args:

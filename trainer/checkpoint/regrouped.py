@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.base import Strategy
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.data.rng import seeded_state
 from leyden.trainer.format.safefile import memory_of
@@ -60,7 +60,7 @@ def read_rank(reader: CheckpointReader, strategy: Strategy, module: nn.Module, l
     }
 
 
-def own_buffers(module: nn.Module, ranks: Ranks) -> dict[str, Tensor]:
+def own_buffers(module: nn.Module, ranks: Peers) -> dict[str, Tensor]:
     """The module's buffers in which this rank differs from rank 0, whose are those of the checkpoint.
 
     So it is with the statistics of batch norm, to which each rank adds its own batches.

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.shard_table import Sizes, Table, Want, file_name
 from leyden.trainer.format.tensors import dtype_named, is_sharded, local_part
@@ -95,7 +95,7 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
 
 
 def plan(
-    tensors: Mapping[str, Tensor], stem: str, ranks: Ranks
+    tensors: Mapping[str, Tensor], stem: str, ranks: Peers
 ) -> tuple[dict[str, Table], dict[str, dict[str, Tensor]]]:
     """Agrees on who writes which shard. Plain tensors among them are rank 0's.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.trainer.checkpoint.nodes import ship
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.codec import encode
 from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
@@ -87,7 +87,7 @@ class CheckpointWriter:
         path: str | os.PathLike[str],
         *,
         overwrite: bool = False,
-        ranks: Ranks | None = None,
+        ranks: Peers | None = None,
         home: tuple[Path, int] | None = None,
     ) -> None:
         # Absolute, since the user's code may change the working directory before the commit.
@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._plan: dict[str, str] = {}
         self._open = False
         self._heartbeat: staging.Heartbeat | None = None
-        self._ranks = Ranks() if ranks is None else ranks
+        self._ranks = Peers() if ranks is None else ranks
         self._folder = self._ranks.keep(self._begin)
         self._open = True
         if self._ranks.size > 1:

@@ -10,7 +10,7 @@ from typing import Any
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, set_rng_state
 from leyden.trainer.data.sample_rng import with_sample_rng
-from leyden.trainer.data.sharding import Ranks, shard_indices
+from leyden.trainer.data.sharding import DataRanks, shard_indices
 from leyden.trainer.data.sources import State, TorchSource, source_of
 
 END = object()
@@ -130,7 +130,7 @@ class LoaderCursor:
             return whole.resume(epoch, state)
         from leyden.trainer.data.sharded_source import ShardedSource
 
-        self._source = ShardedSource(shard_indices(whole.loader, Ranks()))
+        self._source = ShardedSource(shard_indices(whole.loader, DataRanks()))
         return map(itemgetter(0), self._source.resume(epoch, state))
 
     def rest_state(self, ended: bool = True) -> State:

@@ -314,7 +314,7 @@ class RankBatches:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class DataRanks:
     """Who shares a loader, and how.
 
     Attributes:
@@ -336,7 +336,7 @@ class Ranks:
     global_batch: int | None = None
 
     @classmethod
-    def of(cls, strategy: Strategy, even: bool = False, global_batch: int | None = None) -> Ranks:
+    def of(cls, strategy: Strategy, even: bool = False, global_batch: int | None = None) -> DataRanks:
         """The data ranks of a strategy."""
 
         def total(counts: list[int]) -> list[int]:
@@ -347,7 +347,7 @@ class Ranks:
         return cls(strategy.data_rank, strategy.data_size, strategy.ranks.broadcast, total, gather, even, global_batch)
 
 
-def shard_indices(loader: DataLoader[Any], ranks: Ranks) -> DataLoader[Any]:
+def shard_indices(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
     """A copy of a DataLoader over a data set with an index, which loads one rank's share of each global batch."""
     batches: Any = loader.batch_sampler
     rank, size, even = ranks.rank, ranks.size, ranks.even

@@ -14,11 +14,11 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.generators import Generators, parts_of
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
-from leyden.trainer.data.sharding import NOTHING, Ranks, Share, alike, is_indexed, shard_indices
+from leyden.trainer.data.sharding import NOTHING, DataRanks, Share, alike, is_indexed, shard_indices
 from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 
-def shard(loader: Any, ranks: Ranks, foreign: bool = False, asks: bool = True) -> Any:
+def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = True) -> Any:
     """What one rank reads of a loader.
 
     Args:
@@ -70,7 +70,7 @@ class RankStream(Composite):
         asks: see `shard`.
     """
 
-    def __init__(self, loader: Any, ranks: Ranks, foreign: bool, asks: bool) -> None:
+    def __init__(self, loader: Any, ranks: DataRanks, foreign: bool, asks: bool) -> None:
         self.loader = loader
         self.ranks, self.foreign, self.asks = ranks, foreign, asks
         length = length_of(loader)

@@ -13,7 +13,7 @@ from leyden.strategies.ported import ported
 from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
-from leyden.trainer.data.sharding import Ranks
+from leyden.trainer.data.sharding import DataRanks
 from leyden.trainer.data.streams import shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
@@ -115,7 +115,7 @@ class Loaders:
             return loader
         foreign = not arguments.use_distributed_sampler
         # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
-        return shard(loader, Ranks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
+        return shard(loader, DataRanks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
 
     def limited(self, length: int) -> int | None:
         """How many of so many training batches `limit_train_batches` leaves."""

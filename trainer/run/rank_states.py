@@ -17,7 +17,7 @@ from leyden.trainer.format.errors import blame
 from leyden.trainer.run.identity import plain
 
 if TYPE_CHECKING:
-    from leyden.trainer.checkpoint.ranks import Ranks
+    from leyden.trainer.checkpoint.peers import Peers
     from leyden.trainer.trainer import Trainer
 
 OWN = "own"
@@ -67,7 +67,7 @@ def with_own(
     return {**callbacks, **ours}, {**user, "datamodule": own["datamodule"]} if splits else user
 
 
-def warn_of_difference(trainer: Trainer, composed: Mapping[str, Any], ranks: Ranks) -> None:
+def warn_of_difference(trainer: Trainer, composed: Mapping[str, Any], ranks: Peers) -> None:
     """Says whose state differs between ranks, as a checkpoint holds rank 0's alone. Every rank calls it.
 
     Python shows a warning of the same words once, so that a run is told once.

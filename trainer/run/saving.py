@@ -19,7 +19,7 @@ from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.optimizers import check_named, from_named, parameter_names, to_named
-from leyden.trainer.checkpoint.ranks import Ranks
+from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.regrouped import load_buffers, own_buffers, read_rank, saved_ranks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
@@ -124,7 +124,7 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
         return None, "anew"
     if goal.continues:
         return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
-    ranks = Ranks(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
+    ranks = Peers(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
     path = _find(trainer, goal, ranks)
     if path is None:
         return None, "anew (there is no checkpoint yet)"
@@ -154,7 +154,7 @@ def settle_nodes(trainer: Trainer) -> None:
     """
     for callback in trainer.checkpoint_callbacks if trainer.strategy.ranks.num_nodes > 1 else ():
         folder = callback.folder_of(trainer)
-        callback.saves_on_each_node = not is_shared(folder, Ranks(trainer.strategy, folder))
+        callback.saves_on_each_node = not is_shared(folder, Peers(trainer.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
@@ -163,7 +163,7 @@ def settle_nodes(trainer: Trainer) -> None:
             )
 
 
-def _find(trainer: Trainer, goal: Goal, ranks: Ranks) -> Path | None:
+def _find(trainer: Trainer, goal: Goal, ranks: Peers) -> Path | None:
     folder = trainer.checkpoint_folder
     if goal.path in ("last", "auto"):
         found = newest(folder, depth=_depth(trainer, str(folder)), strict=goal.path == "auto", ranks=ranks)
@@ -284,7 +284,7 @@ def save(
             "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
         )
     strategy, progress = trainer.strategy, trainer.progress
-    ranks = Ranks(strategy, path, trainer.saves_on_each_node)
+    ranks = Peers(strategy, path, trainer.saves_on_each_node)
     home = _home(trainer, Path(os.path.abspath(path)))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home) as writer:
         if loop is not None and trainer.state.stage == "fit":

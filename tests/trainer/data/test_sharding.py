@@ -29,7 +29,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, seed_everything, set_rng_state
-from leyden.trainer.data.sharding import NOTHING, Ranks, Share, block
+from leyden.trainer.data.sharding import NOTHING, DataRanks, Share, block
 from leyden.trainer.data.streams import shard
 
 SIZE = 103
@@ -106,7 +106,7 @@ class World:
         self.ranks, self.told = ranks, [{}]
         self.cursors = [
             LoaderCursor(
-                shard(make(batch_size), Ranks(rank, ranks, self._agree(rank), **options), asks=False)
+                shard(make(batch_size), DataRanks(rank, ranks, self._agree(rank), **options), asks=False)
                 if ranks > 1
                 else make(batch_size)
             )
@@ -373,7 +373,7 @@ def test_combined_loaders_are_shared_by_whole_batches(mode: Any) -> None:
         return CombinedLoader([DataLoader(Indices(23), size), DataLoader(Indices(11), size)], mode)
 
     alone = list(make(3))
-    cursors = [LoaderCursor(shard(make(3), Ranks(rank, 2), asks=False)) for rank in range(2)]
+    cursors = [LoaderCursor(shard(make(3), DataRanks(rank, 2), asks=False)) for rank in range(2)]
     pairs = zip(*(cursor.start(0) for cursor in cursors), strict=True)
     found = [batch for pair in pairs for batch, _ in pair if batch is not NOTHING]
     assert len(found) == len(alone)
@@ -385,11 +385,11 @@ def test_a_distributed_sampler_of_the_user_is_not_sharded_again() -> None:
         return DataLoader(Indices(), 8, sampler=DistributedSampler(Indices(), count, rank))
 
     own = loader(2, 1)
-    assert shard(own, Ranks(1, 2)) is own
+    assert shard(own, DataRanks(1, 2)) is own
     with pytest.raises(ConfigurationError, match=r"rank 1 of 2, and this is rank 1 of 4"):
-        shard(own, Ranks(1, 4))
+        shard(own, DataRanks(1, 4))
 
 
 def test_a_global_batch_size_needs_a_loader_that_is_sharded_by_samples() -> None:
     with pytest.raises(ConfigurationError, match="global_batch_size=8 needs a DataLoader"):
-        shard([torch.zeros(2)], Ranks(0, 2, global_batch=8))
+        shard([torch.zeros(2)], DataRanks(0, 2, global_batch=8))

@@ -13,7 +13,7 @@ from leyden.trainer.format.errors import OtherRankError
 T = TypeVar("T")
 
 
-class Ranks:
+class Peers:
     """This process among those that work on one checkpoint: alone, or in step with the others of its run.
 
     Ranks have one kind of exchange, which carries an error as well as a value. So a rank that failed still answers the next
@@ -34,7 +34,7 @@ class Ranks:
         keepers: the keepers of all folders.
 
     Example:
-        >>> Ranks().gather("mine")
+        >>> Peers().gather("mine")
         ['mine']
     """
 
