@@ -175,10 +175,6 @@ class Strategy(ABC):
         """True where `to_device` has nothing to do to a batch of CPU tensors, so that the loop need not call it."""
         return self.root_device.type == "cpu" and not self.precision.converts_input
 
-    def wrap_loader(self, loader: Iterable[Any]) -> Iterable[Any]:
-        """Gives the loader the form that the device wants (XLA's parallel loader); most leave it as it is."""
-        return loader
-
     def check_compiled(self) -> None:
         """A module compiled by torch.compile is to run: raises where it cannot."""
 
@@ -462,14 +458,18 @@ class Strategy(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes back what `state_dict` gave. Another strategy may have saved it: what it does not know it leaves alone."""
 
-    def whole_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The module's state with whole tensors on every rank; where they are sharded, every rank must call it."""
-        state = module.state_dict().items()
-        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state}
+    def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+        """The module's state with whole tensors. If they are sharded, every rank must call it.
 
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's whole tensors, on rank 0 at least; where they are sharded, every rank must call it."""
-        return module.state_dict()
+        Args:
+            module: whose state it is.
+            rank0_only: a strategy that shards gathers them on rank 0's CPU alone, one at a time; False gathers them on every rank.
+        """
+        state = module.state_dict()
+        for name, value in state.items():
+            if hasattr(value, "full_tensor"):
+                state[name] = value.full_tensor()
+        return state
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
         """Within it, backward sends gradients to the other ranks only if enabled."""

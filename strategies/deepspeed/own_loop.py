@@ -215,13 +215,3 @@ class OwnLoop(ProcessGroupStrategy):
                 "gradient_clipping in its config, and leave clip_grad_norm_ out."
             )
         return torch.as_tensor(total / sharded.loss_scale)
-
-    # state ------------------------------------------------------------------------------------------------------------
-    def whole_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        state: dict[str, Any] = {}
-        for name, value in module.state_dict(keep_vars=True).items():
-            if hasattr(value, "ds_id"):
-                with self._deepspeed.zero.GatheredParameters([value]):
-                    value = value.detach().clone()
-            state[name] = value.detach() if isinstance(value, Tensor) else value
-        return state

@@ -409,15 +409,18 @@ class DeepSpeedStrategy(OwnLoop):
         """Nothing: the engine has its own loss scaler."""
 
     # state ------------------------------------------------------------------------------------------------------------
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """The module's whole tensors on rank 0's CPU, gathered one at a time; every rank must call it."""
+    def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
         if self.stage < 3:
             return module.state_dict()
-        state: dict[str, Tensor] = {}
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            with self._deepspeed.zero.GatheredParameters([tensor], enabled=is_partitioned(tensor)):
-                if self.ranks.is_global_zero:
-                    state[name] = tensor.detach().cpu().clone()
+        state: dict[str, Any] = {}
+        for name, value in module.state_dict(keep_vars=True).items():
+            partitioned = is_partitioned(value)
+            with self._deepspeed.zero.GatheredParameters([value], enabled=partitioned):
+                taken = value.detach() if isinstance(value, Tensor) else value
+                if not rank0_only:
+                    state[name] = taken.clone() if partitioned else taken
+                elif self.ranks.is_global_zero:
+                    state[name] = taken.cpu().clone()
         return state
 
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:

@@ -16,7 +16,7 @@ from leyden.strategies.precision import MixedPrecision, Precision
 
 
 @dataclass(slots=True)
-class Plan:
+class ShardRecord:
     """How a module was sharded.
 
     Attributes:
@@ -46,7 +46,7 @@ class Plan:
         policy: MixedPrecisionPolicy,
         mesh: tuple[int, ...],
         form: str,
-    ) -> Plan:
+    ) -> ShardRecord:
         kinds = {name: type(module.get_submodule(name)).__name__.removeprefix("FSDP") for name in sorted(groups.names)}
         dtypes: Counter[torch.dtype] = Counter()
         for parameter in module.parameters():
@@ -54,7 +54,7 @@ class Plan:
         return cls(kinds, dict(groups.left), checkpointed, dict(dtypes), policy, mesh, form)
 
     def line(self) -> str:
-        """The plan in a line, for the summary at the start of fit."""
+        """The record in a line, for the summary at the start of fit."""
         if not self.mesh:
             return ""
         kinds = Counter(self.groups.values())

@@ -21,7 +21,7 @@ from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.fsdp1_names import Translation
 from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm, multiply
 from leyden.strategies.fsdp.guard import guard_exports, guard_shards
-from leyden.strategies.fsdp.options import Plan, offload_of, policy_of
+from leyden.strategies.fsdp.options import ShardRecord, offload_of, policy_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.restart import restart
 from leyden.strategies.fsdp.sharding import (
@@ -117,7 +117,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
             self.name = "hsdp"
         self.sync_batchnorm = False
-        self.plan = Plan()
+        self.record = ShardRecord()
         """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
         self._ignored: list[nn.Parameter] = []
@@ -211,10 +211,10 @@ class FSDPStrategy(ProcessGroupStrategy):
         manual = not getattr(module, "automatic_optimization", True)
         roots = list(_children(module)) if manual else [module]
         policy = self.settings["mp_policy"] or policy_of(self.precision)
-        earlier = module.__dict__.get("_leyden_plan")
+        earlier = module.__dict__.get("_leyden_record")
         if earlier is not None:
             earlier.check_same(policy, self.precision.form)
-            self.plan = earlier
+            self.record = earlier
             restart(roots)
         else:
             self._shard_anew(module, roots, ignored, policy)
@@ -258,8 +258,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._replaced.after(module, before)
         guard_exports(module)
         shape, form = tuple(self.device_mesh.shape), self.precision.form
-        self.plan = Plan.of(module, groups, checkpointed, policy, shape, form)
-        module.__dict__["_leyden_plan"] = self.plan
+        self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form)
+        module.__dict__["_leyden_record"] = self.record
 
     def _reshard_roots(self) -> None:
         """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
@@ -285,7 +285,7 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     @property
     def details(self) -> str:
-        return self.plan.line()
+        return self.record.line()
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         for optimizer in optimizers:
@@ -380,14 +380,15 @@ class FSDPStrategy(ProcessGroupStrategy):
         return clip_norm(parameters, value, norm_type)
 
     # state ------------------------------------------------------------------------------------------------------------
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        """The whole tensors of a sharded module, under their names, on rank 0's CPU; every rank must call it.
-
-        They are gathered one at a time: beside rank 0, no rank holds more than one of them.
+    def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+        """The module's state with whole tensors; every rank must call it.
 
         Returns:
-            On rank 0 the state dict, which torch.save or safetensors may write; on the others an empty one.
+            A state dict that torch.save or safetensors can write. With `rank0_only`, on rank 0's CPU, and an empty one on the
+            others: tensors are gathered one at a time, so that no other rank holds more than one of them.
         """
+        if not rank0_only:
+            return super().full_state_dict(module, rank0_only)
         state: dict[str, Tensor] = {}
         done: dict[int, Tensor] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():

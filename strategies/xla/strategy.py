@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from leyden.strategies.base import Strategy
@@ -211,8 +211,8 @@ class XLAStrategy(Strategy):
         super().load_module(reader, module, strict)
         self.layout.place(module)
 
-    def full_state_dict(self, module: nn.Module) -> dict[str, Tensor]:
-        return on_host(module.state_dict())
+    def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+        return on_host(module.state_dict()) if rank0_only else module.state_dict()
 
 
 class XLAFSDPStrategy(XLAStrategy):

@@ -434,7 +434,9 @@ class Accelerator(Stepping):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state with its own names and whole tensors, gathered from shards: every rank must call it."""
         self._announce("get_state_dict")
-        return self.strategy.whole_state_dict(preparing.unwrap(model, True, False) if unwrap else model)
+        return self.strategy.full_state_dict(
+            preparing.unwrap(model, True, False) if unwrap else model, rank0_only=False
+        )
 
     def save_model(
         self,

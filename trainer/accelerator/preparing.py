@@ -247,7 +247,7 @@ def loader(accelerator: Accelerator, given: Any, moves: bool) -> PreparedLoader:
         return given
     strategy = accelerator.strategy
     move = None if not moves or strategy.leaves_batches else strategy.to_device
-    shared = share(strategy.wrap_loader(given), strategy, accelerator.dataloader_config)
+    shared = share(given, strategy, accelerator.dataloader_config)
     prepared = PreparedLoader(shared, accelerator, move, given)
     accelerator.prepared_loaders.append(prepared)
     return prepared

@@ -99,7 +99,7 @@ class Loaders:
         if arguments.overfit_batches:
             loader = without_shuffle(loader)
         check_not_empty(loader, "train")
-        loader = self._sharded(self._strategy.wrap_loader(loader), True)
+        loader = self._sharded(loader, True)
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         self.train_loader = loader
@@ -150,7 +150,7 @@ class Loaders:
                 loader = without_shuffle(loader)
             if kind == "val":
                 warn_if_shuffled(loader, kind)
-            cursor = LoaderCursor(self._sharded(self._strategy.wrap_loader(loader), False))
+            cursor = LoaderCursor(self._sharded(loader, False))
             count = batches_of(limit, cursor.length, name)
             result.append((cursor, most if count is None or (most is not None and most < count) else count))
         self.sizes[kind] = [count for _, count in result]
