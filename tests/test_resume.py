@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from programs import start_program
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
@@ -72,20 +71,17 @@ STOPS = (
 
 def run(scenario: str, folder: Path, *points: str) -> tuple[dict[str, list[int]], str]:
     """Runs the program; gives back the exit codes of each point's runs, and all that was printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(PROGRAM.parents[1])}
-    command = [sys.executable, str(PROGRAM), scenario, str(folder), "none", *points]
     printed = folder / "printed.txt"
-    with printed.open("w") as file:
-        process = subprocess.Popen(command, env=environment, stdout=file, stderr=file, start_new_session=True)
-        try:
-            status = process.wait(timeout=280)
-        finally:
-            # A worker whose parent is killed before it has learnt of it waits for ever: torch asks who it is too late.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    process = start_program([PROGRAM, scenario, folder, "none", *points], folder, printed, printed)
+    try:
+        process.join(280)
+    finally:
+        # A worker whose parent is killed before it has learnt of it waits for ever: torch asks who it is too late.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
     text = printed.read_text()
-    assert status == 0, text
+    assert process.exitcode == 0, text
     codes: dict[str, list[int]] = json.loads((folder / "codes.json").read_text())
     assert all(of_point[-1] == 0 for of_point in codes.values()), text
     return codes, text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import multiprocessing
-import multiprocessing.connection
 import os
 import socket
 import sys
@@ -13,16 +12,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What a first optimizer step, a shard or a metric would import in each rank takes seconds.
-PRELOAD = [
-    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
-    *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),
-]
+from programs import warm
+
 DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
 """Variables of ranks in debug mode, in which they compare what they bring to a collective."""
-_context = multiprocessing.get_context("forkserver")
-# The server imports torch once; each rank is then forked from it within milliseconds.
-_context.set_forkserver_preload(PRELOAD)
 
 
 def free_port() -> int:
@@ -71,9 +64,9 @@ def run_world(
     file, name = sys.modules[function.__module__].__file__, function.__name__
     ranks = []
     for rank in range(size):
-        receiver, sender = _context.Pipe(duplex=False)
+        receiver, sender = warm.Pipe(duplex=False)
         variables = {**rank_environment(rank, size, port), **(environ or {})}
-        process = _context.Process(target=_rank, args=(sender, file, name, args, variables), daemon=False)
+        process = warm.Process(target=_rank, args=(sender, file, name, args, variables), daemon=False)
         process.start()
         sender.close()
         ranks.append((process, receiver))
@@ -109,6 +102,8 @@ def run_world(
 def _rank(sender: Any, file: str, name: str, args: tuple[Any, ...], variables: dict[str, str]) -> None:
     import torch
 
+    # The platform's own, as in a script: workers of a loader would wait for a server that imports torch first.
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     os.environ.update(variables)
     torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("test_of_ranks", file)

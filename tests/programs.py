@@ -1,0 +1,114 @@
+"""Runs Python programs in processes that have torch imported already: forked from a server, in milliseconds instead of seconds.
+
+A program sees what `python COMMAND` would show it: `__main__`, `sys.argv`, `sys.path`, its environment and its exit code.
+Processes that it starts itself import torch anew. Tests of the interpreter's own start use `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+# What a first optimizer step, a shard or a metric would import in each process takes seconds.
+PRELOAD = [
+    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.default_planner"),
+    *("torch._dynamo", "torchmetrics", "leyden", "leyden.trainer.trainer"),
+]
+warm = multiprocessing.get_context("forkserver")
+"""Its server imports torch once; each process is then forked from it."""
+warm.set_forkserver_preload(PRELOAD)
+
+
+def start_program(
+    command: Sequence[object], folder: Path, output: Path, errors: Path, environ: Mapping[str, str] | None = None
+) -> BaseProcess:
+    """Starts `python COMMAND` as the leader of a session of its own.
+
+    Args:
+        command: a script with its arguments, or "-c" and code, or "-m" and a module.
+        folder: where it runs.
+        output: the file that gets its standard output.
+        errors: the file that gets its standard error; may be `output`.
+        environ: all of its variables (default: those of this process).
+    """
+    words = [str(word) for word in command]
+    variables = {"OMP_NUM_THREADS": "1", **(os.environ if environ is None else environ)}
+    process = warm.Process(target=_become, args=(words, str(folder), str(output), str(errors), variables))
+    process.start()
+    return process
+
+
+def run_program(
+    command: Sequence[object], folder: Path, environ: Mapping[str, str] | None = None, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python COMMAND` in a folder to its end; files of the folder keep what it prints."""
+    output, errors = folder / "stdout.txt", folder / "stderr.txt"
+    process = start_program(command, folder, output, errors, environ)
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        raise AssertionError(f"{command[0]} still ran after {timeout} s:\n{output.read_text()}{errors.read_text()}")
+    assert process.exitcode is not None
+    return subprocess.CompletedProcess(list(command), process.exitcode, output.read_text(), errors.read_text())
+
+
+def _become(words: list[str], folder: str, output: str, errors: str, variables: Mapping[str, str]) -> None:
+    """Turns this fork of the server into the program."""
+    os.setsid()
+    # The platform's own for what the program starts: workers of a loader would wait for a server of their own.
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
+    for name, number in ((os.devnull, 0), (output, 1), (errors, 2)):
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        file = os.open(name, flags, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the life of the process
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    sys.orig_argv = [sys.executable, *words]
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        _run(words)
+        code: Any = 0
+    except SystemExit as end:
+        code = end.code
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    # multiprocessing ends its processes without them.
+    atexit._run_exitfuncs()
+    raise SystemExit(code or 0)
+
+
+def _run(words: list[str]) -> None:
+    first, *rest = words
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path[:0] = ["", *paths]
+        main = type(sys)("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.argv = rest
+        sys.path[:0] = ["", *paths]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path[:0] = [str(Path(first).absolute().parent), *paths]
+        runpy.run_path(first, run_name="__main__")
