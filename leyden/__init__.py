@@ -42,9 +42,9 @@ _HOMES = {
     "LocalSGD": "leyden.trainer.accelerator.local_sgd",
     "get_logger": "leyden.trainer.accelerator.rank_logging",
     "notebook_launcher": "leyden.trainer.accelerator.notebook",
-    "set_seed": "leyden.trainer.accelerator.seeds",
+    "set_seed": "leyden.trainer.accelerator.world",
     "DistributedType": "leyden.trainer.accelerator.ranks",
-    "DDPCommunicationHookType": "leyden.trainer.accelerator.names",
+    "DDPCommunicationHookType": "leyden.trainer.accelerator.plugins",
     "ParallelismConfig": "leyden.trainer.accelerator.parallel",
     "TorchDynamoPlugin": "leyden.trainer.accelerator.plugins",
     "debug_launcher": "leyden.trainer.accelerator.notebook",
@@ -82,12 +82,12 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.local_sgd import LocalSGD as LocalSGD
     from leyden.trainer.accelerator.memory import find_executable_batch_size as find_executable_batch_size
     from leyden.trainer.accelerator.memory import release_memory as release_memory
-    from leyden.trainer.accelerator.names import DDPCommunicationHookType as DDPCommunicationHookType
     from leyden.trainer.accelerator.notebook import debug_launcher as debug_launcher
     from leyden.trainer.accelerator.notebook import notebook_launcher as notebook_launcher
     from leyden.trainer.accelerator.parallel import ParallelismConfig as ParallelismConfig
     from leyden.trainer.accelerator.plugins import AutocastKwargs as AutocastKwargs
     from leyden.trainer.accelerator.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+    from leyden.trainer.accelerator.plugins import DDPCommunicationHookType as DDPCommunicationHookType
     from leyden.trainer.accelerator.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
     from leyden.trainer.accelerator.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
     from leyden.trainer.accelerator.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -99,8 +99,8 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.rank_logging import get_logger as get_logger
     from leyden.trainer.accelerator.ranks import DistributedType as DistributedType
     from leyden.trainer.accelerator.ranks import PartialState as PartialState
-    from leyden.trainer.accelerator.seeds import set_seed as set_seed
     from leyden.trainer.accelerator.tracking import GeneralTracker as GeneralTracker
+    from leyden.trainer.accelerator.world import set_seed as set_seed
     from leyden.trainer.accelerator.world import synchronize_rng_states as synchronize_rng_states
     from leyden.trainer.data.combined import CombinedLoader as CombinedLoader
     from leyden.trainer.data.rng import seed_everything as seed_everything

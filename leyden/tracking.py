@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from leyden.trainer.accelerator.absent import attribute
-from leyden.trainer.accelerator.trackers import CometMLTracker, MLflowTracker, TensorBoardTracker, WandBTracker
-from leyden.trainer.accelerator.tracking import GeneralTracker
+from leyden.trainer.accelerator.tracking import (
+    CometMLTracker,
+    GeneralTracker,
+    MLflowTracker,
+    TensorBoardTracker,
+    WandBTracker,
+)
 
 __all__ = ["CometMLTracker", "GeneralTracker", "MLflowTracker", "TensorBoardTracker", "WandBTracker"]
 

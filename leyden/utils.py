@@ -9,29 +9,26 @@ from leyden.trainer.accelerator.absent import attribute
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from leyden.trainer.accelerator.memory import find_executable_batch_size, release_memory
-from leyden.trainer.accelerator.names import (
-    DDPCommunicationHookType,
-    DynamoBackend,
-    LoggerType,
-    PrecisionType,
-    RNGType,
-)
 from leyden.trainer.accelerator.parallel import ParallelismConfig
 from leyden.trainer.accelerator.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
+    DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    LoggerType,
+    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
+    RNGType,
     TorchDynamoPlugin,
 )
 from leyden.trainer.accelerator.ranks import DistributedType
-from leyden.trainer.accelerator.seeds import set_seed
 from leyden.trainer.accelerator.world import (
     broadcast,
     broadcast_object_list,
@@ -43,6 +40,7 @@ from leyden.trainer.accelerator.world import (
     reduce,
     save,
     send_to_device,
+    set_seed,
     synchronize_rng_states,
     tqdm,
     wait_for_everyone,

@@ -1,4 +1,4 @@
-"""Accelerator: the engine of a run under a loop of one's own, with the names of Hugging Face Accelerate."""
+"""Accelerator: the engine of a run under a loop that the user writes, with the names of Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -6,41 +6,55 @@ import atexit
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.accelerator import checks, preparing
+from leyden.strategies.precision import Precision
+from leyden.strategies.window import Window
 from leyden.trainer.accelerator import saving as states
+from leyden.trainer.accelerator.checks import hint_at_first_print
+from leyden.trainer.accelerator.collectives import Collectives
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin
 from leyden.trainer.accelerator.export import check_object, save_object, write_weights
+from leyden.trainer.accelerator.gradient_state import GradientState
 from leyden.trainer.accelerator.loader import PreparedLoader, skip_first_batches
 from leyden.trainer.accelerator.options import Options
 from leyden.trainer.accelerator.parallel import ParallelismConfig
 from leyden.trainer.accelerator.plugins import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
 )
-from leyden.trainer.accelerator.ranks import AcceleratorState
+from leyden.trainer.accelerator.preparing import Preparing, unwrap
+from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState
 from leyden.trainer.accelerator.scheduler import PreparedScheduler
-from leyden.trainer.accelerator.seeds import synchronise
 from leyden.trainer.accelerator.stepping import Stepping
+from leyden.trainer.accelerator.tracking import GeneralTracker, Trackers
+from leyden.trainer.engine import debugging
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
-class Accelerator(Stepping):
+
+class Accelerator:
     """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
     Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face Accelerate's, except
     where it says so (`docs/from-accelerate.md`). The Trainer drives the same engine.
+
+    Each method calls the part that does the work: `Stepping` (windows, backward, clipping, steps), `Preparing`, `PartialState`
+    (which rank this is), `Collectives`, `Trackers`, and `saving` for checkpoints.
 
     Args:
         device_placement: bring models, batches and optimizers to `device`; False leaves that to you.
@@ -122,43 +136,23 @@ class Accelerator(Stepping):
         use_seedable_sampler: bool | None = None,
         convert_outputs: bool = True,
     ) -> None:
-        options = Options(**{name: value for name, value in locals().items() if name not in ("self", "__class__")})
-        self.options = options
-        self.accumulation = options.accumulation
+        self.options = options = Options(**{name: value for name, value in locals().items() if name != "self"})
         self.project_configuration = options.project
-        self.dataloader_config = options.data
-        super().__init__(**options.engine_arguments())
+        self._stepping = Stepping(options)
+        self.strategy: Strategy = self._stepping.strategy
         options.apply(self.strategy)
         atexit.register(_leave, weakref.ref(self))
-        self.begin_stepping()
-        self.prepared_models: list[nn.Module] = []
-        """Models as `prepare` gave them back."""
-        self.bare_models: list[nn.Module] = []
-        """The same without what ranks or compilation wrap around them."""
-        self.prepared_schedulers: list[PreparedScheduler] = []
-        self.prepared_loaders: list[PreparedLoader] = []
+        if debugging.is_debugging():
+            debugging.begin(self._stepping, options.accumulation.num_steps)
+        self._ranks = PartialState(strategy=self.strategy)
+        self._collectives = Collectives(self._ranks, self._stepping.reading, self._stepping.checker)
+        self._preparing = Preparing(self._stepping, options)
+        self._trackers = Trackers(log_with, self._ranks)
         self.registered: list[Any] = []
         self.state_hooks = states.StateHooks()
-        self.asked_of: PreparedLoader | None = None
-        self.asked_at = 0
-        self._reading = []
-        self._due: Path | None = None
-        self._checks = checks.Mistakes(self)
-        self.follow_with(log_with)
-        checks.begin(self)
+        hint_at_first_print(self._ranks)
 
-    # properties -------------------------------------------------------------------------------------------------------
-    @property
-    def state(self) -> AcceleratorState:
-        """Ranks, device, precision and plugins alone."""
-        return AcceleratorState(
-            self.strategy, self.mixed_precision, self.options.deepspeed, self.options.fsdp_in_use(self.strategy)
-        )
-
-    @property
-    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        return self.options.deepspeed
-
+    # settings ---------------------------------------------------------------------------------------------------------
     @property
     def mixed_precision(self) -> str:
         """ "no", "fp16", "bf16", or the full name of another precision."""
@@ -169,52 +163,59 @@ class Accelerator(Stepping):
         return names.get(self.precision.name, self.precision.name)
 
     @property
+    def precision(self) -> Precision:
+        """The precision itself."""
+        return self.strategy.precision
+
+    @property
     def device_placement(self) -> bool:
+        """`prepare` brings objects to `device`."""
         return self.options.device_placement
 
     @property
-    def scaler(self) -> Any:
-        """The gradient scaler of fp16; None elsewhere."""
-        self.flush_scaler()
-        return getattr(self.precision, "scaler", None)
-
-    @property
-    def project_dir(self) -> Any:
-        return self.project_configuration.project_dir
-
-    @property
-    def logging_dir(self) -> Any:  # type: ignore[override]
-        return self.project_configuration.logging_dir
-
-    @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint that is named automatically."""
-        return self.project_configuration.iteration
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are split over the ranks; `join_uneven_inputs` changes it within its block."""
+        return self._preparing.data
 
     @property
     def split_batches(self) -> bool:
+        """See `DataLoaderConfiguration`."""
         return self.dataloader_config.split_batches
 
     @property
+    def dispatch_batches(self) -> bool | None:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
     def even_batches(self) -> bool:
+        """See `DataLoaderConfiguration`."""
         return self.dataloader_config.even_batches
 
-    # what transformers' Trainer and others read, by Accelerate's names --------------------------------------------------
     @property
-    def _models(self) -> list[nn.Module]:
-        return self.prepared_models
+    def use_seedable_sampler(self) -> bool:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.use_seedable_sampler
 
     @property
-    def _optimizers(self) -> list[PreparedOptimizer]:
-        return list(self.prepared_optimizers)
+    def non_blocking(self) -> bool:
+        """See `DataLoaderConfiguration`."""
+        return self.dataloader_config.non_blocking
 
     @property
-    def _schedulers(self) -> list[PreparedScheduler]:
-        return self.prepared_schedulers
+    def rng_types(self) -> list[str]:
+        """Random numbers that are set to rank 0's before each pass; empty if the Accelerator was given none."""
+        return list(self.options.rng_types)
 
     @property
-    def _dataloaders(self) -> list[PreparedLoader]:
-        return self.prepared_loaders
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Prepared schedulers step when their optimizer does."""
+        return self.options.step_scheduler_with_optimizer
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin of a run under DeepSpeed; None elsewhere."""
+        return self.options.deepspeed
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
@@ -226,10 +227,132 @@ class Accelerator(Stepping):
         """The mesh of `parallelism_config`; None without one. FSDP's own is `strategy.device_mesh` in any case."""
         return getattr(self.strategy, "device_mesh", None) if self.options.mesh is not None else None
 
-    @contextmanager
-    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Shares sequences where ranks are arranged for that, which in this version they never are: does nothing."""
-        yield
+    @property
+    def project_dir(self) -> Any:
+        """Folder of the run."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        """Folder of the trackers."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that is named automatically."""
+        return self.project_configuration.iteration
+
+    # ranks ------------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> AcceleratorState:
+        """Ranks, device, precision and plugins alone."""
+        return AcceleratorState(
+            self.strategy, self.mixed_precision, self.options.deepspeed, self.options.fsdp_in_use(self.strategy)
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self._ranks.device
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on all machines."""
+        return self._ranks.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """This rank, from 0."""
+        return self._ranks.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """This rank on its machine, from 0."""
+        return self._ranks.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """This is rank 0."""
+        return self._ranks.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """This is the first rank of its machine."""
+        return self._ranks.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """This is the last rank."""
+        return self._ranks.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """True with several ranks."""
+        return self._ranks.use_distributed
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How this run's ranks work together."""
+        return self._ranks.distributed_type
+
+    @property
+    def multi_device(self) -> bool:
+        """Several ranks, each on a device of its own, hold the whole model."""
+        return self.distributed_type is DistributedType.MULTI_GPU
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Models are sharded by FSDP, whose second version is the only one here."""
+        return self.distributed_type is DistributedType.FSDP
+
+    def wait_for_everyone(self) -> None:
+        """Waits until every rank has come here."""
+        self._collectives.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """The main rank runs the block before the others do, which find what it has cached."""
+        return self._ranks.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """The main rank of each machine runs the block before its others do."""
+        return self._ranks.local_main_process_first()
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: only the main rank runs the function; elsewhere it returns None."""
+        return self._ranks.on_main_process(function)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: only the main rank of each machine runs the function."""
+        return self._ranks.on_local_main_process(function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: only the last rank runs the function."""
+        return self._ranks.on_last_process(function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: only the rank of that number runs the function."""
+        return self._ranks.on_process(function, process_index)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: only the rank of that number on each machine runs the function."""
+        return self._ranks.on_local_process(function, local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Prints once per machine."""
+        self._ranks.print(*args, **kwargs)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Gives each rank its part of a list, tuple, tensor, data set, or of each value of a dict of these.
+
+        Args:
+            inputs: what to split; what does not divide goes to the first ranks.
+            apply_padding: repeat the last entry on ranks that would have fewer, so that results can be gathered.
+        """
+        return self._ranks.split_between_processes(inputs, apply_padding)
+
+    def refuse_alone(self, name: str) -> None:
+        """Raises where a collective is called in a function that other ranks do not run."""
+        self._ranks.refuse_alone(name)
 
     # prepare ----------------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -246,28 +369,75 @@ class Accelerator(Stepping):
         places = [self.device_placement] * len(args) if device_placement is None else list(device_placement)
         if len(places) != len(args):
             raise ConfigurationError(f"prepare: device_placement has {len(places)} entries for {len(args)} objects.")
-        return preparing.prepare(self, args, places)
+        return self._preparing.prepare(args, places)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepares one model; with `evaluation_mode` it is not wrapped for training."""
         moves = self.device_placement if device_placement is None else device_placement
-        return preparing.model(self, model, moves, evaluation_mode)
+        return self._preparing.model(model, moves, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
         """Prepares one optimizer."""
-        return preparing.optimizer(self, optimizer)
+        return self._preparing.optimizer(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """Prepares one scheduler."""
-        return preparing.scheduler(self, scheduler)
+        return self._preparing.scheduler(scheduler)
 
     def prepare_data_loader(self, data_loader: Iterable[Any], device_placement: bool | None = None) -> PreparedLoader:
         """Prepares one loader."""
-        return preparing.loader(
-            self, data_loader, self.device_placement if device_placement is None else device_placement
+        return self._preparing.loader(
+            data_loader, self.device_placement if device_placement is None else device_placement
         )
+
+    @property
+    def prepared_models(self) -> list[nn.Module]:
+        """Models as `prepare` returned them."""
+        return self._stepping.prepared_models
+
+    @property
+    def bare_models(self) -> list[nn.Module]:
+        """The same without what ranks or compilation wrap around them."""
+        return self._stepping.bare_models
+
+    @property
+    def prepared_optimizers(self) -> list[PreparedOptimizer]:
+        """Optimizers as `prepare` returned them."""
+        return self._stepping.prepared_optimizers
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers themselves, as the strategy holds them."""
+        return self._stepping.optimizers
+
+    @property
+    def prepared_schedulers(self) -> list[PreparedScheduler]:
+        """Schedulers as `prepare` returned them."""
+        return self._preparing.schedulers
+
+    @property
+    def prepared_loaders(self) -> list[PreparedLoader]:
+        """Loaders as `prepare` returned them."""
+        return self._preparing.loaders
+
+    # The names by which transformers' Trainer and others read the same.
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self.prepared_models
+
+    @property
+    def _optimizers(self) -> list[PreparedOptimizer]:
+        return list(self.prepared_optimizers)
+
+    @property
+    def _schedulers(self) -> list[PreparedScheduler]:
+        return self.prepared_schedulers
+
+    @property
+    def _dataloaders(self) -> list[PreparedLoader]:
+        return self.prepared_loaders
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -279,7 +449,14 @@ class Accelerator(Stepping):
             keep_fp32_wrapper: False lets its forward run in full precision again, and return what it computes.
             keep_torch_compile: a compiled model stays compiled; False for the module itself, whose names have no prefix.
         """
-        return preparing.unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+        return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose passes begin at a batch, counted from the epoch's start; nothing before it is loaded.
+
+        After `load_state` that is the very place at which the checkpoint stands, so nothing is skipped twice.
+        """
+        return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
         """Lets go of everything that was prepared, and empties the device's cache.
@@ -289,28 +466,64 @@ class Accelerator(Stepping):
         """
         from leyden.trainer.accelerator.memory import release_memory
 
-        self.flush_scaler()
-        self.strategy.modules, self.strategy.optimizers = [], []
-        self.strategy.forget_wrapped()
-        for held in (self.prepared_models, self.bare_models, self.prepared_optimizers, self.prepared_schedulers):
-            held.clear()
-        self.prepared_loaders.clear()
-        self._reading.clear()
-        self.restore_counters(self.steps)
+        self._stepping.release()
+        self._preparing.release()
         return release_memory(*objects)
 
-    clear = free_memory
+    def clear(self, *objects: Any) -> Any:
+        """See `free_memory`."""
+        return self.free_memory(*objects)
 
-    # around a loop -----------------------------------------------------------------------------------------------------
-    @contextmanager
-    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
-        handler = profile_handler or self.options.handlers.get(ProfileKwargs) or ProfileKwargs()
-        with handler.build() as profiler:
-            yield profiler
-        if handler.output_trace_dir is not None:
-            os.makedirs(handler.output_trace_dir, exist_ok=True)
-            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
+    # the step ---------------------------------------------------------------------------------------------------------
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """One batch of an accumulation window.
+
+        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window of a
+        prepared loader is as long as the batches that are left, and is divided by that length.
+
+        Args:
+            *models: what is trained; named for readers and for scripts that were written for others.
+        """
+        return self._stepping.accumulate(models)
+
+    def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
+        """Backward of a loss, divided by the window's length and scaled for the precision.
+
+        Args:
+            loss: a mean; or a sum, with `num_items`.
+            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the window
+                and all ranks. Ours.
+            **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
+        """
+        self._stepping.backward(loss, num_items, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips gradients to a total norm, at their true scale and over all shards.
+
+        Returns:
+            The total norm before clipping. Inside an accumulation window nothing is clipped yet.
+        """
+        return self._stepping.clip_norm(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clips each gradient to ± `clip_value`, at its true scale."""
+        self._stepping.clip_value(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Brings gradients to their true scale, for reading or changing them before a step.
+
+        Args:
+            optimizer: one, or several; all if left out.
+        """
+        self._stepping.unscale(optimizer)
+
+    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
+        """Within it backward sends no gradients to the other ranks."""
+        return self.strategy.gradient_sync(False)
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """The next backward sends gradients, though its forward was run under `no_sync`."""
+        return self.strategy.sync_in_backward(model)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
@@ -322,44 +535,170 @@ class Accelerator(Stepping):
         """
         with ExitStack() as stack:
             if even_batches is not None:
-                stack.enter_context(preparing.even_batches(self, even_batches))
-            stack.enter_context(self.strategy.joining(joinables) if self.num_processes > 1 else nullcontext())
-            self._joins = True
-            try:
-                yield
-            finally:
-                self._joins = False
+                stack.enter_context(self._preparing.even_batches(even_batches))
+            stack.enter_context(self._stepping.joining(joinables))
+            yield
 
-    # loaders ----------------------------------------------------------------------------------------------------------
-    def begin_loader(self, loader: PreparedLoader) -> None:
-        """A pass over a loader has begun."""
-        self._checks.in_pass()
-        self.strategy.check_trained()
-        self._reading.append(loader)
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """The context of a forward pass in the run's precision.
+
+        Args:
+            autocast_handler: `AutocastKwargs(enabled=False)` for a part in full precision.
+        """
+        if autocast_handler is None:
+            return self._stepping.autocast()
+        return self.options.autocast(self.precision, self.device, autocast_handler)
+
+    @contextmanager
+    def maybe_context_parallel(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Splits sequences where ranks are arranged for that, which in this version they never are: does nothing."""
+        yield
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """torch's profiler around a block; with `output_trace_dir`, each rank writes its trace there."""
+        handler = profile_handler or self.options.handlers.get(ProfileKwargs) or ProfileKwargs()
+        with handler.build() as profiler:
+            yield profiler
+        if handler.output_trace_dir is not None:
+            os.makedirs(handler.output_trace_dir, exist_ok=True)
+            profiler.export_chrome_trace(os.path.join(handler.output_trace_dir, f"profile_{self.process_index}.json"))
+
+    @property
+    def sync_gradients(self) -> bool:
+        """The current batch closes its accumulation window: gradients are exchanged and optimizers step.
+
+        May be set by a loop that counts its batches itself; `accumulate` sets it at each batch.
+        """
+        return self._stepping.window.closes
+
+    @sync_gradients.setter
+    def sync_gradients(self, closes: bool) -> None:
+        self._stepping.close_with_this_batch(closes)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches of one optimizer step; may be set, for the windows that follow."""
+        return self.accumulation.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._stepping.accumulate_over(steps)
+
+    @property
+    def accumulation(self) -> GradientAccumulationPlugin:
+        """How batches make one step."""
+        return self._stepping.accumulation
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The window and the loader that is being read, by the names that libraries know."""
+        return GradientState(self._stepping)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """The gradient scaler skipped the last step of an optimizer."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared_optimizers)
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of fp16; None elsewhere."""
+        self._stepping.flush_scaler()
+        return getattr(self.precision, "scaler", None)
+
+    @property
+    def steps(self) -> int:
+        """Accumulation windows that a step closed."""
+        return self._stepping.steps
+
+    @property
+    def window(self) -> Window:
+        """The accumulation window."""
+        return self._stepping.window
 
     @property
     def active_loader(self) -> PreparedLoader | None:
-        """The loader that is read now, the innermost of several."""
-        return self._reading[-1] if self._reading else None
+        """The loader that is being read, the innermost of several."""
+        return self._stepping.active_loader
 
-    def synchronise_rng(self) -> None:
-        """Before a pass: what `rng_types` names is set to rank 0's."""
-        if self.options.rng_types:
-            synchronise(self.strategy, self.options.rng_types)
+    # collectives ------------------------------------------------------------------------------------------------------
+    def gather(self, tensor: T) -> T:
+        """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,).
 
-    def end_loader(self, loader: PreparedLoader) -> None:
-        """A pass over a loader is over, or was broken off."""
-        if loader in self._reading:
-            self._reading.remove(loader)
+        Args:
+            tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose passes begin at a batch, counted from the epoch's start; nothing before it is loaded.
-
-        After `load_state` that is the very place at which the checkpoint stands, so nothing is skipped twice.
+        Raises:
+            TypeError: on several ranks, for a Python number and whatever else is no tensor.
+            ConfigurationError: where shapes differ by rank, and the exchange would read memory that is not theirs.
         """
-        return skip_first_batches(dataloader, num_batches)
+        return self._collectives.gather(tensor)
 
-    # state ------------------------------------------------------------------------------------------------------------
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
+
+        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of samples.
+
+        Args:
+            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry for each
+                sample, or a nested structure of these. Scalars become (num_processes,). Of a loss that is repeated for each
+                sample of a full batch as many are kept as the last batch has samples.
+            use_gather_object: gather anything as objects; lists are concatenated.
+
+        Raises:
+            TypeError: on several ranks, for a Python number or object that stands for no sample.
+        """
+        return self._collectives.gather_for_metrics(input_data, use_gather_object)
+
+    def gather_object(self, obj: list[Any]) -> list[Any]:
+        """The lists of all ranks, in their order, as one."""
+        return self._collectives.gather_object(obj)
+
+    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
+        """Reduces tensors over the ranks.
+
+        Args:
+            tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
+            reduction: "sum", "mean", "max", "min", or "none" to leave them.
+            scale: what the result is multiplied by.
+
+        Raises:
+            TypeError: for a Python number and whatever else is no tensor.
+        """
+        return self._collectives.reduce(tensor, reduction, scale)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """Gives every rank the object of rank `src`."""
+        return self._collectives.broadcast(obj, src)
+
+    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
+        """Brings tensors to the same size in one dimension on every rank, so that they can be gathered.
+
+        Args:
+            tensor: a tensor, or any nested structure of tensors.
+            dim: the dimension; tensors that have fewer are left.
+            pad_index: value of what is added.
+            pad_first: add it before, not after.
+        """
+        return self._collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
+        """Stacks tensors of any nested structure over the ranks: (num_processes, *shape). Ours.
+
+        Raises:
+            ConfigurationError: where ranks have tensors of different shapes.
+        """
+        return self._stepping.all_gather(data, group, sync_grads)
+
+    def set_trigger(self) -> None:
+        """Raises a flag that `check_trigger` shows to every rank."""
+        self._collectives.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """True on every rank if one has called `set_trigger` since the last true answer."""
+        return self._collectives.check_trigger()
+
+    # checkpoints ------------------------------------------------------------------------------------------------------
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
         """Writes a checkpoint of all that was prepared and registered, complete or not at all; see `docs/checkpoints.md`.
 
@@ -376,21 +715,17 @@ class Accelerator(Stepping):
         """
         if not safe_serialization:
             raise ConfigurationError("save_state(safe_serialization=False) would be a pickle: leave it out.")
-        self._announce("save_state")
-        path = states.target(self, output_dir)
-        if self.window.is_open and not (self._in_window and self.window.closes):
-            self._due = path
-            self.asked_of = self._reading[-1] if self._reading else None
-            self.asked_at = self.asked_of.position if self.asked_of is not None else 0
-            return str(path)
-        self.asked_of = None
-        return str(states.save(self, path))
+        self._collectives.announce("save_state")
+        path, loader = states.target(self, output_dir), self.active_loader
+        if not self._stepping.is_within_window:
+            return str(states.save(self, path))
+        asked = None if loader is None else (loader, loader.position)
+        self._stepping.after_window(partial(states.save, self, path, asked))
+        return str(path)
 
     def write_due(self) -> None:
-        """Writes the checkpoint that was asked for inside a window, once that is closed and its last batch is done with."""
-        if self._due is not None and not self.window.is_open:
-            path, self._due = self._due, None
-            states.save(self, path)
+        """Writes the checkpoint that was asked for inside a window, if the window is closed."""
+        self._stepping.run_waiting()
 
     def load_state(
         self,
@@ -401,9 +736,9 @@ class Accelerator(Stepping):
         map_location: str | None = None,
         trust: bool = False,
     ) -> None:
-        """Takes back what `save_state` wrote: prepare and register the same things first.
+        """Loads what `save_state` wrote: prepare and register the same things first.
 
-        The next pass over each prepared loader goes on where it stood, with or without `skip_first_batches`.
+        The next pass over each prepared loader continues where it stood, with or without `skip_first_batches`.
 
         Args:
             input_dir: the folder; left out with `automatic_checkpoint_naming` for the newest that is whole.
@@ -411,10 +746,11 @@ class Accelerator(Stepping):
                 since no pickle is read.
             strict: names of weights must fit.
             map_location: "cpu" or "on_device", of Accelerate's scripts: tensors go to where the parameters are in any case.
-            trust: read a folder of Accelerate's own `save_state` too: models, optimizers, schedulers, scaler, registered objects and
-                random numbers. Its files are pickles, which run whatever code they hold. Its data begins anew. Ours.
+            trust: read a folder of Accelerate's own `save_state` too: models, optimizers, schedulers, scaler, registered
+                objects and random numbers. Its files are pickles, which run whatever code they hold. Its data begins anew.
+                Ours.
         """
-        self._announce("load_state")
+        self._collectives.announce("load_state")
         strict = states.load_arguments(load_kwargs, strict, map_location)
         states.load(self, states.find(self, input_dir), strict, trust)
 
@@ -433,9 +769,9 @@ class Accelerator(Stepping):
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The model's state with its own names and whole tensors, gathered from shards: every rank must call it."""
-        self._announce("get_state_dict")
+        self._collectives.announce("get_state_dict")
         return self.strategy.full_state_dict(
-            preparing.unwrap(model, True, False) if unwrap else model, rank0_only=False
+            self.unwrap_model(model, True, False) if unwrap else model, rank0_only=False
         )
 
     def save_model(
@@ -463,7 +799,7 @@ class Accelerator(Stepping):
         save_on_each_node: bool = False,
         safe_serialization: bool | None = None,
     ) -> None:
-        """Writes tensors and plain values, once per run: what `f` is called says how (.safetensors, or .bin and .pt).
+        """Writes tensors and plain values, once per run: the suffix of `f` says how (.safetensors, or .bin and .pt).
 
         Args:
             obj: as a state dict.
@@ -478,9 +814,120 @@ class Accelerator(Stepping):
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
             save_object(obj, f, safe_serialization or None)
 
+    # trackers ---------------------------------------------------------------------------------------------------------
+    @property
+    def log_with(self) -> list[Any]:
+        """What is tracked with, as the Accelerator was given it: names, classes, loggers and trackers."""
+        return list(self._trackers.log_with)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers themselves, once `init_trackers` was called."""
+        return self._trackers.running
+
+    def init_trackers(
+        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Begins the run in every tracker of `log_with`.
+
+        Args:
+            project_name: of the run; folder of the trackers that keep one.
+            config: settings to record.
+            init_kwargs: arguments by the trackers' names: `{"wandb": {"tags": ["test"]}}`.
+        """
+        self._trackers.begin(project_name, self.logging_dir, config, init_kwargs or {})
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by its name; with `unwrap` what does its writing. On ranks that do not write, calls on it do nothing."""
+        return self._trackers.find(name, unwrap)
+
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Records values in every tracker."""
+        self._trackers.log(values, step, log_kwargs or {})
+
+    def end_training(self) -> None:
+        """Closes the trackers, once every rank has come here."""
+        self._collectives.announce("end_training")
+        self.write_due()
+        self._trackers.finish()
+        self.strategy.ranks.barrier()
+
+    # the engine's own methods, for a loop that prepares or counts by itself -------------------------------------------
+    def begin_stepping(self) -> None:
+        """Starts counting anew, before the first batch."""
+        self._stepping.begin()
+
+    def prepare_module(self, module: nn.Module) -> nn.Module:
+        """Brings a module to its device; its optimizers are made after that."""
+        return self._stepping.prepare_module(module)
+
+    def prepare_optimizers(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> list[PreparedOptimizer]:
+        """Prepares the optimizers of modules that are prepared, in place of all others."""
+        return self._stepping.prepare_optimizers(modules, optimizers)
+
+    def check_parameters(self, modules: Iterable[nn.Module]) -> None:
+        """Raises for an optimizer whose parameters no module has: it would step without effect."""
+        self._stepping.check_parameters(modules)
+
+    def begin_loader(self, loader: PreparedLoader) -> None:
+        """A pass over a loader has begun."""
+        self._stepping.begin_loader(loader)
+
+    def synchronise_rng(self) -> None:
+        """Sets the random numbers that `rng_types` names to rank 0's."""
+        self._stepping.synchronise_rng()
+
+    def end_turn(self) -> None:
+        """A batch is done with: what was to wait for that is done."""
+        self._stepping.end_turn()
+
+    def end_loader(self, loader: PreparedLoader) -> None:
+        """A pass over a loader is over, or was broken off."""
+        self._stepping.end_loader(loader)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward of a loss as it is, scaled for the precision alone."""
+        self._stepping.manual_backward(loss, *args, **kwargs)
+
+    def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        """Steps a prepared optimizer if the window closes; False if the gradient scaler skipped the step."""
+        return self._stepping.step(prepared, closure, **kwargs)
+
+    def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
+        """Clears the gradients of a prepared optimizer if the window closes."""
+        self._stepping.zero_grad(prepared, set_to_none)
+
+    def flush_scaler(self) -> None:
+        """Lets the scaler take its new scale: once after all steps, before the next loss is scaled."""
+        self._stepping.flush_scaler()
+
+    def close_window(self) -> None:
+        """Brings the window's gradients to their mean: over its true length, or over its items."""
+        self._stepping.close_window()
+
+    def end_batch(self) -> None:
+        """Counts a batch of the window, whose work is done."""
+        self._stepping.end_batch()
+
+    def restore_counters(self, steps: int) -> None:
+        """Stands between two windows, after so many steps."""
+        self._stepping.continue_after(steps)
+
+    def follow_with(self, log_with: Any) -> None:
+        """Takes other trackers; nothing is begun before `init_trackers`."""
+        self._trackers = Trackers(log_with, self._ranks)
+
+    def teardown(self) -> None:
+        """Closes the window and leaves the ranks."""
+        self._stepping.teardown()
+
 
 def _leave(accelerator: weakref.ref[Accelerator]) -> None:
-    """At the interpreter's end: gloo's threads must end before it, and wrapped models hold on to them."""
+    """Ends gloo's threads before the interpreter does; wrapped models hold on to them."""
     found = accelerator()
     if found is not None:
         found.strategy.forget_wrapped()

@@ -1,104 +1,107 @@
-"""Mistakes that are easily made in one's own training loop, found where they are made: an error, or one warning, that names the fix."""
+"""Mistakes that are easily made in one's own training loop: each is an error, or one warning, that names the fix."""
 
 from __future__ import annotations
 
 import builtins
 import sys
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.trainer.engine import debugging
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.accelerator import Accelerator
+    from leyden.trainer.accelerator.ranks import PartialState
+    from leyden.trainer.accelerator.stepping import Stepping
 
 ADVICE = (
-    "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it steps at the "
-    "ends of accumulation windows, with unscaled gradients; or step and clear your own under `if accelerator.sync_gradients`."
+    "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it steps "
+    "at the ends of accumulation windows, with unscaled gradients; or step and clear your own under "
+    "`if accelerator.sync_gradients`."
 )
 
 
 class Mistakes:
-    """The checks of an Accelerator, each made once at its place.
+    """The checks of a loop that the user writes, each made once at its place.
 
     Args:
-        accelerator: whose models and optimizers.
+        stepping: has the models and optimizers.
+        places: batches come on the device, so models must stay there.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, stepping: Stepping, places: bool) -> None:
+        self._stepping = stepping
+        self._places = places
         self._checked: set[int] = set()
         self._backwards = 0
-        self._told: set[str] = set()
         self._versions: list[int] | None = None
-        """Of the trained parameters, how often each had been changed when the first window began."""
+        """How often each trained parameter had been changed when the first window began."""
 
     def in_pass(self) -> None:
         """At the start of a pass over a loader."""
         self._check_devices()
 
-    def in_accumulate(self, models: tuple[Any, ...]) -> None:
+    def in_accumulate(self, models: Sequence[Any]) -> None:
         """In `accumulate(model)`."""
-        accelerator = self._accelerator
+        stepping = self._stepping
         for model in models:
             if id(model) in self._checked or not isinstance(model, nn.Module):
                 continue
-            if not any(model is known for known in (*accelerator.prepared_models, *accelerator.bare_models)):
+            if not any(model is known for known in (*stepping.prepared_models, *stepping.bare_models)):
                 raise ConfigurationError(
                     f"accumulate was given {kind_of(model)} that is not prepared: model = accelerator.prepare(model), and "
                     "use what it returns."
                 )
-            if accelerator.num_processes > 1 and not any(model is known for known in accelerator.prepared_models):
+            if stepping.strategy.ranks.world_size > 1 and not any(model is known for known in stepping.prepared_models):
                 raise ConfigurationError(
-                    f"accumulate was given the {type(model).__name__} that was handed to prepare, not what came back: on several "
-                    "ranks its gradients would not be exchanged. Write model = accelerator.prepare(model)."
+                    f"accumulate was given the {type(model).__name__} that was handed to prepare, not what came back: on "
+                    "several ranks its gradients would not be exchanged. Write model = accelerator.prepare(model)."
                 )
             self._checked.add(id(model))
 
     def in_backward(self) -> None:
         """In `backward`: a model must be prepared, and an optimizer too, or be stepped at the ends of windows alone."""
         self._backwards += 1
-        accelerator = self._accelerator
-        if not accelerator.prepared_models:
+        stepping = self._stepping
+        if not stepping.prepared_models:
             if self._backwards <= 2:
                 self._warn_or_raise(
                     "backward was called and no model was prepared: model, optimizer = accelerator.prepare(model, optimizer)."
                 )
-        elif not accelerator.prepared_optimizers:
+        elif not stepping.prepared_optimizers:
             self._with_own_optimizer()
 
     def _with_own_optimizer(self) -> None:
         """No optimizer is prepared: the loop may step its own, under `if accelerator.sync_gradients`."""
-        accelerator, text = self._accelerator, ADVICE
-        accumulates = accelerator.gradient_accumulation_steps > 1
+        stepping, text = self._stepping, ADVICE
+        accumulates = stepping.accumulation.num_steps > 1
         if self._backwards < 2 and not accumulates:
             return
-        may_step_own = not accelerator.strategy.drives_one and not accelerator.precision.may_skip
-        if accumulates and accelerator.window.is_open and may_step_own:
+        may_step_own = not stepping.strategy.drives_one and not stepping.precision.may_skip
+        if accumulates and stepping.window.is_open and may_step_own:
             self._in_own_window()
         elif self._backwards == 2:
-            if accelerator.precision.may_skip or accumulates:
+            if stepping.precision.may_skip or accumulates:
                 raise ConfigurationError(text)
             warnings.warn(text, stacklevel=5)
 
     def _in_own_window(self) -> None:
         """In the first window: weights and gradients must be left alone until it closes."""
-        accelerator = self._accelerator
+        stepping = self._stepping
         if self._backwards > 1 and self._versions is None:
             return
-        trained = [p for model in accelerator.bare_models for p in model.parameters() if p.requires_grad]
+        trained = [p for model in stepping.bare_models for p in model.parameters() if p.requires_grad]
         if self._backwards == 1:
             self._versions = [parameter._version for parameter in trained]
-        elif accelerator.window.index > 0:
+        elif stepping.window.index > 0:
             if [parameter._version for parameter in trained] != self._versions:
                 raise ConfigurationError(f"weights changed inside of an accumulation window: {ADVICE}")
-            if accelerator.strategy.replicates and all(parameter.grad is None for parameter in trained):
+            if stepping.strategy.replicates and all(parameter.grad is None for parameter in trained):
                 raise ConfigurationError(f"gradients were cleared inside of an accumulation window: {ADVICE}")
-            if accelerator.window.closes:
+            if stepping.window.closes:
                 self._versions = None
 
     def in_step(self, prepared: PreparedOptimizer) -> None:
@@ -106,9 +109,9 @@ class Mistakes:
         if id(prepared) in self._checked:
             return
         self._checked.add(id(prepared))
-        accelerator = self._accelerator
-        known = {id(p) for model in accelerator.bare_models for p in model.parameters()}
-        own = [p for group in accelerator.strategy.parameter_groups(prepared.optimizer) for p in group]
+        stepping = self._stepping
+        known = {id(p) for model in stepping.bare_models for p in model.parameters()}
+        own = [p for group in stepping.strategy.parameter_groups(prepared.optimizer) for p in group]
         foreign = [p for p in own if id(p) not in known]
         name = type(prepared.optimizer).__name__
         if own and len(foreign) == len(own):
@@ -124,34 +127,32 @@ class Mistakes:
 
     def _warn_or_raise(self, text: str) -> None:
         """A warning on one process in plain float32, where it makes no difference; an error elsewhere, where it is wrong."""
-        accelerator = self._accelerator
-        if accelerator.num_processes > 1 or accelerator.precision.name != "32-true" or accelerator.device.type != "cpu":
+        stepping = self._stepping
+        if (
+            stepping.strategy.ranks.world_size > 1
+            or stepping.precision.name != "32-true"
+            or stepping.device.type != "cpu"
+        ):
             raise ConfigurationError(text)
         warnings.warn(text, stacklevel=5)
 
     def _check_devices(self) -> None:
-        accelerator = self._accelerator
-        if not accelerator.device_placement:
+        stepping = self._stepping
+        if not self._places:
             return
-        for model in accelerator.bare_models:
+        for model in stepping.bare_models:
             first = next(model.parameters(), None)
-            if first is not None and first.device != accelerator.device and first.device.type != "cpu":
+            if first is not None and first.device != stepping.device and first.device.type != "cpu":
                 raise ConfigurationError(
-                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on {accelerator.device}: "
+                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on {stepping.device}: "
                     "leave out .to(...), or give Accelerator(device_placement=False)."
                 )
 
 
-def begin(accelerator: Accelerator) -> None:
-    """At the start of a run: debug mode says what each rank is; beyond rank 0 the first print is followed by a hint."""
-    if debugging.is_debugging():
-        debugging.begin(accelerator, accelerator.gradient_accumulation_steps)
-    if accelerator.num_processes > 1 and accelerator.local_process_index == 1:
-        _hint_once()
-
-
-def _hint_once() -> None:
-    """The first `print` of a rank that is not the main one is followed by a hint; from then on print is as it was."""
+def hint_at_first_print(ranks: PartialState) -> None:
+    """Follows the first `print` of a rank that is not the main one with a hint; from then on print is as it was."""
+    if ranks.num_processes == 1 or ranks.local_process_index != 1:
+        return
     plain = builtins.print
 
     def print_and_hint(*args: Any, **kwargs: Any) -> None:

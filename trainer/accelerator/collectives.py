@@ -1,17 +1,19 @@
-"""What ranks exchange in the user's own loop: tensors of any nested structure, and objects."""
+"""What ranks exchange in the user's own loop: tensors of any nested structure, objects, flags and random numbers."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.trainer.accelerator.ranks import RankControl
+from leyden.trainer.accelerator.ranks import PartialState
+from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.engine.gathering import check_shapes
 
 if TYPE_CHECKING:
@@ -26,25 +28,37 @@ UNEVEN = (
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 
-class Collectives(RankControl):
-    """The collectives of an Accelerator. Every rank must call them, and every rank gets the result."""
+class Collectives:
+    """The collectives of a loop that the user writes. Every rank must call them, and every rank gets the result.
 
-    checker: Checker | None = None
-    """Compares operands over the ranks before each exchange, in debug mode."""
-    _reading: list[PreparedLoader]
-    """The loaders that are read now, the innermost last."""
-    _trigger: bool = False
+    `Accelerator` has each under the same name, with its arguments described.
 
-    def _announce(self, name: str, operands: Any = None, alike: bool = True) -> None:
-        if self.num_processes > 1:
-            self.refuse_alone(name)
-            if self.checker is not None:
-                self.checker.compare(name, operands, alike)
+    Args:
+        ranks: who exchanges.
+        reading: the prepared loaders that are being read, the innermost last; `gather_for_metrics` counts their samples.
+        checker: compares operands over the ranks before each exchange, in debug mode.
+    """
+
+    def __init__(
+        self, ranks: PartialState, reading: Sequence[PreparedLoader] = (), checker: Checker | None = None
+    ) -> None:
+        self.ranks = ranks
+        self._strategy = ranks.strategy
+        self._reading = reading
+        self._checker = checker
+        self._trigger = False
+
+    def announce(self, name: str, operands: Any = None, alike: bool = True) -> None:
+        """Refuses a collective that this rank calls alone; in debug mode, compares what ranks bring to it."""
+        if self._strategy.ranks.world_size > 1:
+            self.ranks.refuse_alone(name)
+            if self._checker is not None:
+                self._checker.compare(name, operands, alike)
 
     def wait_for_everyone(self) -> None:
         """Waits until every rank has come here."""
-        self._announce("wait_for_everyone")
-        self.strategy.ranks.barrier()
+        self.announce("wait_for_everyone")
+        self._strategy.ranks.barrier()
 
     def gather(self, tensor: T) -> T:
         """Puts the tensors of all ranks together along their first dimension; those of no dimension become (num_processes,).
@@ -56,22 +70,22 @@ class Collectives(RankControl):
             TypeError: on several ranks, for a Python number and whatever else is no tensor.
             ConfigurationError: where shapes differ by rank, and the exchange would read memory that is not theirs.
         """
-        if self.num_processes == 1:
+        if self._strategy.ranks.world_size == 1:
             return tensor
         check_tensors(tensor, "gather")
-        self._announce("gather", tensor)
-        if self.checker is None:
-            check_shapes(self.strategy, tensor, None, "gather", UNEVEN)
+        self.announce("gather", tensor)
+        if self._checker is None:
+            check_shapes(self._strategy, tensor, None, "gather", UNEVEN)
         return map_tensors(tensor, self._gather_one)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
-        stacked = self.strategy.ranks.all_gather(tensor)  # (ranks, *shape)
+        stacked = self._strategy.ranks.all_gather(tensor)  # (ranks, *shape)
         return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
         """The lists of all ranks, in their order, as one."""
-        self._announce("gather_object")
-        return [entry for part in self.strategy.ranks.all_gather_object(obj) for entry in part]
+        self.announce("gather_object")
+        return [entry for part in self._strategy.ranks.all_gather_object(obj) for entry in part]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
@@ -87,7 +101,7 @@ class Collectives(RankControl):
         Raises:
             TypeError: on several ranks, for a Python number or object that stands for no sample.
         """
-        self._announce("gather_for_metrics", None if use_gather_object else input_data, alike=False)
+        self.announce("gather_for_metrics", None if use_gather_object else input_data, alike=False)
         if use_gather_object:
             return self._gather_list(input_data if isinstance(input_data, list) else [input_data])
         return self._gather_samples(input_data)
@@ -104,27 +118,27 @@ class Collectives(RankControl):
                 return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
             gathered = self._gather_list(list(data))
             return gathered if isinstance(data, list) else type(data)(gathered)
-        if self.num_processes > 1:
+        if self._strategy.ranks.world_size > 1:
             check_tensors(data, "gather_for_metrics")
         return data
 
     def _gather_list(self, entries: list[Any]) -> list[Any]:
-        parts = [entries] if self.num_processes == 1 else self.strategy.ranks.all_gather_object(entries)
+        parts = [entries] if self._strategy.ranks.world_size == 1 else self._strategy.ranks.all_gather_object(entries)
         counts = self._counts([len(part) for part in parts])
         return [entry for part, count in zip(parts, counts, strict=True) for entry in part[:count]]
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
-        if self.num_processes == 1:
+        if self._strategy.ranks.world_size == 1:
             rows = self._reading[-1].rows_of_samples(len(tensor)) if tensor.dim() and self._reading else None
             return tensor if rows is None or rows == len(tensor) else tensor[:rows]
         if tensor.dim() == 0 or self._is_regular():
             return self._gather_one(tensor)
-        lengths: list[int] = self.strategy.ranks.all_gather_object(tensor.shape[0])
+        lengths: list[int] = self._strategy.ranks.all_gather_object(tensor.shape[0])
         longest = max(lengths)
         if tensor.shape[0] < longest:
             filler = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
             tensor = torch.cat([tensor, filler])
-        parts = self.strategy.ranks.all_gather(tensor)
+        parts = self._strategy.ranks.all_gather(tensor)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
 
     def _is_regular(self) -> bool:
@@ -152,22 +166,22 @@ class Collectives(RankControl):
         check_tensors(tensor, "reduce")
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduce(reduction={reduction!r}) is not known. {nearest(reduction, REDUCTIONS)}")
-        self._announce("reduce", tensor)
+        self.announce("reduce", tensor)
         if reduction == "none":
             return tensor
-        if self.num_processes > 1 and self.checker is None:
-            check_shapes(self.strategy, tensor, None, "reduce", UNEVEN)
+        if self._strategy.ranks.world_size > 1 and self._checker is None:
+            check_shapes(self._strategy, tensor, None, "reduce", UNEVEN)
 
         def one(part: Tensor) -> Tensor:
-            total = self.strategy.ranks.reduce(part, reduction=reduction)
+            total = self._strategy.ranks.reduce(part, reduction=reduction)
             return total if scale == 1.0 else total * scale
 
         return map_tensors(tensor, one)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank `src`."""
-        self._announce("broadcast")
-        return self.strategy.ranks.broadcast(obj, src)
+        self.announce("broadcast")
+        return self._strategy.ranks.broadcast(obj, src)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Brings tensors to the same size in one dimension on every rank, so that they can be gathered.
@@ -178,12 +192,12 @@ class Collectives(RankControl):
             pad_index: value of what is added.
             pad_first: add it before, not after.
         """
-        self._announce("pad_across_processes", tensor, alike=False)
+        self.announce("pad_across_processes", tensor, alike=False)
 
         def one(part: Tensor) -> Tensor:
             if part.dim() <= dim or dim < -part.dim():
                 return part
-            size = max(self.strategy.ranks.all_gather_object(part.shape[dim]))
+            size = max(self._strategy.ranks.all_gather_object(part.shape[dim]))
             if size == part.shape[dim]:
                 return part
             shape = list(part.shape)
@@ -200,11 +214,21 @@ class Collectives(RankControl):
 
     def check_trigger(self) -> bool:
         """True on every rank if one has called `set_trigger` since the last true answer."""
-        self._announce("check_trigger")
-        raised = self.strategy.ranks.any(self._trigger)
+        self.announce("check_trigger")
+        raised = self._strategy.ranks.any(self._trigger)
         if raised:
             self._trigger = False
         return raised
+
+
+def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
+    """Gives every rank rank 0's random numbers of some kinds."""
+    wanted = [kind for kind in kinds if kind != "generator"]
+    if not wanted or strategy.ranks.world_size == 1:
+        return
+    own = rng_state()
+    agreed = strategy.ranks.broadcast({kind: own[kind] for kind in wanted if kind in own})
+    set_rng_state({**own, **agreed})
 
 
 def check_tensors(data: Any, name: str) -> None:

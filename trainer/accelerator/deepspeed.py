@@ -15,7 +15,8 @@ from leyden.strategies.settings import RunSettings
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
-    from leyden.trainer.accelerator.accelerator import Accelerator
+    from leyden.trainer.accelerator.options import Options
+    from leyden.trainer.accelerator.stepping import Stepping
 
 
 @dataclass
@@ -225,18 +226,19 @@ def is_dummy(entry: Any) -> bool:
     return isinstance(entry, (DummyOptim, DummyScheduler))
 
 
-def settle(accelerator: Accelerator, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
-    """Before an engine is made: what the script and DeepSpeed's config say is brought together, or refused.
+def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
+    """Brings together what the script and DeepSpeed's config say, or refuses it, before an engine is made.
 
     Args:
-        accelerator: whose strategy is DeepSpeed's.
+        stepping: has the strategy, which is DeepSpeed's.
+        options: the Accelerator's arguments.
         objects: of one call of `prepare`: optimizers and schedulers, dummies among them.
-        loaders: that are prepared with them, or before.
+        loaders: those that are prepared with them, or were before.
 
     Raises:
         ConfigurationError: for a contradiction, or a dummy for which the config has no section.
     """
-    strategy: Any = accelerator.strategy
+    strategy: Any = stepping.strategy
     optimizers = [entry for entry in objects if isinstance(entry, DummyOptim)]
     schedulers = [entry for entry in objects if isinstance(entry, DummyScheduler)]
     for dummy in optimizers:
@@ -253,13 +255,15 @@ def settle(accelerator: Accelerator, objects: Sequence[Any], loaders: Sequence[A
             "total_num_steps": scheduler.total_num_steps,
         }
         _fill(strategy.config, "scheduler", {name: value for name, value in known.items() if value is not None})
-    sizes = _batch_sizes(accelerator, loaders)
-    chosen = None if not sizes else (min if accelerator.options.train_batch_is_min else max)(sizes)
+    ranks = strategy.ranks.world_size if options.data.split_batches else 1
+    given = [getattr(loader, "batch_size", None) for loader in loaders]
+    sizes = [size // ranks for size in given if isinstance(size, int)]
+    chosen = None if not sizes else (min if options.train_batch_is_min else max)(sizes)
     real = [entry for entry in objects if not is_dummy(entry)]
     made = [entry for entry in real if hasattr(entry, "param_groups")]
     strategy.check_settings(
         RunSettings(
-            accumulation=accelerator.gradient_accumulation_steps,
+            accumulation=stepping.accumulation.num_steps,
             batch_size=chosen,
             optimizers=len(made),
             schedulers=len(real) - len(made) + sum(entry.lr_scheduler_callable is not None for entry in schedulers),
@@ -281,12 +285,6 @@ def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:
         if config.get(f"{section}.params.{name}") == "auto"
     }
     config.fill(auto)
-
-
-def _batch_sizes(accelerator: Accelerator, loaders: Sequence[Any]) -> list[int]:
-    ranks = accelerator.num_processes if accelerator.split_batches else 1
-    sizes = [getattr(loader, "batch_size", None) for loader in loaders]
-    return [size // ranks for size in sizes if isinstance(size, int)]
 
 
 __all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler"]

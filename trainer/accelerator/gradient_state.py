@@ -8,17 +8,17 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.accelerator.plugins import GradientAccumulationPlugin
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.accelerator import Accelerator
     from leyden.trainer.accelerator.loader import PreparedLoader
+    from leyden.trainer.accelerator.stepping import Stepping
 
 
 class GradientState:
-    """The accumulation window and the loader that is read, as `accelerator.gradient_state`.
+    """The accumulation window and the loader that is being read, as `accelerator.gradient_state`.
 
     It holds nothing of its own: two Accelerators have two of them.
 
     Args:
-        accelerator: whose window it is.
+        stepping: has the window.
 
     Raises:
         ConfigurationError: without an Accelerator; Accelerate keeps one state for the whole process, Leyden does not.
@@ -29,47 +29,47 @@ class GradientState:
         4
     """
 
-    def __init__(self, accelerator: Accelerator | None = None) -> None:
-        if accelerator is None or isinstance(accelerator, GradientAccumulationPlugin):
+    def __init__(self, stepping: Stepping | None = None) -> None:
+        if stepping is None or isinstance(stepping, GradientAccumulationPlugin):
             raise ConfigurationError(
-                "GradientState() has no state of the whole process to return: read accelerator.gradient_state of the Accelerator "
-                "that trains."
+                "GradientState() has no state of the whole process to return: read accelerator.gradient_state of the "
+                "Accelerator that trains."
             )
-        self._accelerator = accelerator
+        self._stepping = stepping
 
     @property
     def sync_gradients(self) -> bool:
         """See `Accelerator.sync_gradients`."""
-        return self._accelerator.sync_gradients
+        return self._stepping.window.closes
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         """transformers' Trainer calls this for each batch."""
-        self._accelerator.sync_gradients = sync_gradients
+        self._stepping.close_with_this_batch(sync_gradients)
 
     @property
     def plugin_kwargs(self) -> dict[str, Any]:
         """The settings of the accumulation."""
-        return dict(vars(self._accelerator.accumulation))
+        return dict(vars(self._stepping.accumulation))
 
     @property
     def num_steps(self) -> int:
         """Batches of one optimizer step."""
-        return self._accelerator.accumulation.num_steps
+        return self._stepping.accumulation.num_steps
 
     @property
     def adjust_scheduler(self) -> bool:
         """See `GradientAccumulationPlugin`."""
-        return self._accelerator.accumulation.adjust_scheduler
+        return self._stepping.accumulation.adjust_scheduler
 
     @property
     def sync_with_dataloader(self) -> bool:
         """See `GradientAccumulationPlugin`."""
-        return self._accelerator.accumulation.sync_with_dataloader
+        return self._stepping.accumulation.sync_with_dataloader
 
     @property
     def active_dataloader(self) -> PreparedLoader | None:
         """The prepared loader that is read now, the innermost of several."""
-        return self._accelerator.active_loader
+        return self._stepping.active_loader
 
     @property
     def in_dataloader(self) -> bool:

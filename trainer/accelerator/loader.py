@@ -1,4 +1,4 @@
-"""PreparedLoader: a loader of the user's own loop, on this rank's share and device, whose place can be saved and found again."""
+"""PreparedLoader: a loader of the user's own loop, for this rank and its device, whose place is saved and found again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.accelerator import Accelerator
+    from leyden.trainer.accelerator.stepping import Stepping
 
 State = dict[str, Any]
 
@@ -28,7 +28,7 @@ class PreparedLoader:
 
     Args:
         loader: what this rank reads.
-        accelerator: is told which loader is read.
+        stepping: hears when a pass begins, when a batch is done with, and when the pass ends.
         move: brings a batch to the device; None to leave it.
         given: the loader that `prepare` was given.
 
@@ -39,7 +39,7 @@ class PreparedLoader:
     """
 
     def __init__(
-        self, loader: Iterable[Any], accelerator: Accelerator, move: Callable[[Any], Any] | None, given: Any = None
+        self, loader: Iterable[Any], stepping: Stepping, move: Callable[[Any], Any] | None, given: Any = None
     ) -> None:
         self.given = loader if given is None else given
         self.exchange(loader)
@@ -52,7 +52,7 @@ class PreparedLoader:
         self.samples: list[tuple[int, int]] | None = None
         """For each rank: samples in the batch that was given last, and how many of them are no repeats; None if all."""
         self._rows: set[int] = set()
-        self._accelerator = accelerator
+        self._stepping = stepping
         self._move = move
         self._ended = True
 
@@ -63,13 +63,13 @@ class PreparedLoader:
         return self._again(copy.copy(self.given), self.loader)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedLoader:
-        # Its Accelerator and the ranks' strategy are those of the run, not parts of the loader.
-        for shared in (self._accelerator, self._accelerator.strategy):
+        # The run's engine and strategy are no parts of the loader.
+        for shared in (self._stepping, self._stepping.strategy):
             memo[id(shared)] = shared
         return self._again(copy.deepcopy(self.given, memo), copy.deepcopy(self.loader, memo))
 
     def _again(self, given: Any, loader: Iterable[Any]) -> PreparedLoader:
-        made = PreparedLoader(loader, self._accelerator, self._move, given)
+        made = PreparedLoader(loader, self._stepping, self._move, given)
         made.set_epoch(self.iteration)
         return made
 
@@ -134,7 +134,7 @@ class PreparedLoader:
 
     def read(self, skip: int | None = None) -> Iterator[Any]:
         """A pass from its batch number `skip` on, or where a checkpoint stands."""
-        self._accelerator.synchronise_rng()
+        self._stepping.synchronise_rng()
         # Started now, since a plain loader draws its random numbers when its iterator is made.
         iterator = self._begin(skip)
         return self._give(iterator)
@@ -173,43 +173,37 @@ class PreparedLoader:
         self.iteration += 1
 
     def _give(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        total, move, accelerator = self.cursor.length, self._move or _as_it_is, self._accelerator
+        total, move, stepping = self.cursor.length, self._move or _as_it_is, self._stepping
+        # Only a loader without a length is drawn one batch ahead.
+        batches = lookahead(iterator) if total is None else iterator
         self.is_active, self._ended = True, False
-        accelerator.begin_loader(self)
+        stepping.begin_loader(self)
         try:
-            if total is None:
-                for batch, self.end_of_dataloader in lookahead(iterator):
-                    self.position += 1
-                    yield move(self._own(batch))
-                    accelerator.end_turn()
+            while total is None or self.position < total:
+                try:
+                    # Without a name of its own, which would keep the batch in memory through the next one's loading.
+                    yield move(self._next(batches, total))
+                    stepping.end_turn()
+                except StopIteration:
+                    self._check_end(total)
+                    break
             else:
-                yield from self._counted(iterator, total, move)
+                # The plain loop's last next(), in which a generator finishes and workers are shut down.
+                next(iterator, None)
             self.iteration += 1
             self._ended = True
         finally:
             self.is_active = False
-            accelerator.end_loader(self)
+            stepping.end_loader(self)
 
-    def _counted(self, iterator: Iterator[Any], total: int, move: Callable[[Any], Any]) -> Iterator[Any]:
-        while self.position < total:
-            self.position += 1
-            self.end_of_dataloader = self.position == total
-            try:
-                # Without a name of its own, which would keep the batch in memory through the next one's loading.
-                yield move(self._own(next(iterator)))
-                self._accelerator.end_turn()
-            except StopIteration:
-                warnings.warn(
-                    f"the loader says that it has {total} batches and ended after {self.position - 1}: give it the right length, "
-                    "or none at all.",
-                    stacklevel=2,
-                )
-                return
-        # The plain loop's last next(), in which a generator finishes and workers are shut down.
-        next(iterator, None)
-
-    def _own(self, batch: Any) -> Any:
-        """The batch itself, which a sharded loader gives with the share that it is of all."""
+    def _next(self, batches: Iterator[Any], total: int | None) -> Any:
+        """The next batch without what a sharded loader adds to it; whether it is the last one is known from here on."""
+        if total is None:
+            batch, self.end_of_dataloader = next(batches)
+        else:
+            self.end_of_dataloader = self.position + 1 == total
+            batch = next(batches)
+        self.position += 1
         if self._shares:
             batch, _ = batch
         if self._counts is not None:
@@ -219,6 +213,14 @@ class PreparedLoader:
         else:
             self.samples = self.loader.counts_at(self.position) if isinstance(self.loader, ListPart) else None
         return batch
+
+    def _check_end(self, total: int | None) -> None:
+        if total is not None:
+            warnings.warn(
+                f"the loader says that it has {total} batches and ended after {self.position}: give it the right length, or "
+                "none at all.",
+                stacklevel=3,
+            )
 
     def state_dict(self) -> State:
         """Where it stands: inside a pass, or between two."""

@@ -1,81 +1,246 @@
-"""How an Accelerator prepares models, optimizers, loaders and schedulers, in whatever order they come."""
+"""What `Accelerator.prepare` does to models, optimizers, schedulers and loaders, in whatever order they come."""
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, settle
-from leyden.trainer.accelerator.forward import run_in_context, run_without_context
 from leyden.trainer.accelerator.loader import PreparedLoader
+from leyden.trainer.accelerator.rank_loaders import rank_loader
 from leyden.trainer.accelerator.scheduler import PreparedScheduler, warn_of_multiplied_schedules
-from leyden.trainer.accelerator.sharing import share
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, tell
 from leyden.trainer.engine.prepared import PreparedOptimizer, parameters_of
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.accelerator import Accelerator
+    from leyden.trainer.accelerator.options import Options
+    from leyden.trainer.accelerator.stepping import Stepping
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def prepare(accelerator: Accelerator, objects: Sequence[Any], places: Sequence[bool]) -> Any:
-    """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters."""
-    done: dict[int, Any] = {}
-    pairs = list(zip(objects, places, strict=True))
-    if accelerator.strategy.drives_one:
-        _settle_engine(accelerator, objects)
-    for entry, moves in pairs:
-        if isinstance(entry, nn.Module):
-            done[id(entry)] = model(accelerator, entry, moves)
-    for entry, _ in pairs:
-        if isinstance(entry, (Optimizer, DummyOptim)):
-            done[id(entry)] = optimizer(accelerator, entry)
-    for entry, moves in pairs:
-        if id(entry) in done:
-            continue
-        if is_scheduler(entry) or isinstance(entry, DummyScheduler):
-            done[id(entry)] = scheduler(accelerator, entry)
-        elif is_loader(entry):
-            done[id(entry)] = loader(accelerator, entry, moves)
-    results = [done.get(id(entry), entry) for entry in objects]
-    if is_debugging():
-        for result in results:
-            _tell_facts(accelerator, result)
-    return results[0] if len(results) == 1 else tuple(results)
+class Preparing:
+    """Prepares the objects of a loop, each once: the same object again returns what was made of it.
 
+    Args:
+        stepping: trains the models and steps the optimizers.
+        options: the Accelerator's arguments.
 
-def _settle_engine(accelerator: Accelerator, objects: Sequence[Any]) -> None:
-    steps = [
-        entry for entry in objects if isinstance(entry, (Optimizer, DummyOptim, DummyScheduler)) or is_scheduler(entry)
-    ]
-    if not any(isinstance(entry, (Optimizer, DummyOptim)) for entry in steps):
-        return
-    if not accelerator.bare_models and not any(isinstance(entry, nn.Module) for entry in objects):
-        raise ConfigurationError(
-            f"an optimizer was prepared before its model, and {accelerator.strategy.name} makes its engine of both: prepare them in one "
-            "call, or the model first."
-        )
-    settle(accelerator, steps, [*(entry for entry in objects if is_loader(entry)), *accelerator.prepared_loaders])
+    Attributes:
+        data: how loaders are split over the ranks.
+        schedulers: the prepared ones, in their order.
+        loaders: the prepared ones, in their order.
+    """
 
+    def __init__(self, stepping: Stepping, options: Options) -> None:
+        self.data = options.data
+        self.schedulers: list[PreparedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+        self._stepping = stepping
+        self._strategy = stepping.strategy
+        self._options = options
 
-def _tell_facts(accelerator: Accelerator, prepared: Any) -> None:
-    rank = accelerator.process_index
-    if isinstance(prepared, nn.Module):
-        tell(model_facts(rank, prepared, unwrap(prepared, keep_context=True, keep_compiled=False)))
-    elif isinstance(prepared, PreparedLoader):
-        tell(loader_facts(rank, prepared.loader))
+    def prepare(self, objects: Sequence[Any], places: Sequence[bool]) -> Any:
+        """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters.
+
+        Args:
+            objects: others come back as they are.
+            places: for each, whether it goes to the device.
+
+        Returns:
+            The same, prepared, in the same order; one alone by itself.
+        """
+        done: dict[int, Any] = {}
+        pairs = list(zip(objects, places, strict=True))
+        if self._strategy.drives_one:
+            self._settle_engine(objects)
+        for entry, moves in pairs:
+            if isinstance(entry, nn.Module):
+                done[id(entry)] = self.model(entry, moves)
+        for entry, _ in pairs:
+            if isinstance(entry, (Optimizer, DummyOptim)):
+                done[id(entry)] = self.optimizer(entry)
+        for entry, moves in pairs:
+            if id(entry) in done:
+                continue
+            if is_scheduler(entry) or isinstance(entry, DummyScheduler):
+                done[id(entry)] = self.scheduler(entry)
+            elif is_loader(entry):
+                done[id(entry)] = self.loader(entry, moves)
+        results = [done.get(id(entry), entry) for entry in objects]
+        if is_debugging():
+            for result in results:
+                self._tell_facts(result)
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def release(self) -> None:
+        """Lets go of schedulers and loaders."""
+        self.schedulers.clear()
+        self.loaders.clear()
+
+    def _settle_engine(self, objects: Sequence[Any]) -> None:
+        steps = [
+            entry
+            for entry in objects
+            if isinstance(entry, (Optimizer, DummyOptim, DummyScheduler)) or is_scheduler(entry)
+        ]
+        if not any(isinstance(entry, (Optimizer, DummyOptim)) for entry in steps):
+            return
+        if not self._stepping.bare_models and not any(isinstance(entry, nn.Module) for entry in objects):
+            raise ConfigurationError(
+                f"an optimizer was prepared before its model, and {self._strategy.name} makes its engine of both: prepare them "
+                "in one call, or the model first."
+            )
+        loaders = [*(entry for entry in objects if is_loader(entry)), *self.loaders]
+        settle(self._stepping, self._options, steps, loaders)
+
+    def _tell_facts(self, prepared: Any) -> None:
+        rank = self._strategy.ranks.global_rank
+        if isinstance(prepared, nn.Module):
+            tell(model_facts(rank, prepared, unwrap(prepared, keep_context=True, keep_compiled=False)))
+        elif isinstance(prepared, PreparedLoader):
+            tell(loader_facts(rank, prepared.loader))
+
+    # models -----------------------------------------------------------------------------------------------------------
+    def model(self, module: nn.Module, moves: bool, evaluation_mode: bool = False) -> nn.Module:
+        """Brings a model to its device and precision, and wraps it for the ranks."""
+        stepping, strategy, options = self._stepping, self._strategy, self._options
+        for bare, known in zip(stepping.bare_models, stepping.prepared_models, strict=True):
+            if module is bare or module is known:
+                return known
+        self._check_placement(module, moves)
+        before = strategy.modules
+        if strategy.drives_one and (evaluation_mode or not any(p.requires_grad for p in module.parameters())):
+            return self._placed(module, moves)
+        if strategy.drives_one and stepping.bare_models:
+            raise ConfigurationError(
+                f"{type(module).__name__} is a second model, and {strategy.name}'s engine drives one: make them parts of one "
+                "module, use strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one that is not "
+                "trained."
+            )
+        bare = strategy.setup_modules([module])[0] if moves else strategy.precision.convert_module(module)
+        strategy.modules = [*before, bare]
+        context = strategy.precision.forward_context
+        if context is not None:
+            run_in_context(bare, context, options.converts_outputs(strategy))
+        prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
+        if options.backend is not None:
+            strategy.check_compiled()
+            prepared = torch.compile(prepared, backend=options.backend, **options.compile_options)  # type: ignore[assignment]
+        if not evaluation_mode:
+            stepping.add_model(prepared, bare)
+        return prepared
+
+    def _placed(self, module: nn.Module, moves: bool) -> nn.Module:
+        """A model beside the one that an engine drives: every rank holds it, and calls it as it is."""
+        precision = self._strategy.precision
+        module = precision.convert_module(module)
+        if precision.forward_context is not None:
+            run_in_context(module, precision.forward_context)
+        return module.to(self._strategy.root_device) if moves else module
+
+    def _check_placement(self, module: nn.Module, moves: bool) -> None:
+        here = self._strategy.root_device
+        there = {parameter.device for parameter in module.parameters()}
+        wrong = [device for device in there if device.type not in ("cpu", "meta") and device != here]
+        if wrong and moves:
+            raise ConfigurationError(
+                f"a model is on {wrong[0]}, and this rank's device is {here}: leave out .to(...) before prepare, or give "
+                "Accelerator(device_placement=False)."
+            )
+
+    # optimizers and schedulers ----------------------------------------------------------------------------------------
+    def optimizer(self, given: Optimizer | DummyOptim) -> PreparedOptimizer:
+        """Lets an optimizer step through precision and strategy."""
+        stepping, strategy = self._stepping, self._strategy
+        for known in stepping.prepared_optimizers:
+            if given is known or given is known.optimizer:
+                return known
+        before = strategy.optimizers
+        if isinstance(given, DummyOptim) and not strategy.drives_one:
+            raise ConfigurationError(
+                "a DummyOptim stands for the optimizer of a DeepSpeed config: prepare a real optimizer here."
+            )
+        [own] = strategy.setup_optimizers(stepping.bare_models, [] if isinstance(given, DummyOptim) else [given])
+        strategy.optimizers = [*before, own]
+        prepared = stepping.add_optimizer(own)
+        _move_state(own)
+        return prepared
+
+    def scheduler(self, given: Any) -> PreparedScheduler:
+        """Lets a scheduler step when its optimizer does."""
+        for known in self.schedulers:
+            if given is known or given is known.scheduler:
+                return known
+        if isinstance(given, DummyScheduler):
+            given = self._real_scheduler(given)
+        owner = getattr(given, "optimizer", None)
+        own = [entry for entry in self._stepping.prepared_optimizers if owner is entry or owner is entry.optimizer]
+        if owner is not None and not own:
+            warnings.warn(
+                f"{kind_of(given)} was prepared whose optimizer is not: prepare the optimizer too, before or in the same call.",
+                stacklevel=4,
+            )
+        with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.ranks.world_size
+        prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)
+        if with_optimizer and ranks > 1 and not self.schedulers:
+            warn_of_multiplied_schedules(ranks)
+        self.schedulers.append(prepared)
+        return prepared
+
+    def _real_scheduler(self, given: DummyScheduler) -> Any:
+        """The scheduler that replaces a DummyScheduler."""
+        if not self._strategy.optimizers:
+            raise ConfigurationError(
+                "a DummyScheduler was prepared before its optimizer: prepare the optimizer first, or in one call."
+            )
+        if given.lr_scheduler_callable is not None:
+            return given.lr_scheduler_callable(self._strategy.optimizers[0])
+        made = self._strategy.make_schedulers()
+        if not made:
+            raise ConfigurationError(
+                "a DummyScheduler stands for the scheduler of a DeepSpeed config: prepare a real one here."
+            )
+        return made[0]
+
+    # loaders ----------------------------------------------------------------------------------------------------------
+    def loader(self, given: Any, moves: bool) -> PreparedLoader:
+        """A loader of this rank's samples, whose batches come on the device."""
+        if isinstance(given, PreparedLoader):
+            return given
+        strategy = self._strategy
+        move = None if not moves or strategy.leaves_batches else strategy.to_device
+        prepared = PreparedLoader(rank_loader(given, strategy, self.data), self._stepping, move, given)
+        self.loaders.append(prepared)
+        return prepared
+
+    @contextmanager
+    def even_batches(self, wanted: bool) -> Iterator[None]:
+        """Prepared loaders fill their last batches, or do not, within the block."""
+        before, self.data = self.data, replace(self.data, even_batches=wanted)
+        changed = [(entry, entry.loader) for entry in self.loaders]
+        for entry, _ in changed:
+            entry.exchange(rank_loader(entry.given, self._strategy, self.data))
+        try:
+            yield
+        finally:
+            self.data = before
+            for entry, own in changed:
+                entry.exchange(own)
 
 
 def is_scheduler(entry: Any) -> bool:
@@ -86,73 +251,61 @@ def is_scheduler(entry: Any) -> bool:
 
 
 def is_loader(entry: Any) -> bool:
-    """torch's loaders and their like, and loaders put together. A list of batches might hold anything, and is left alone."""
+    """torch's loaders and their like, and combined loaders. A list of batches might hold anything, and is left alone."""
     if isinstance(entry, (PreparedLoader, Composite, DataLoader)):
         return True
     return isinstance(entry, Iterable) and hasattr(entry, "dataset")
 
 
-# models -----------------------------------------------------------------------------------------------------------------
-def model(accelerator: Accelerator, module: nn.Module, moves: bool, evaluation_mode: bool = False) -> nn.Module:
-    """Brings a model to its device and precision, and wraps it for the ranks."""
-    if any(module is known for known in accelerator.prepared_models):
-        return module
-    for bare, known in zip(accelerator.bare_models, accelerator.prepared_models, strict=True):
-        if bare is module:
-            return known
-    _check_placement(accelerator, module, moves)
-    strategy = accelerator.strategy
-    before = strategy.modules
-    if strategy.drives_one and (evaluation_mode or not any(p.requires_grad for p in module.parameters())):
-        return _placed(accelerator, module, moves)
-    if strategy.drives_one and accelerator.bare_models:
-        raise ConfigurationError(
-            f"{type(module).__name__} is a second model, and {strategy.name}'s engine drives one: make them parts of one module, use "
-            "strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one that is not trained."
-        )
-    bare = strategy.setup_modules([module])[0] if moves else strategy.precision.convert_module(module)
-    strategy.modules = [*before, bare]
-    context = strategy.precision.forward_context
-    if context is not None:
-        run_in_context(bare, context, accelerator.options.converts_outputs(strategy))
-    prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
-    backend = accelerator.options.backend
-    if backend is not None:
-        strategy.check_compiled()
-        prepared = torch.compile(prepared, backend=backend, **accelerator.options.compile_options)  # type: ignore[assignment]
-    if not evaluation_mode:
-        accelerator.prepared_models.append(prepared)
-        accelerator.bare_models.append(bare)
-        _repoint(accelerator)
-    return prepared
+def _move_state(given: Optimizer) -> None:
+    """State that was made before the model was moved follows its parameters."""
+    for parameter in parameters_of(given):
+        for key, value in given.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
+                given.state[parameter][key] = value.to(parameter.device)
 
 
-def _placed(accelerator: Accelerator, module: nn.Module, moves: bool) -> nn.Module:
-    """A model beside the one that an engine drives: every rank holds it, and calls it as it is."""
-    precision = accelerator.strategy.precision
-    module = precision.convert_module(module)
-    if precision.forward_context is not None:
-        run_in_context(module, precision.forward_context)
-    return module.to(accelerator.device) if moves else module
+# the forward of a prepared model ----------------------------------------------------------------------------------------
+def run_in_context(
+    module: nn.Module, context: Callable[[], AbstractContextManager[Any]], outputs_in_float32: bool = False
+) -> None:
+    """Lets a module's forward run in a context, whoever calls it; class, names and hooks stay as they are.
+
+    Args:
+        module: whose forward it is.
+        context: makes the context of one forward.
+        outputs_in_float32: convert outputs in half precision, so that a loss is computed in float32 anywhere.
+    """
+    if getattr(module.forward, "_leyden_context", False):
+        return
+    plain = module.forward
+    own = vars(module).get("forward")
+    function = getattr(plain, "__func__", plain)
+
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            # A copy of the module has a forward of its own, bound to the copy.
+            outputs = own(*args, **kwargs) if own is not None else function(self, *args, **kwargs)
+        return map_tensors(outputs, _in_float32) if outputs_in_float32 else outputs
+
+    forward._leyden_context = True  # type: ignore[attr-defined]
+    forward._leyden_own = own  # type: ignore[attr-defined]
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
 
 
-def _check_placement(accelerator: Accelerator, module: nn.Module, moves: bool) -> None:
-    there = {parameter.device for parameter in module.parameters()}
-    wrong = [device for device in there if device.type not in ("cpu", "meta") and device != accelerator.device]
-    if wrong and moves:
-        raise ConfigurationError(
-            f"a model is on {wrong[0]}, and this rank's device is {accelerator.device}: leave out .to(...) before prepare, or give "
-            "Accelerator(device_placement=False)."
-        )
+def _run_without_context(module: nn.Module) -> None:
+    """Undoes what `run_in_context` did."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, types.MethodType) and getattr(forward, "_leyden_context", False):
+        del module.forward
+        own = forward.__func__._leyden_own  # type: ignore[attr-defined]
+        if own is not None:
+            vars(module)["forward"] = own
 
 
-def _repoint(accelerator: Accelerator) -> None:
-    """Optimizers that were prepared before their model: where parameters were replaced, they take the new ones."""
-    if accelerator.prepared_optimizers and not accelerator.strategy.replicates:
-        strategy = accelerator.strategy
-        strategy.setup_optimizers(
-            accelerator.bare_models, [entry.optimizer for entry in accelerator.prepared_optimizers]
-        )
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Module:
@@ -164,106 +317,10 @@ def unwrap(module: nn.Module, keep_context: bool, keep_compiled: bool) -> nn.Mod
     inner = getattr(bare, "_orig_mod", None)
     plain = inner if isinstance(inner, nn.Module) else bare
     if not keep_context:
-        run_without_context(plain)
+        _run_without_context(plain)
     if not keep_compiled:
         return plain  # type: ignore[no-any-return]
     if compiled is None or not wrapped:
         return bare if compiled is None else compiled  # type: ignore[no-any-return]
     # What was compiled is the wrapper, which must stay as it is for training.
     return type(compiled)(bare, compiled.dynamo_ctx)  # type: ignore[no-any-return]
-
-
-# optimizers and schedulers ----------------------------------------------------------------------------------------------
-def optimizer(accelerator: Accelerator, given: Optimizer | DummyOptim) -> PreparedOptimizer:
-    """Lets an optimizer step through precision and strategy."""
-    for known in accelerator.prepared_optimizers:
-        if given is known or given is known.optimizer:
-            return known
-    strategy = accelerator.strategy
-    before = strategy.optimizers
-    if isinstance(given, DummyOptim) and not strategy.drives_one:
-        raise ConfigurationError(
-            "a DummyOptim stands for the optimizer of a DeepSpeed config: prepare a real optimizer here."
-        )
-    [own] = strategy.setup_optimizers(accelerator.bare_models, [] if isinstance(given, DummyOptim) else [given])
-    strategy.optimizers = [*before, own]
-    prepared = PreparedOptimizer(own, accelerator)
-    accelerator.prepared_optimizers.append(prepared)
-    _move_state(own)
-    return prepared
-
-
-def _move_state(given: Optimizer) -> None:
-    """State that was made before the model was moved follows its parameters."""
-    for parameter in parameters_of(given):
-        for key, value in given.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and key != "step" and value.device != parameter.device:
-                given.state[parameter][key] = value.to(parameter.device)
-
-
-def scheduler(accelerator: Accelerator, given: Any) -> PreparedScheduler:
-    """Lets a scheduler step when its optimizer does."""
-    for known in accelerator.prepared_schedulers:
-        if given is known or given is known.scheduler:
-            return known
-    if isinstance(given, DummyScheduler):
-        given = _real_scheduler(accelerator, given)
-    owner = getattr(given, "optimizer", None)
-    own = [entry for entry in accelerator.prepared_optimizers if owner is entry or owner is entry.optimizer]
-    if owner is not None and not own:
-        warnings.warn(
-            f"{kind_of(given)} was prepared whose optimizer is not: prepare the optimizer too, before or in the same call.",
-            stacklevel=4,
-        )
-    with_optimizer = accelerator.options.step_scheduler_with_optimizer
-    prepared = PreparedScheduler(given, own, accelerator, with_optimizer)
-    if with_optimizer and accelerator.num_processes > 1 and not accelerator.prepared_schedulers:
-        warn_of_multiplied_schedules(accelerator.num_processes)
-    accelerator.prepared_schedulers.append(prepared)
-    return prepared
-
-
-def _real_scheduler(accelerator: Accelerator, given: DummyScheduler) -> Any:
-    """The scheduler that replaces a DummyScheduler."""
-    strategy = accelerator.strategy
-    if not strategy.optimizers:
-        raise ConfigurationError(
-            "a DummyScheduler was prepared before its optimizer: prepare the optimizer first, or in one call."
-        )
-    if given.lr_scheduler_callable is not None:
-        return given.lr_scheduler_callable(strategy.optimizers[0])
-    made = strategy.make_schedulers()
-    if not made:
-        raise ConfigurationError(
-            "a DummyScheduler stands for the scheduler of a DeepSpeed config: prepare a real one here."
-        )
-    return made[0]
-
-
-# loaders ----------------------------------------------------------------------------------------------------------------
-def loader(accelerator: Accelerator, given: Any, moves: bool) -> PreparedLoader:
-    """A loader on this rank's share, whose batches come on the device."""
-    if isinstance(given, PreparedLoader):
-        return given
-    strategy = accelerator.strategy
-    move = None if not moves or strategy.leaves_batches else strategy.to_device
-    shared = share(given, strategy, accelerator.dataloader_config)
-    prepared = PreparedLoader(shared, accelerator, move, given)
-    accelerator.prepared_loaders.append(prepared)
-    return prepared
-
-
-@contextmanager
-def even_batches(accelerator: Accelerator, wanted: bool) -> Iterator[None]:
-    """Prepared loaders fill their last batches, or do not, within the block."""
-    before = accelerator.dataloader_config
-    accelerator.dataloader_config = replace(before, even_batches=wanted)
-    changed = [(entry, entry.loader) for entry in accelerator.prepared_loaders]
-    for entry, _ in changed:
-        entry.exchange(share(entry.given, accelerator.strategy, accelerator.dataloader_config))
-    try:
-        yield
-    finally:
-        accelerator.dataloader_config = before
-        for entry, own in changed:
-            entry.exchange(own)

@@ -34,16 +34,34 @@ class DistributedType(str, Enum):
     XLA = "XLA"
 
 
-class RankControl:
-    """What an Accelerator and a PartialState know of ranks.
+class PartialState:
+    """Which rank this is, and code that runs on some ranks alone or on some first: no precision, no model.
 
-    Attributes:
-        strategy: whose ranks they are.
+    An Accelerator has one; a script that only shares out work makes its own.
+
+    Args:
+        cpu: run on the CPU though there is a GPU.
+        strategy: whose ranks they are; left out, those that the environment names.
+
+    Example:
+        >>> PartialState(cpu=True).num_processes
+        1
     """
 
-    strategy: Strategy
-    _alone: str = ""
-    """The function that only some ranks run now: a collective within it would wait for ever."""
+    def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
+        self.strategy = joined("cpu" if cpu else "auto") if strategy is None else strategy
+        self._alone = ""
+        """The function that only some ranks run now: a collective within it would wait for ever."""
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, "
+            f"local {self.local_process_index}, {self.device})"
+        )
+
+    def destroy_process_group(self) -> None:
+        """Ends this object's use of the ranks. The process group itself stays until the process ends."""
+        self.strategy.teardown()
 
     @property
     def device(self) -> torch.device:
@@ -126,13 +144,13 @@ class RankControl:
         """Raises where a collective is called in a function that other ranks do not run."""
         if self._alone and self.num_processes > 1:
             raise ConfigurationError(
-                f"{name} was called on one rank only, in {self._alone}: every rank must call it, so call it outside, and use "
-                "its result there."
+                f"{name} was called on one rank only, in {self._alone}: every rank must call it, so call it outside, and "
+                "use its result there."
             )
 
     # some ranks alone -------------------------------------------------------------------------------------------------
     def on_main_process(self, function: F) -> F:
-        """Decorator: only the main rank runs the function; elsewhere it gives None."""
+        """Decorator: only the main rank runs the function; elsewhere it returns None."""
         return self._only(function, lambda: self.is_main_process, "on_main_process")
 
     def on_local_main_process(self, function: F) -> F:
@@ -191,6 +209,35 @@ class RankControl:
         yield split(inputs, self.process_index, self.num_processes, apply_padding)
 
 
+class AcceleratorState(PartialState):
+    """Ranks and precision of an Accelerator, as `accelerator.state`; without one those that the environment names.
+
+    Attributes:
+        mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
+        deepspeed_plugin: the Accelerator's; None without DeepSpeed.
+        fsdp_plugin: the Accelerator's, or what its strategy comes to; None where nothing is sharded by FSDP.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy | str | None = None,
+        mixed_precision: str | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    ) -> None:
+        if isinstance(strategy, str):
+            # Accelerate's first argument is the precision.
+            strategy, mixed_precision = None, strategy
+        super().__init__(strategy=joined() if strategy is None else strategy)
+        self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
+        self.deepspeed_plugin = deepspeed_plugin
+        self.fsdp_plugin = fsdp_plugin
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
+        """The plugin: there is one at most."""
+        return self.deepspeed_plugin
+
+
 def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
     """One rank's part of something.
 
@@ -226,64 +273,6 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
     raise ConfigurationError(f"split_between_processes cannot split {kind_of(inputs)}: give a list or tensor.")
 
 
-class PartialState(RankControl):
-    """Ranks alone, for a script that only shares out work: no precision, no model.
-
-    Args:
-        cpu: run on the CPU though there is a GPU.
-        strategy: of an Accelerator that has it already.
-
-    Example:
-        >>> PartialState(cpu=True).num_processes
-        1
-    """
-
-    def __init__(self, cpu: bool = False, *, strategy: Strategy | None = None) -> None:
-        self.strategy = joined("cpu" if cpu else "auto") if strategy is None else strategy
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.distributed_type.value}, rank {self.process_index} of {self.num_processes}, "
-            f"local {self.local_process_index}, {self.device})"
-        )
-
-    def destroy_process_group(self) -> None:
-        """Ends this object's use of the ranks. The process group itself stays until the process ends."""
-        self.strategy.teardown()
-
-
-class AcceleratorState(PartialState):
-    """Ranks and precision of an Accelerator, as `accelerator.state`; without one those that the environment names.
-
-    Attributes:
-        mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
-        deepspeed_plugin: the Accelerator's; None without DeepSpeed.
-        fsdp_plugin: the Accelerator's, or what its strategy comes to; None where nothing is sharded by FSDP.
-    """
-
-    def __init__(
-        self,
-        strategy: Strategy | str | None = None,
-        mixed_precision: str | None = None,
-        deepspeed_plugin: DeepSpeedPlugin | None = None,
-        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-    ) -> None:
-        if isinstance(strategy, str):
-            # Accelerate's first argument is the precision.
-            strategy, mixed_precision = None, strategy
-        super().__init__(strategy=joined() if strategy is None else strategy)
-        self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
-        self.deepspeed_plugin = deepspeed_plugin
-        self.fsdp_plugin = fsdp_plugin
-
-    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
-        """The plugin: there is one at most."""
-        return self.deepspeed_plugin
-
-    def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Does nothing: there is only one, and it is used."""
-
-
 def joined(accelerator: str | None = None) -> Strategy:
     """A strategy among the ranks that are started, or of one device, ready to be used.
 
@@ -311,9 +300,9 @@ def check_started(strategy: Strategy) -> None:
     """Raises ConfigurationError where ranks are planned that nobody has started."""
     if strategy.ranks.are_planned:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, and your own training loop runs on ranks that are there "
-            f"already: start the script with `leyden launch --num_processes {strategy.ranks.world_size} …` or torchrun, or call its "
-            "function through notebook_launcher."
+            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, and your own training loop runs on ranks that are "
+            f"there already: start the script with `leyden launch --num_processes {strategy.ranks.world_size} …` or torchrun, or "
+            "call its function through notebook_launcher."
         )
 
 
@@ -321,7 +310,6 @@ __all__: Sequence[str] = [
     "AcceleratorState",
     "DistributedType",
     "PartialState",
-    "RankControl",
     "check_started",
     "joined",
     "split",

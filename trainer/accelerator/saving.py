@@ -29,6 +29,7 @@ from leyden.trainer.format.manifest import OPTIMIZERS
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.accelerator import Accelerator
+    from leyden.trainer.accelerator.loader import PreparedLoader
 
 KIND = "accelerator"
 """The entry of `user.json` by which a checkpoint of a loop of one's own is known."""
@@ -164,8 +165,14 @@ def checkpoint_folder(accelerator: Accelerator) -> Path:
     return Path(accelerator.project_dir) / "checkpoints"
 
 
-def save(accelerator: Accelerator, path: Path) -> Path:
-    """Writes a checkpoint, then removes those above the limit."""
+def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int] | None = None) -> Path:
+    """Writes a checkpoint, then removes those above the limit.
+
+    Args:
+        accelerator: whose state it is.
+        path: the folder.
+        asked: the loader that was being read when the script asked for the checkpoint, and its position then.
+    """
     strategy = accelerator.strategy
     accelerator.flush_scaler()
     for tracker in accelerator.trackers:
@@ -183,7 +190,7 @@ def save(accelerator: Accelerator, path: Path) -> Path:
         strategy.save(writer, together(kept) if kept else nn.Module(), optimizers)
         writer.state("schedulers", _schedulers(accelerator))
         writer.state("user", _user(accelerator))
-        writer.state(f"rank-{strategy.data_rank}", _rank(accelerator), of_rank=True)
+        writer.state(f"rank-{strategy.data_rank}", _rank(accelerator, asked), of_rank=True)
         saved = writer.commit(
             progress=_progress(accelerator), world_size=strategy.ranks.world_size, strategy=strategy.name or "custom"
         )
@@ -229,12 +236,12 @@ def _user(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def _rank(accelerator: Accelerator) -> dict[str, Any]:
+def _rank(accelerator: Accelerator, asked: tuple[PreparedLoader, int] | None) -> dict[str, Any]:
     loaders = []
     for loader in accelerator.prepared_loaders:
         state = loader.state_dict()
-        if loader is accelerator.asked_of:
-            state["asked"] = accelerator.asked_at
+        if asked is not None and loader is asked[0]:
+            state["asked"] = asked[1]
         loaders.append(state)
     # The random numbers last, since everything before may draw.
     return {"loaders": loaders, "seed": torch.initial_seed() % 2**63, "rng": rng_state()}

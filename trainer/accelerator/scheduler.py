@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.accelerator import Accelerator
+    from leyden.trainer.accelerator.stepping import Stepping
 
 
 class PreparedScheduler:
@@ -18,22 +18,22 @@ class PreparedScheduler:
     Args:
         scheduler: any scheduler.
         optimizers: the prepared optimizers that it goes with.
-        accelerator: whose windows it follows.
+        stepping: has the windows that it follows.
         with_optimizer: False to step whenever `step` is called.
     """
 
     def __init__(
-        self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], accelerator: Accelerator, with_optimizer: bool
+        self, scheduler: Any, optimizers: Sequence[PreparedOptimizer], stepping: Stepping, with_optimizer: bool
     ) -> None:
         self.scheduler = scheduler
         self.optimizers = list(optimizers)
-        self._accelerator = accelerator
+        self._stepping = stepping
         self._with_optimizer = with_optimizer
         self._told_of_end = False
 
     def __getattr__(self, name: str) -> Any:
         if "scheduler" not in vars(self):
-            # A copy that is being made asks before it has anything.
+            # A copy that is being made has nothing yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
 
@@ -41,11 +41,11 @@ class PreparedScheduler:
         return repr(self.scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps, if the accumulation window closes, no optimizer's step was skipped and its `total_steps` are not done."""
+        """Steps where the accumulation window closes, no optimizer skipped its step, and `total_steps` are not done."""
         if self._with_optimizer:
-            accelerator = self._accelerator
-            if not accelerator.sync_gradients:
-                if accelerator.accumulation.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
+            stepping = self._stepping
+            if not stepping.window.closes:
+                if stepping.accumulation.adjust_scheduler and hasattr(self.scheduler, "_step_count"):
                     # torch's own check of the order of steps counts calls.
                     self.scheduler._step_count += 1
                 return

@@ -1,43 +1,59 @@
-"""The step of the user's own loop: accumulation windows, backward, clipping, and optimizers that step at a window's end."""
+"""The step of the user's own loop: accumulation windows, backward, clipping, and optimizers that step as a window closes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.accelerator.gradient_state import GradientState
-from leyden.trainer.accelerator.plugins import AutocastKwargs, GradientAccumulationPlugin
-from leyden.trainer.accelerator.tracking import Tracked
+from leyden.trainer.accelerator.checks import Mistakes
+from leyden.trainer.accelerator.collectives import synchronise
 from leyden.trainer.engine.engine import Engine, needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
-    from leyden.trainer.accelerator.checks import Mistakes
+    from leyden.trainer.accelerator.loader import PreparedLoader
     from leyden.trainer.accelerator.options import Options
 
 
-class Stepping(Tracked, Engine):
-    """The step of an Accelerator.
+class Stepping(Engine):
+    """The engine under a loop that the user writes.
+
+    `accumulate` opens a batch of a window, `backward` adds to its gradients, and the prepared optimizers step in the batch that
+    closes it. A prepared loader says when a pass begins, when a batch is done with, and when the pass ends.
+
+    Args:
+        options: the Accelerator's arguments.
 
     Attributes:
-        options: the Accelerator's arguments.
         accumulation: how batches make one step.
-        steps: windows that were closed by a step.
+        prepared_models: as `prepare` returned them.
+        bare_models: the same without what ranks or compilation wrap around them.
+        reading: the loaders that are being read, the innermost last.
+        steps: windows that a step closed.
     """
 
-    options: Options
-    accumulation: GradientAccumulationPlugin
     steps: int
-    _checks: Mistakes
 
-    def begin_stepping(self) -> None:
-        """Before the first batch."""
+    def __init__(self, options: Options) -> None:
+        super().__init__(**options.engine_arguments())
+        self.accumulation = options.accumulation
+        self.prepared_models: list[nn.Module] = []
+        self.bare_models: list[nn.Module] = []
+        self.reading: list[PreparedLoader] = []
+        self._rng_types = options.rng_types
+        self._checks = Mistakes(self, options.device_placement)
+        self._waiting: Callable[[], Any] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Starts counting anew, before the first batch."""
         self.window.length = self.accumulation.num_steps
         self.steps = 0
         self._updates_scale = False
@@ -46,49 +62,95 @@ class Stepping(Tracked, Engine):
         self._joins = False
         self._counted: set[int] = set()
 
-    @property
-    def sync_gradients(self) -> bool:
-        """The current batch closes its accumulation window: gradients are exchanged and optimizers step."""
-        return self.window.closes
+    def continue_after(self, steps: int) -> None:
+        """Stands between two windows, after so many steps."""
+        self.steps, self._updates_scale, window = steps, False, self.window
+        window.is_open, window.index, window.closes = False, 0, True
 
-    @sync_gradients.setter
-    def sync_gradients(self, closes: bool) -> None:
-        """For a loop that counts its batches itself; `accumulate` sets it at each batch."""
+    # what is prepared -------------------------------------------------------------------------------------------------
+    def add_model(self, prepared: nn.Module, bare: nn.Module) -> None:
+        """Trains a model from now on.
+
+        Optimizers that were prepared before it take its parameters where the strategy replaced them.
+        """
+        self.prepared_models.append(prepared)
+        self.bare_models.append(bare)
+        if self.prepared_optimizers and not self.strategy.replicates:
+            self.strategy.setup_optimizers(self.bare_models, self.optimizers)
+
+    def add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        """Steps an optimizer, which the strategy has set up, as windows close."""
+        prepared = PreparedOptimizer(optimizer, self)
+        self.prepared_optimizers.append(prepared)
+        return prepared
+
+    def release(self) -> None:
+        """Lets go of models, optimizers and loaders."""
+        self.flush_scaler()
+        self.strategy.modules, self.strategy.optimizers = [], []
+        self.strategy.forget_wrapped()
+        for held in (self.prepared_models, self.bare_models, self.prepared_optimizers, self.reading):
+            held.clear()
+        self.continue_after(self.steps)
+
+    # a loader is read -------------------------------------------------------------------------------------------------
+    def synchronise_rng(self) -> None:
+        """Sets the random numbers that `rng_types` names to rank 0's, before a pass."""
+        if self._rng_types:
+            synchronise(self.strategy, self._rng_types)
+
+    def begin_loader(self, loader: PreparedLoader) -> None:
+        """A pass over a loader has begun."""
+        self._checks.in_pass()
+        self.strategy.check_trained()
+        self.reading.append(loader)
+
+    def end_turn(self) -> None:
+        """A prepared loader is asked for its next batch, so the last one is done with."""
+        self.strategy.end_turn()
+        self.run_waiting()
+
+    @property
+    def active_loader(self) -> PreparedLoader | None:
+        """The loader that is being read, the innermost of several."""
+        return self.reading[-1] if self.reading else None
+
+    def end_loader(self, loader: PreparedLoader) -> None:
+        """A pass over a loader is over, or was broken off."""
+        if loader in self.reading:
+            self.reading.remove(loader)
+
+    # the window -------------------------------------------------------------------------------------------------------
+    @property
+    def is_within_window(self) -> bool:
+        """Gradients are half accumulated: what is saved now would lack them."""
+        return self.window.is_open and not (self._in_window and self.window.closes)
+
+    def after_window(self, action: Callable[[], Any]) -> None:
+        """Runs an action, in place of one that waits already, once this window is closed and its last batch done with."""
+        self._waiting = action
+
+    def run_waiting(self) -> None:
+        """Runs what waits for the window's end, if the window is closed."""
+        if self._waiting is not None and not self.window.is_open:
+            action, self._waiting = self._waiting, None
+            action()
+
+    def close_with_this_batch(self, closes: bool) -> None:
+        """Says whether the current batch closes the window, for a loop that counts its batches itself."""
         self.window.closes = bool(closes)
 
-    @property
-    def gradient_state(self) -> GradientState:
-        """The window and the loader that is read, by the names that libraries know."""
-        return GradientState(self)  # type: ignore[arg-type]
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches of one optimizer step; may be set, for the windows that follow."""
-        return self.accumulation.num_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: int) -> None:
+    def accumulate_over(self, steps: int) -> None:
+        """Sets the length of the windows that follow."""
         self.accumulation = replace(self.accumulation, num_steps=steps)
         if not self._in_window and not self.window.is_open:
             self.window.length = steps
 
-    @property
-    def optimizer_step_was_skipped(self) -> bool:
-        """The gradient scaler skipped the last step of an optimizer."""
-        return any(optimizer.step_was_skipped for optimizer in self.prepared_optimizers)
-
     @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """One batch of an accumulation window.
-
-        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window of a
-        prepared loader is as long as the batches that are left, and is divided by that length.
-
-        Args:
-            *models: what is trained; named for readers and for scripts that were written for others.
-        """
+    def accumulate(self, models: Sequence[Any]) -> Iterator[None]:
+        """One batch of a window; see `Accelerator.accumulate`."""
         self._checks.in_accumulate(models)
-        self.write_due()
+        self.run_waiting()
         self._open_batch()
         self._in_window = True
         try:
@@ -99,47 +161,67 @@ class Stepping(Tracked, Engine):
             self.end_batch()
             if not self.window.is_open:
                 self.window.length = self.accumulation.num_steps
-        if not self._reading:
-            self.write_due()
+        if not self.reading:
+            self.run_waiting()
 
     def _open_batch(self) -> None:
         window, steps = self.window, self.accumulation.num_steps
         self._is_settled = False
         left, ends = None, False
-        if self._reading and self.accumulation.sync_with_dataloader:
-            left, ends = self._reading[-1].left, self._reading[-1].end_of_dataloader
+        if self.reading and self.accumulation.sync_with_dataloader:
+            left, ends = self.reading[-1].left, self.reading[-1].end_of_dataloader
         if not window.is_open:
             window.open(steps if left is None else min(steps, left))
         window.closes = ends or window.index == window.length - 1
 
-    def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
-        """Backward of a loss, divided by the window's length and scaled for the precision.
+    def _settle(self) -> None:
+        """Brings the window's gradients to their mean, once, where its length or its items were not known before."""
+        window = self.window
+        if self._is_settled or not self._in_window or not window.closes:
+            return
+        self._is_settled = True
+        self.close_window()
+        # What is still to come in this batch is divided by the true length, too.
+        window.length = window.index + 1
 
-        Args:
-            loss: a mean; or a sum, with `num_items`.
-            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the window and
-                all ranks. Ours.
-            **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
-        """
+    @contextmanager
+    def joining(self, models: Sequence[Any]) -> Iterator[None]:
+        """Ranks that have fewer batches than others take part in their exchange of gradients, within the block."""
+        with self.strategy.joining(models) if self.strategy.ranks.world_size > 1 else nullcontext():
+            self._joins = True
+            try:
+                yield
+            finally:
+                self._joins = False
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
+        """Backward of a loss, divided by the window's length and scaled; see `Accelerator.backward`."""
         self._checks.in_backward()
-        if self.checker is not None and self.window.closes and not self._joins:
+        window = self.window
+        if self.checker is not None and window.closes and not self._joins:
             # Gradients are exchanged in it.
             self.checker.compare("backward", None)
         self.flush_scaler()
-        if num_items is not None and self._is_settled and self.window.index > 0:
+        if num_items is not None and self._is_settled and window.index > 0:
             raise ConfigurationError(
-                "backward(num_items=…) came after this window's gradients were divided by its items: call it once for each batch, or "
-                "before the first optimizer is stepped."
+                "backward(num_items=…) came after this window's gradients were divided by its items: call it once for each "
+                "batch, or before the first optimizer steps."
             )
-        if num_items is not None or self.window.length > 1:
-            loss = self.strategy.loss_to_backward(loss, num_items, self.window)
+        if num_items is not None or window.length > 1:
+            loss = self.strategy.loss_to_backward(loss, num_items, window)
         self.manual_backward(loss, **kwargs)
         if not self.prepared_optimizers:
             # The loop steps an optimizer of its own, which asks nobody.
             self._settle()
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        if not self.sync_gradients:
+        """Steps one optimizer if the window closes; `PreparedOptimizer.step` calls this.
+
+        Returns:
+            False where the gradient scaler skipped the step.
+        """
+        if not self.window.closes:
             return True
         self._checks.in_step(prepared)
         self._settle()
@@ -155,17 +237,13 @@ class Stepping(Tracked, Engine):
             self.steps += 1
         else:
             self._counted.add(id(prepared))
-        if not self._reading:
+        if not self.reading:
             self.strategy.end_turn()
         return stepped
 
-    def end_turn(self) -> None:
-        """A prepared loader is asked for its next batch: what was to wait for the end of the last one's turn is done."""
-        self.strategy.end_turn()
-        self.write_due()
-
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
-        if self.sync_gradients:
+        """Clears the gradients of one optimizer if the window closes."""
+        if self.window.closes:
             prepared.optimizer.zero_grad(set_to_none)
 
     def flush_scaler(self) -> None:
@@ -174,39 +252,26 @@ class Stepping(Tracked, Engine):
             self._updates_scale = False
             self.strategy.end_step()
 
-    def _settle(self) -> None:
-        """Brings the window's gradients to their mean, once, where its length or its items were not known before."""
-        window = self.window
-        if self._is_settled or not self._in_window or not window.closes:
-            return
-        self._is_settled = True
-        self.close_window()
-        # What is still to come in this batch is divided by the true length, too.
-        window.length = window.index + 1
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips gradients to a total norm, at their true scale and over all shards.
-
-        Returns:
-            The total norm before clipping. Inside an accumulation window nothing is clipped yet.
-        """
+    # gradients at their true scale ------------------------------------------------------------------------------------
+    def clip_norm(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
+        """Clips gradients to a total norm, and returns what it was; inside a window only the latter."""
         chosen = self._clippable(parameters)
-        if not self.sync_gradients:
+        if not self.window.closes:
             found = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
             return torch.zeros(()) if found is None else found
         norm = self.strategy.clip_parameters(chosen, max_norm, "norm", norm_type)
         assert norm is not None
         return norm
 
-    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clips each gradient to ± `clip_value`, at its true scale."""
+    def clip_value(self, parameters: Any, clip_value: float) -> None:
+        """Clips each gradient to ± `clip_value`; inside a window none."""
         chosen = self._clippable(parameters)
-        if self.sync_gradients:
+        if self.window.closes:
             self.strategy.clip_parameters(chosen, clip_value, "value")
 
     def _clippable(self, parameters: Any) -> list[Tensor]:
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self.sync_gradients:
+        if self.window.closes:
             self._settle()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
@@ -215,39 +280,12 @@ class Stepping(Tracked, Engine):
                     self.strategy.before_step(optimizer)
         return chosen
 
-    def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Brings gradients to their true scale, for reading or changing them before a step.
-
-        Args:
-            optimizer: one, or several; all if left out.
-        """
-        if not self.sync_gradients:
+    def unscale(self, optimizer: Any) -> None:
+        """Brings the gradients of one optimizer, of several, or of all (None) to their true scale as the window closes."""
+        if not self.window.closes:
             return
         self._settle()
         chosen: Any = self.prepared_optimizers if optimizer is None else optimizer
         entries: list[Any] = list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
         for entry in entries:
             self.strategy.before_step(getattr(entry, "optimizer", entry))
-
-    def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Within it backward sends no gradients to the other ranks."""
-        return self.strategy.gradient_sync(False)
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward sends gradients, though its forward was run under `no_sync`."""
-        return self.strategy.sync_in_backward(model)
-
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """The context of a forward pass in the run's precision.
-
-        Args:
-            autocast_handler: `AutocastKwargs(enabled=False)` for a part in full precision.
-        """
-        if autocast_handler is None:
-            return super().autocast()
-        return self.options.autocast(self.precision, self.device, autocast_handler)
-
-    def restore_counters(self, steps: int) -> None:
-        """Between two windows, after so many steps."""
-        self.steps, self._updates_scale, window = steps, False, self.window
-        window.is_open, window.index, window.closes = False, 0, True

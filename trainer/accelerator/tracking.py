@@ -1,4 +1,4 @@
-"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's interface, and the user's own classes."""
+"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's names and interface, and the user's own classes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks.silent import Silent
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
-from leyden.trainer.accelerator.collectives import Collectives
 
 if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
+    from leyden.trainer.accelerator.ranks import PartialState
 
 # Name -> module, class, the package that it needs.
 LOGGERS = {
@@ -137,6 +137,66 @@ class LoggerTracker(GeneralTracker):
             self.logger.finish()
 
 
+class TensorBoardTracker(LoggerTracker):
+    """TensorBoard's event files in `logging_dir/run_name`.
+
+    Args:
+        run_name: of the run.
+        logging_dir: folder of the runs.
+        **kwargs: of `TensorBoardLogger`, and of its SummaryWriter.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory: ClassVar[bool] = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] = ".", **kwargs: Any) -> None:
+        super().__init__(make_logger("tensorboard", run_name, os.fspath(logging_dir), kwargs), "tensorboard")
+
+
+class WandBTracker(LoggerTracker):
+    """Weights & Biases.
+
+    Args:
+        run_name: the project.
+        **kwargs: of `WandbLogger`, and of `wandb.init`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(make_logger("wandb", run_name, os.getcwd(), kwargs), "wandb")
+
+
+class CometMLTracker(LoggerTracker):
+    """Comet.
+
+    Args:
+        run_name: the project.
+        **kwargs: of `CometLogger`.
+    """
+
+    name = "comet_ml"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__(make_logger("comet_ml", run_name, os.getcwd(), kwargs), "comet_ml")
+
+
+class MLflowTracker(LoggerTracker):
+    """MLflow.
+
+    Args:
+        experiment_name: of the run.
+        logging_dir: folder of its files.
+        **kwargs: of `MLFlowLogger`.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, experiment_name: str, logging_dir: str | os.PathLike[str] | None = None, **kwargs: Any) -> None:
+        folder = os.getcwd() if logging_dir is None else os.fspath(logging_dir)
+        super().__init__(make_logger("mlflow", experiment_name, folder, kwargs), "mlflow")
+
+
 class SilentTracker(Silent, GeneralTracker):
     """What `get_tracker` returns on a rank that writes nothing: every call is accepted and does nothing."""
 
@@ -255,65 +315,55 @@ def _is_tracker_class(entry: Any) -> bool:
     return isinstance(entry, type) and issubclass(entry, GeneralTracker)
 
 
-class Tracked(Collectives):
-    """The trackers of an Accelerator."""
+class Trackers:
+    """The trackers of an Accelerator, and which of them write on this rank.
 
-    trackers: list[GeneralTracker]
-    logging_dir: Any
+    Args:
+        log_with: names, classes, loggers and trackers, as the Accelerator was given them.
+        ranks: the main one writes.
 
-    def write_due(self) -> None:
-        """See `Accelerator`."""
+    Attributes:
+        running: the trackers themselves, from `begin` on.
+    """
 
-    def follow_with(self, log_with: Any) -> None:
-        """Takes what is to be tracked with; nothing is begun before `init_trackers`."""
-        self._log_with = chosen(log_with)
-        self.trackers = []
+    def __init__(self, log_with: Any, ranks: PartialState) -> None:
+        self.log_with = chosen(log_with)
+        self.running: list[GeneralTracker] = []
+        self._ranks = ranks
 
-    @property
-    def log_with(self) -> list[Any]:
-        """What is tracked with, as the Accelerator was given it: names, classes, loggers and trackers."""
-        return list(self._log_with)
-
-    def init_trackers(
-        self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
+    def begin(
+        self,
+        project_name: str,
+        logging_dir: str | os.PathLike[str] | None,
+        config: Mapping[str, Any] | None,
+        init_kwargs: Mapping[str, Any],
     ) -> None:
-        """Begins the run in every tracker of `log_with`.
-
-        Args:
-            project_name: of the run; folder of the trackers that keep one.
-            config: settings to record.
-            init_kwargs: arguments by the trackers' names: `{"wandb": {"tags": ["test"]}}`.
-        """
-        self.trackers = build(self._log_with, project_name, self.logging_dir, init_kwargs or {}, self.is_main_process)
-        for tracker in self._active_trackers():
+        """Begins the run in every tracker; see `Accelerator.init_trackers`."""
+        self.running = build(self.log_with, project_name, logging_dir, init_kwargs, self._ranks.is_main_process)
+        for tracker in self._writing():
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(dict(config))
 
-    def _active_trackers(self) -> list[GeneralTracker]:
-        return [tracker for tracker in self.trackers if self.is_main_process or not tracker.main_process_only]
+    def _writing(self) -> list[GeneralTracker]:
+        return [tracker for tracker in self.running if self._ranks.is_main_process or not tracker.main_process_only]
 
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name; with `unwrap` what does its writing. On ranks that do not write, calls on it do nothing."""
-        for tracker in self.trackers:
+    def find(self, name: str, unwrap: bool) -> Any:
+        """A tracker by its name; see `Accelerator.get_tracker`."""
+        for tracker in self.running:
             if tracker.name == name:
-                if tracker not in self._active_trackers():
+                if tracker not in self._writing():
                     return SilentTracker()
                 return tracker.tracker if unwrap else tracker
-        known = ", ".join(tracker.name for tracker in self.trackers) or "none: call init_trackers first"
+        known = ", ".join(tracker.name for tracker in self.running) or "none: call init_trackers first"
         raise ConfigurationError(f"there is no tracker {name!r}. Known: {known}.")
 
-    def log(
-        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Mapping[str, Any] | None = None
-    ) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any]) -> None:
         """Records values in every tracker."""
-        for tracker in self._active_trackers():
-            tracker.log(dict(values), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        for tracker in self._writing():
+            tracker.log(dict(values), step=step, **log_kwargs.get(tracker.name, {}))
 
-    def end_training(self) -> None:
-        """Closes the trackers, once every rank has come here."""
-        self._announce("end_training")
-        self.write_due()
-        for tracker in self._active_trackers():
+    def finish(self) -> None:
+        """Closes every tracker."""
+        for tracker in self._writing():
             tracker.finish()
-        self.strategy.ranks.barrier()

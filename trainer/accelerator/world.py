@@ -1,4 +1,4 @@
-"""What ranks exchange without an Accelerator at hand: functions of the names and arguments of `accelerate.utils`."""
+"""The functions of `accelerate.utils`, by their names and arguments: what ranks exchange without an Accelerator at hand."""
 
 from __future__ import annotations
 
@@ -10,50 +10,48 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.batch import BUILTIN, map_tensors, move_to_device
-from leyden.trainer.accelerator.collectives import Collectives, check_tensors
+from leyden.strategies.launch.environment import rank_environment
+from leyden.trainer.accelerator.collectives import Collectives, check_tensors, synchronise
 from leyden.trainer.accelerator.export import check_object, save_object
-from leyden.trainer.accelerator.ranks import joined
-from leyden.trainer.accelerator.seeds import synchronise
+from leyden.trainer.accelerator.ranks import PartialState, joined
+from leyden.trainer.data.rng import seed_everything
 
 T = TypeVar("T")
 
 
-class World(Collectives):
-    """The ranks that this process is among, with the collectives of an Accelerator.
+def world() -> Collectives:
+    """The collectives of the ranks that this process is among.
 
     Example:
-        >>> World().gather(torch.ones(2)).tolist()
+        >>> world().gather(torch.ones(2)).tolist()
         [1.0, 1.0]
     """
-
-    def __init__(self) -> None:
-        self.strategy = joined()
-        self._reading = []
+    return Collectives(PartialState(strategy=joined()))
 
 
 def gather(tensor: T) -> T:
     """See `Accelerator.gather`."""
-    return World().gather(tensor)
+    return world().gather(tensor)
 
 
 def gather_object(object: list[Any]) -> list[Any]:
     """See `Accelerator.gather_object`."""
-    return World().gather_object(object)
+    return world().gather_object(object)
 
 
 def reduce(tensor: T, reduction: str = "mean", scale: float = 1.0) -> T:
     """See `Accelerator.reduce`; the mean if left out, as in `accelerate.utils`."""
-    return World().reduce(tensor, reduction, scale)
+    return world().reduce(tensor, reduction, scale)
 
 
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
     """See `Accelerator.pad_across_processes`."""
-    return World().pad_across_processes(tensor, dim, pad_index, pad_first)
+    return world().pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def wait_for_everyone() -> None:
     """Waits until every rank has come here."""
-    World().wait_for_everyone()
+    world().wait_for_everyone()
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:
@@ -64,18 +62,18 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         from_process: the rank whose values they are.
     """
     check_tensors(tensor, "broadcast")
-    world = World()
+    collectives = world()
 
     def one(part: Tensor) -> Tensor:
         with torch.no_grad():
-            return part.copy_(world.broadcast(part.detach(), from_process))
+            return part.copy_(collectives.broadcast(part.detach(), from_process))
 
-    return map_tensors(tensor, one) if world.num_processes > 1 else tensor
+    return map_tensors(tensor, one) if collectives.ranks.num_processes > 1 else tensor
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Gives every rank the objects of one rank's list, in place, and returns the list."""
-    object_list[:] = World().broadcast(object_list, from_process)
+    object_list[:] = world().broadcast(object_list, from_process)
     return object_list
 
 
@@ -101,10 +99,27 @@ def send_to_device(
     return moved  # type: ignore[return-value]
 
 
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seeds Python, NumPy and torch on every device.
+
+    Args:
+        seed: 0 to 2**32 - 1.
+        device_specific: each rank has a seed of its own: seed + rank.
+        deterministic: torch refuses operations whose results differ from run to run.
+
+    Example:
+        >>> set_seed(42)
+    """
+    place = rank_environment()
+    seed_everything(seed + (place.rank if device_specific and place is not None else 0))
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
 def synchronize_rng_states(rng_types: Iterable[Any], generator: torch.Generator | None = None) -> None:
     """Sets random numbers to rank 0's: "torch", "cuda", "numpy", "python", and a generator's own under "generator"."""
     kinds = [str(getattr(kind, "value", kind)) for kind in rng_types]
-    strategy = World().strategy
+    strategy = joined()
     synchronise(strategy, kinds)
     if generator is not None and "generator" in kinds:
         generator.set_state(strategy.ranks.broadcast(generator.get_state()))
@@ -115,8 +130,8 @@ def save(
 ) -> None:
     """See `Accelerator.save`."""
     check_object(obj)
-    world = World()
-    if world.is_local_main_process if save_on_each_node else world.is_main_process:
+    ranks = world().ranks
+    if ranks.is_local_main_process if save_on_each_node else ranks.is_main_process:
         save_object(obj, f, safe_serialization or None)
 
 
@@ -125,7 +140,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if main_process_only and "disable" not in kwargs:
-        kwargs["disable"] = not World().is_local_main_process
+        kwargs["disable"] = not world().ranks.is_local_main_process
     return bar(*args, **kwargs)
 
 

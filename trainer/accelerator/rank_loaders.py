@@ -1,4 +1,4 @@
-"""How a loader of the user's own loop is shared out over the ranks."""
+"""Which loader each rank reads of one that the user's own loop is given."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ class SeedableRandomSampler(RandomSampler):
         yield from super().__iter__()
 
 
-def share(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> Any:
-    """What one rank reads of a loader."""
+def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration) -> Any:
+    """The loader that this rank reads."""
     if config.use_seedable_sampler:
         loader = _seedable(loader, torch.initial_seed() if config.data_seed is None else config.data_seed)
     rank, ranks = strategy.data_rank, strategy.data_size
