@@ -53,18 +53,31 @@ _HOMES = {
 _MODULES = (
     "accelerator",
     "big_modeling",
+    "checkpointing",
     "data_loader",
+    "hooks",
+    "inference",
     "launchers",
     "local_sgd",
     "logging",
+    "memory_utils",
     "optimizer",
     "parallelism_config",
     "scheduler",
     "state",
     "tracking",
     "utils",
+    "utils.constants",
+    "utils.dataclasses",
+    "utils.deepspeed",
+    "utils.imports",
+    "utils.memory",
+    "utils.modeling",
+    "utils.operations",
+    "utils.other",
+    "utils.random",
 )
-"""Modules of Accelerate's names, which scripts also reach as attributes."""
+"""The modules of Accelerate's names, below `leyden`. Scripts reach them as attributes too."""
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback

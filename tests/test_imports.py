@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import leyden
+
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
 
@@ -58,20 +60,8 @@ MAX_LINES = 600
 # Accelerate's Accelerator has about ninety public methods. Ours has them in one class, each with its arguments described.
 MAY_BE_LONGER = {"leyden.trainer.accelerator.accelerator": 1000}
 # Modules of Accelerate's names: they hold names, and nothing else.
-THIN = (
-    "accelerator",
-    "big_modeling",
-    "data_loader",
-    "launchers",
-    "local_sgd",
-    "logging",
-    "optimizer",
-    "parallelism_config",
-    "scheduler",
-    "state",
-    "tracking",
-    "utils",
-)
+THIN = {name: ROOT / "leyden" / name.replace(".", "/") for name in leyden._MODULES}
+THIN = {name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py") for name, path in THIN.items()}
 
 
 def sources() -> dict[str, Path]:
@@ -208,10 +198,12 @@ def test_files_can_be_read() -> None:
 
 
 def test_the_package_folder_holds_nothing_else() -> None:
-    names = {path.name for path in (ROOT / "leyden").iterdir()} - {"__pycache__"}
-    assert names <= {"__init__.py", "__main__.py", "py.typed", *ROOMS, *(f"{name}.py" for name in THIN)}
+    package = ROOT / "leyden"
+    found = {path for folder in (package, package / "utils") for path in folder.iterdir() if path.name != "__pycache__"}
+    own = {package / name for name in ("__init__.py", "__main__.py", "py.typed", "utils", *ROOMS)}
+    assert found == own | set(THIN.values())
     for room in ROOMS:
-        link = ROOT / "leyden" / room
+        link = package / room
         assert link.is_symlink()
         assert not link.readlink().is_absolute()
         assert link.resolve() == ROOT / room
@@ -219,7 +211,7 @@ def test_the_package_folder_holds_nothing_else() -> None:
 
 @pytest.mark.parametrize("name", THIN)
 def test_a_module_of_accelerates_names_holds_names_alone(name: str) -> None:
-    tree = ast.parse((ROOT / "leyden" / f"{name}.py").read_text())
+    tree = ast.parse(THIN[name].read_text())
     kinds = [type(node) for node in tree.body]
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert set(kinds) <= {ast.Expr, ast.ImportFrom, ast.Assign, ast.FunctionDef}
@@ -228,8 +220,8 @@ def test_a_module_of_accelerates_names_holds_names_alone(name: str) -> None:
 
 def test_names_of_accelerate_cost_no_optional_package() -> None:
     loaded = run(
-        "import sys, torch; before = set(sys.modules); import leyden; "
-        f"[getattr(leyden, name) for name in {THIN!r}]; print(*(name for name in sys.modules if name not in before))"
+        "import importlib, sys, torch; before = set(sys.modules); "
+        f"[importlib.import_module('leyden.' + name) for name in {list(THIN)!r}]; print(*(name for name in sys.modules if name not in before))"
     ).split()
     assert {f"leyden.{name}" for name in THIN} <= set(loaded)
     assert not {name for name in loaded if any(within(name, package) for package in LAZY)}

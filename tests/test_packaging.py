@@ -44,7 +44,9 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def modules() -> set[str]:
     """Files that must be shipped, by their path in the package."""
     inside = {f"leyden/{path.relative_to(ROOT)}" for room in ROOMS for path in (ROOT / room).rglob("*.py")}
-    own = {f"leyden/{path.name}" for path in (ROOT / "leyden").glob("*.py")}
+    own = {
+        str(path.relative_to(ROOT)) for pattern in ("*.py", "utils/*.py") for path in (ROOT / "leyden").glob(pattern)
+    }
     return {*inside, *own, "leyden/py.typed"}
 
 

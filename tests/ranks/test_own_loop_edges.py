@@ -1,4 +1,4 @@
-"""The edges of a loop of one's own on two ranks: what would hang, or exchange what is not there, is an error on every rank."""
+"""Edges of a user's own loop on two ranks: what would hang, or read memory of others, is an error on every rank."""
 
 from __future__ import annotations
 

@@ -50,11 +50,11 @@ T = TypeVar("T")
 class Accelerator:
     """Device, precision, accumulation, ranks, checkpoints and trackers for a training loop that you write yourself.
 
-    Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face Accelerate's, except
-    where it says so (`docs/from-accelerate.md`). The Trainer drives the same engine.
+    Five lines of a plain loop change, as `examples/own_loop.py` shows. Names and defaults are Hugging Face
+    Accelerate's, except where it says so (`docs/from-accelerate.md`). The Trainer drives the same engine.
 
-    Each method calls the part that does the work: `Stepping` (windows, backward, clipping, steps), `Preparing`, `PartialState`
-    (which rank this is), `Collectives`, `Trackers`, and `saving` for checkpoints.
+    Each method calls the part that does the work: `Stepping` (windows, backward, clipping, steps), `Preparing`,
+    `PartialState` (which rank this is), `Collectives`, `Trackers`, and `saving` for checkpoints.
 
     Args:
         device_placement: bring models, batches and optimizers to `device`; False leaves that to you.
@@ -69,12 +69,13 @@ class Accelerator:
         megatron_lm_plugin: refused in this version.
         rng_types: "torch", "cuda", "numpy", "python": set to rank 0's at the start of each pass. "generator" needs
             nothing: all ranks share one order of samples.
-        log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "all", a logger of Leyden's, an object of a
-            `GeneralTracker`, or several.
+        log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "all", a logger of Leyden's, an object
+            of a `GeneralTracker`, or several.
         project_dir: folder of the run.
         project_config: a `ProjectConfiguration`.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`, in place of `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False for whenever they are called.
+        step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False for whenever they are
+            called.
         kwargs_handlers: objects such as `GradScalerKwargs(init_scale=1024.0)`.
         dynamo_backend: compile prepared models with this backend of torch.compile.
         dynamo_plugin: the same with torch.compile's other arguments: a `TorchDynamoPlugin`.
@@ -84,9 +85,9 @@ class Accelerator:
         dispatch_batches: see `DataLoaderConfiguration`.
         even_batches: see `DataLoaderConfiguration`.
         use_seedable_sampler: see `DataLoaderConfiguration`.
-        convert_outputs: prepared models return float32 under mixed precision. False leaves outputs in half precision: float32
-            logits of a language model take twice their memory (8 × 2048 tokens of 50,000 words: 3.3 GB, not 1.6), and a loss
-            is computed in float32 under `autocast()` anyway. Ours.
+        convert_outputs: prepared models return float32 under mixed precision. False leaves outputs in half precision:
+            float32 logits of a language model take twice their memory (8 × 2048 tokens of 50,000 words: 3.3 GB, not
+            1.6), and a loss is computed in float32 under `autocast()` anyway. Ours.
 
     Raises:
         ConfigurationError: for arguments that cannot be, or contradict each other.
@@ -144,13 +145,13 @@ class Accelerator:
         atexit.register(_leave, weakref.ref(self))
         if debugging.is_debugging():
             debugging.begin(self._stepping, options.accumulation.num_steps)
-        self._ranks = PartialState(strategy=self.strategy)
-        self._collectives = Collectives(self._ranks, self._stepping.reading, self._stepping.checker)
+        self._state = PartialState(strategy=self.strategy)
+        self._collectives = Collectives(self._state, self._stepping.reading, self._stepping.checker)
         self._preparing = Preparing(self._stepping, options)
-        self._trackers = Trackers(log_with, self._ranks)
+        self._trackers = Trackers(log_with, self._state)
         self.registered: list[Any] = []
         self.state_hooks = states.StateHooks()
-        hint_at_first_print(self._ranks)
+        hint_at_first_print(self._state)
 
     # settings ---------------------------------------------------------------------------------------------------------
     @property
@@ -253,47 +254,47 @@ class Accelerator:
     @property
     def device(self) -> torch.device:
         """Device of this rank."""
-        return self._ranks.device
+        return self._state.device
 
     @property
     def num_processes(self) -> int:
         """Ranks on all machines."""
-        return self._ranks.num_processes
+        return self._state.num_processes
 
     @property
     def process_index(self) -> int:
         """This rank, from 0."""
-        return self._ranks.process_index
+        return self._state.process_index
 
     @property
     def local_process_index(self) -> int:
         """This rank on its machine, from 0."""
-        return self._ranks.local_process_index
+        return self._state.local_process_index
 
     @property
     def is_main_process(self) -> bool:
         """This is rank 0."""
-        return self._ranks.is_main_process
+        return self._state.is_main_process
 
     @property
     def is_local_main_process(self) -> bool:
         """This is the first rank of its machine."""
-        return self._ranks.is_local_main_process
+        return self._state.is_local_main_process
 
     @property
     def is_last_process(self) -> bool:
         """This is the last rank."""
-        return self._ranks.is_last_process
+        return self._state.is_last_process
 
     @property
     def use_distributed(self) -> bool:
         """True with several ranks."""
-        return self._ranks.use_distributed
+        return self._state.use_distributed
 
     @property
     def distributed_type(self) -> DistributedType:
         """How this run's ranks work together."""
-        return self._ranks.distributed_type
+        return self._state.distributed_type
 
     @property
     def multi_device(self) -> bool:
@@ -311,35 +312,35 @@ class Accelerator:
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """The main rank runs the block before the others do, which find what it has cached."""
-        return self._ranks.main_process_first()
+        return self._state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """The main rank of each machine runs the block before its others do."""
-        return self._ranks.local_main_process_first()
+        return self._state.local_main_process_first()
 
     def on_main_process(self, function: F) -> F:
         """Decorator: only the main rank runs the function; elsewhere it returns None."""
-        return self._ranks.on_main_process(function)
+        return self._state.on_main_process(function)
 
     def on_local_main_process(self, function: F) -> F:
         """Decorator: only the main rank of each machine runs the function."""
-        return self._ranks.on_local_main_process(function)
+        return self._state.on_local_main_process(function)
 
     def on_last_process(self, function: F) -> F:
         """Decorator: only the last rank runs the function."""
-        return self._ranks.on_last_process(function)
+        return self._state.on_last_process(function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
         """Decorator: only the rank of that number runs the function."""
-        return self._ranks.on_process(function, process_index)
+        return self._state.on_process(function, process_index)
 
     def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
         """Decorator: only the rank of that number on each machine runs the function."""
-        return self._ranks.on_local_process(function, local_process_index)
+        return self._state.on_local_process(function, local_process_index)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints once per machine."""
-        self._ranks.print(*args, **kwargs)
+        self._state.print(*args, **kwargs)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
         """Gives each rank its part of a list, tuple, tensor, data set, or of each value of a dict of these.
@@ -348,11 +349,11 @@ class Accelerator:
             inputs: what to split; what does not divide goes to the first ranks.
             apply_padding: repeat the last entry on ranks that would have fewer, so that results can be gathered.
         """
-        return self._ranks.split_between_processes(inputs, apply_padding)
+        return self._state.split_between_processes(inputs, apply_padding)
 
     def refuse_alone(self, name: str) -> None:
         """Raises where a collective is called in a function that other ranks do not run."""
-        self._ranks.refuse_alone(name)
+        self._state.refuse_alone(name)
 
     # prepare ----------------------------------------------------------------------------------------------------------
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -447,7 +448,8 @@ class Accelerator:
         Args:
             model: prepared or not.
             keep_fp32_wrapper: False lets its forward run in full precision again, and return what it computes.
-            keep_torch_compile: a compiled model stays compiled; False for the module itself, whose names have no prefix.
+            keep_torch_compile: a compiled model stays compiled; False for the module itself, whose names have no
+                prefix.
         """
         return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -478,8 +480,8 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One batch of an accumulation window.
 
-        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window of a
-        prepared loader is as long as the batches that are left, and is divided by that length.
+        Optimizers and schedulers step, and gradients are exchanged, only in the batch that closes it. The last window
+        of a prepared loader is as long as the batches that are left, and is divided by that length.
 
         Args:
             *models: what is trained; named for readers and for scripts that were written for others.
@@ -491,8 +493,8 @@ class Accelerator:
 
         Args:
             loss: a mean; or a sum, with `num_items`.
-            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the window
-                and all ranks. Ours.
+            num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the
+                window and all ranks. Ours.
             **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
         """
         self._stepping.backward(loss, num_items, **kwargs)
@@ -637,12 +639,13 @@ class Accelerator:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
 
-        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of samples.
+        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of
+        samples.
 
         Args:
-            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry for each
-                sample, or a nested structure of these. Scalars become (num_processes,). Of a loss that is repeated for each
-                sample of a full batch as many are kept as the last batch has samples.
+            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry
+                for each sample, or a nested structure of these. Scalars become (num_processes,). Of a loss that is
+                repeated for each sample of a full batch as many are kept as the last batch has samples.
             use_gather_object: gather anything as objects; lists are concatenated.
 
         Raises:
@@ -700,14 +703,14 @@ class Accelerator:
 
     # checkpoints ------------------------------------------------------------------------------------------------------
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
-        """Writes a checkpoint of all that was prepared and registered, complete or not at all; see `docs/checkpoints.md`.
+        """Writes a checkpoint of all that was prepared and registered, complete or not at all (`docs/checkpoints.md`).
 
-        Inside an accumulation window it is written when that window's last batch is done with (the loader is asked for the
-        next), so that it never holds half a gradient.
+        Inside an accumulation window it is written when that window's last batch is done with (the loader is asked for
+        the next), so that it never holds half a gradient.
 
         Args:
-            output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and not
-                used) with `automatic_checkpoint_naming`.
+            output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and
+                not used) with `automatic_checkpoint_naming`.
             safe_serialization: kept for scripts: there is no other way here.
 
         Returns:
@@ -742,13 +745,14 @@ class Accelerator:
 
         Args:
             input_dir: the folder; left out with `automatic_checkpoint_naming` for the newest that is whole.
-            load_kwargs: further arguments, as a dict: `strict`, `map_location`, and `weights_only`, which changes nothing
-                since no pickle is read.
+            load_kwargs: further arguments, as a dict: `strict`, `map_location`, and `weights_only`, which changes
+                nothing since no pickle is read.
             strict: names of weights must fit.
-            map_location: "cpu" or "on_device", of Accelerate's scripts: tensors go to where the parameters are in any case.
-            trust: read a folder of Accelerate's own `save_state` too: models, optimizers, schedulers, scaler, registered
-                objects and random numbers. Its files are pickles, which run whatever code they hold. Its data begins anew.
-                Ours.
+            map_location: "cpu" or "on_device", of Accelerate's scripts: tensors go to where the parameters are in any
+                case.
+            trust: read a folder of Accelerate's own `save_state` too: models, optimizers, schedulers, scaler,
+                registered objects and random numbers. Its files are pickles, which run whatever code they hold. Its
+                data begins anew. Ours.
         """
         self._collectives.announce("load_state")
         strict = states.load_arguments(load_kwargs, strict, map_location)
@@ -808,7 +812,8 @@ class Accelerator:
             safe_serialization: True for safetensors whatever the name.
 
         Raises:
-            LeydenError: on every rank, for what is no tensor or plain value, and for shards: `get_state_dict` gathers them.
+            LeydenError: on every rank, for what is no tensor or plain value, and for shards: `get_state_dict` gathers
+                them.
         """
         check_object(obj)
         if self.is_local_main_process if save_on_each_node else self.is_main_process:
@@ -838,7 +843,10 @@ class Accelerator:
         self._trackers.begin(project_name, self.logging_dir, config, init_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name; with `unwrap` what does its writing. On ranks that do not write, calls on it do nothing."""
+        """A tracker by its name; with `unwrap` the object that it writes with.
+
+        On ranks that do not write, calls on it do nothing.
+        """
         return self._trackers.find(name, unwrap)
 
     def log(
@@ -919,7 +927,7 @@ class Accelerator:
 
     def follow_with(self, log_with: Any) -> None:
         """Takes other trackers; nothing is begun before `init_trackers`."""
-        self._trackers = Trackers(log_with, self._ranks)
+        self._trackers = Trackers(log_with, self._state)
 
     def teardown(self) -> None:
         """Closes the window and leaves the ranks."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from leyden.trainer.accelerator.stepping import Stepping
 
 ADVICE = (
-    "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it steps "
-    "at the ends of accumulation windows, with unscaled gradients; or step and clear your own under "
+    "backward was called twice and no optimizer was prepared: optimizer = accelerator.prepare(optimizer), so that it "
+    "steps at the ends of accumulation windows, with unscaled gradients; or step and clear your own under "
     "`if accelerator.sync_gradients`."
 )
 
@@ -52,13 +52,13 @@ class Mistakes:
                 continue
             if not any(model is known for known in (*stepping.prepared_models, *stepping.bare_models)):
                 raise ConfigurationError(
-                    f"accumulate was given {kind_of(model)} that is not prepared: model = accelerator.prepare(model), and "
-                    "use what it returns."
+                    f"accumulate was given {kind_of(model)} that is not prepared: model = accelerator.prepare(model), "
+                    "and use what it returns."
                 )
             if stepping.strategy.ranks.world_size > 1 and not any(model is known for known in stepping.prepared_models):
                 raise ConfigurationError(
-                    f"accumulate was given the {type(model).__name__} that was handed to prepare, not what came back: on "
-                    "several ranks its gradients would not be exchanged. Write model = accelerator.prepare(model)."
+                    f"accumulate was given the {type(model).__name__} that was handed to prepare, not what came back: "
+                    "on several ranks its gradients would not be exchanged. Write model = accelerator.prepare(model)."
                 )
             self._checked.add(id(model))
 
@@ -69,7 +69,8 @@ class Mistakes:
         if not stepping.prepared_models:
             if self._backwards <= 2:
                 self._warn_or_raise(
-                    "backward was called and no model was prepared: model, optimizer = accelerator.prepare(model, optimizer)."
+                    "backward was called and no model was prepared: model, optimizer = accelerator.prepare(model, "
+                    "optimizer)."
                 )
         elif not stepping.prepared_optimizers:
             self._with_own_optimizer()
@@ -116,17 +117,17 @@ class Mistakes:
         name = type(prepared.optimizer).__name__
         if own and len(foreign) == len(own):
             self._warn_or_raise(
-                f"{name} holds no parameter of a prepared model: prepare the model that it was made of, or make it of the "
-                "parameters of the model that is trained."
+                f"{name} holds no parameter of a prepared model: prepare the model that it was made of, or make it of "
+                "the parameters of the model that is trained."
             )
         elif foreign:
             self._warn_or_raise(
-                f"{name} holds {len(foreign)} of {len(own)} parameters that belong to no prepared model: prepare their model too, or "
-                "they are trained apart on each rank."
+                f"{name} holds {len(foreign)} of {len(own)} parameters that belong to no prepared model: prepare their "
+                "model too, or they are trained apart on each rank."
             )
 
     def _warn_or_raise(self, text: str) -> None:
-        """A warning on one process in plain float32, where it makes no difference; an error elsewhere, where it is wrong."""
+        """Warns on one process in plain float32, where numbers stay right, and raises elsewhere."""
         stepping = self._stepping
         if (
             stepping.strategy.ranks.world_size > 1
@@ -144,14 +145,14 @@ class Mistakes:
             first = next(model.parameters(), None)
             if first is not None and first.device != stepping.device and first.device.type != "cpu":
                 raise ConfigurationError(
-                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on {stepping.device}: "
-                    "leave out .to(...), or give Accelerator(device_placement=False)."
+                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on "
+                    f"{stepping.device}: leave out .to(...), or give Accelerator(device_placement=False)."
                 )
 
 
-def hint_at_first_print(ranks: PartialState) -> None:
+def hint_at_first_print(state: PartialState) -> None:
     """Follows the first `print` of a rank that is not the main one with a hint; from then on print is as it was."""
-    if ranks.num_processes == 1 or ranks.local_process_index != 1:
+    if state.num_processes == 1 or state.local_process_index != 1:
         return
     plain = builtins.print
 

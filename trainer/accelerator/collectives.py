@@ -34,16 +34,17 @@ class Collectives:
     `Accelerator` has each under the same name, with its arguments described.
 
     Args:
-        ranks: who exchanges.
-        reading: the prepared loaders that are being read, the innermost last; `gather_for_metrics` counts their samples.
+        state: of the rank that calls them.
+        reading: the prepared loaders that are being read, the innermost last; `gather_for_metrics` counts their
+            samples.
         checker: compares operands over the ranks before each exchange, in debug mode.
     """
 
     def __init__(
-        self, ranks: PartialState, reading: Sequence[PreparedLoader] = (), checker: Checker | None = None
+        self, state: PartialState, reading: Sequence[PreparedLoader] = (), checker: Checker | None = None
     ) -> None:
-        self.ranks = ranks
-        self._strategy = ranks.strategy
+        self.state = state
+        self._strategy = state.strategy
         self._reading = reading
         self._checker = checker
         self._trigger = False
@@ -51,7 +52,7 @@ class Collectives:
     def announce(self, name: str, operands: Any = None, alike: bool = True) -> None:
         """Refuses a collective that this rank calls alone; in debug mode, compares what ranks bring to it."""
         if self._strategy.ranks.world_size > 1:
-            self.ranks.refuse_alone(name)
+            self.state.refuse_alone(name)
             if self._checker is not None:
                 self._checker.compare(name, operands, alike)
 
@@ -61,7 +62,7 @@ class Collectives:
         self._strategy.ranks.barrier()
 
     def gather(self, tensor: T) -> T:
-        """Puts the tensors of all ranks together along their first dimension; those of no dimension become (num_processes,).
+        """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,).
 
         Args:
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
@@ -90,13 +91,14 @@ class Collectives:
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
 
-        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of samples.
+        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of
+        samples.
 
         Args:
-            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry for each
-                sample, or a nested structure of these. Tensors of no dimension become (num_processes,). Of a loss that is
-                repeated for each sample of a full batch as many are kept as the last batch has samples.
-            use_gather_object: gather whatever it is as objects: lists are put together.
+            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry
+                for each sample, or a nested structure of these. Scalars become (num_processes,). Of a
+                loss that is repeated for each sample of a full batch as many are kept as the last batch has samples.
+            use_gather_object: gather anything as objects; lists are concatenated.
 
         Raises:
             TypeError: on several ranks, for a Python number or object that stands for no sample.
@@ -209,7 +211,7 @@ class Collectives:
 
     # triggers ---------------------------------------------------------------------------------------------------------
     def set_trigger(self) -> None:
-        """Raises a flag that `check_trigger` tells every rank of."""
+        """Raises a flag that `check_trigger` shows to every rank."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
@@ -235,10 +237,9 @@ def check_tensors(data: Any, name: str) -> None:
     """Raises TypeError where something in a nested structure is no tensor: every rank would keep its own of it.
 
     Example:
-        >>> check_tensors({"loss": 0.5}, "gather")
+        >>> check_tensors({"loss": 0.5}, "gather")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        TypeError: gather was given a value of the type float, and exchanges tensors: give torch.tensor(value, device=accelerator.device), or use \
-gather_object([value]) for other objects.
+        TypeError: gather was given a value of the type float, and exchanges tensors: give torch.tensor(value, ...
     """
     if data is None or isinstance(data, Tensor):
         return
@@ -250,8 +251,8 @@ gather_object([value]) for other objects.
         entries = vars(data).values()
     else:
         raise TypeError(
-            f"{name} was given a value of the type {type(data).__name__}, and exchanges tensors: give torch.tensor(value, "
-            "device=accelerator.device), or use gather_object([value]) for other objects."
+            f"{name} was given a value of the type {type(data).__name__}, and exchanges tensors: give "
+            "torch.tensor(value, device=accelerator.device), or use gather_object([value]) for other objects."
         )
     for entry in entries:
         check_tensors(entry, name)

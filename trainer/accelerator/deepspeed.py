@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 class DeepSpeedPlugin:
     """DeepSpeed's ZeRO for an Accelerator; `DeepSpeedStrategy` has the same under its own names.
 
-    What is left at None is the config's, or DeepSpeed's default. One owner for each setting: a value that is given here or to the
-    Accelerator, and another one in `hf_ds_config`, are an error that names both.
+    What is None is the config's, or DeepSpeed's default. Each setting has one owner: a value given here or to the
+    Accelerator and a different one in `hf_ds_config` are an error that names both.
 
     Attributes:
-        hf_ds_config: DeepSpeed's config: a mapping, the path of a JSON file, or an object with a `config`. "auto" is filled.
+        hf_ds_config: DeepSpeed's config: a mapping, the path of a JSON file, or an object with a `config`. "auto"
+            values are filled in.
         gradient_accumulation_steps: batches of a step, for an Accelerator that was given none.
         gradient_clipping: the engine clips to this norm in each step.
         zero_stage: what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 if nobody says.
-        is_train_batch_min: of loaders of different batch sizes the least is told to DeepSpeed; False for the largest.
+        is_train_batch_min: DeepSpeed gets the smallest batch size of several loaders; False for the largest.
         offload_optimizer_device: where optimizer state waits: "none", "cpu" or "nvme".
         offload_param_device: the same for parameters (stage 3).
         offload_optimizer_nvme_path: folder on the disk.
@@ -66,8 +67,8 @@ class DeepSpeedPlugin:
         """The strategy, made once."""
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise ConfigurationError(
-                "DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer kept; use mixed_precision='fp8' with another strategy, or leave "
-                "it out."
+                "DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer maintained; use mixed_precision='fp8' with "
+                "another strategy, or leave it out."
             )
         from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
@@ -108,7 +109,7 @@ class DeepSpeedPlugin:
         return bool(self.zero3_init_flag) and (self.strategy or self.build()).stage == 3
 
     def zero3_init_context_manager(self, enable: bool = True) -> AbstractContextManager[Any]:
-        """A model that is built in it comes sharded, at stage 3; False builds it whole. The Accelerator comes before it."""
+        """Builds models sharded at stage 3 within the block, or whole (False). Make the Accelerator before it."""
         strategy = self.strategy or self.build()
         return strategy.model_context() if enable and self.is_zero3_init_enabled() else nullcontext()
 
@@ -186,8 +187,9 @@ def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
     found = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
     if len(found) > 1:
         raise ConfigurationError(
-            f"{len(found)} DeepSpeed plugins were given ({', '.join(given)}), and one engine drives the model that is trained: give one "
-            "plugin; models that are only evaluated need none: accelerator.prepare_model(model, evaluation_mode=True)."
+            f"{len(found)} DeepSpeed plugins were given ({', '.join(given)}), and one engine drives the model that is "
+            "trained: give one plugin; models that are only evaluated need none: accelerator.prepare_model(model, "
+            "evaluation_mode=True)."
         )
     if found and not isinstance(found[0], DeepSpeedPlugin):
         raise ConfigurationError(f"deepspeed_plugin={found[0]!r}: give a DeepSpeedPlugin(zero_stage=2), say.")
@@ -195,7 +197,7 @@ def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
 
 
 def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
-    """The plugin that scripts find where a strategy of DeepSpeed was given, or came from `leyden launch`; None for others."""
+    """The plugin that describes a DeepSpeed strategy given by name, as an object or by a launch; None for others."""
     config = getattr(strategy, "config", None)
     if not isinstance(config, ZeroConfig):
         return None
@@ -214,13 +216,13 @@ def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
 
 
 def accumulation_of(strategy: Any, steps: int) -> int:
-    """Batches of a step: the Accelerator's, else those of DeepSpeed's config. A contradiction is found later, by the strategy."""
+    """Batches of a step: the Accelerator's, or those of DeepSpeed's config. The strategy refuses a contradiction."""
     config = getattr(strategy, "config", None)
     own = config.given("gradient_accumulation_steps") if isinstance(config, ZeroConfig) else None
     return int(own) if own is not None and steps == 1 else steps
 
 
-# preparing --------------------------------------------------------------------------------------------------------------
+# preparing ------------------------------------------------------------------------------------------------------------
 def is_dummy(entry: Any) -> bool:
     """True for the stand-ins."""
     return isinstance(entry, (DummyOptim, DummyScheduler))
@@ -276,8 +278,8 @@ def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:
     if config.get(section) is None:
         name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[section]
         raise ConfigurationError(
-            f"a {name} was prepared, and the DeepSpeed config has no {section} to stand for: add the section, or prepare a real "
-            f"{section}."
+            f"a {name} was prepared, and the DeepSpeed config has no {section} to stand for: add the section, or "
+            f"prepare a real {section}."
         )
     auto = {
         f"{section}.params.{name}": value

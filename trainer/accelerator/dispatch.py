@@ -1,4 +1,4 @@
-"""Data that rank 0 alone reads and hands out, and streams of which every rank takes its part."""
+"""Loaders that only rank 0 reads, and streams and lists of which every rank takes its part."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ END = None
 
 
 class Filled:
-    """A sample, then the batch that is made of it, of a global batch that was filled with repeats.
+    """Marks a sample, then its batch, as part of a global batch that was filled with repeats.
 
-    It travels with the batch, since a worker process alone knows where the stream that it reads ends.
+    The mark travels with the batch, since only a worker process knows where the stream that it reads ends.
 
     Args:
         item: the sample, or the batch.
@@ -34,14 +34,14 @@ class Filled:
         self.item, self.last = item, last
 
     def pin_memory(self) -> Filled:
-        """As torch asks it of batches that are no tensors."""
+        """Pins the batch; torch's loaders call this on batches that are no tensors."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return Filled(pin_memory(self.item), self.last)  # type: ignore[no-untyped-call]
 
 
 class CollateFilled:
-    """A loader's collate function, which is given samples as they are, and whose batch keeps the mark that they had."""
+    """A loader's collate function on samples without their mark, which the batch gets instead."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -127,12 +127,12 @@ class StreamPart(IterableDataset[Any]):
 
 
 class Dispatched:
-    """A loader that rank 0 reads; each rank is given its part of what it reads.
+    """A loader that only rank 0 reads, which sends every rank its part.
 
     Args:
         loader: only rank 0's is read.
-        strategy: of the ranks.
-        split: a batch is shared out among the ranks; else each rank is given one of `ranks` batches.
+        strategy: has the ranks.
+        split: each batch is split over the ranks; otherwise each rank gets one of `ranks` batches.
         even: fill the last batches from the first, so that all ranks have as many samples.
     """
 
@@ -169,16 +169,16 @@ class Dispatched:
                 )
                 yield _rows(whole, block(count, rank, ranks))
             if not all(sizes):
-                # A rank that was given nothing asks for nothing more, so this round is the last one for all.
+                # A rank that got nothing asks for nothing more, so this round is the last one for all.
                 if rounds is not None and next(rounds, END) is not END:
                     raise ConfigurationError(
-                        f"dispatch_batches=True: a batch of {count} came for {ranks} ranks, and more after it. Give batches of at least "
-                        f"{ranks} samples, or leave even_batches at True."
+                        f"dispatch_batches=True: a batch of {count} came for {ranks} ranks, and more after it. Give "
+                        f"batches of at least {ranks} samples, or leave even_batches at True."
                     )
                 return
 
     def _rounds(self) -> Iterator[Any]:
-        """What is handed out at once, and how many of its samples are no repeats."""
+        """Batches for all ranks, and how many samples of each are no repeats."""
         batches, first, ranks = iter(self.loader), None, self.strategy.data_size
         while drawn := list(itertools.islice(batches, self.each)):
             whole = join(drawn)
@@ -216,6 +216,6 @@ def join(batches: list[Any]) -> Any:
         parts = [join(list(column)) for column in zip(*batches, strict=True)]
         return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
     raise ConfigurationError(
-        f"dispatch_batches=True shares out tensors, and a batch holds {kind_of(first)}: let every rank read its own share, "
-        "with dispatch_batches=False."
+        f"dispatch_batches=True splits tensors over the ranks, and a batch holds {kind_of(first)}: let every rank read "
+        "its own part, with dispatch_batches=False."
     )

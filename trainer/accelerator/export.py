@@ -1,4 +1,4 @@
-"""Weights for others: safetensors split by size with an index, and the one pickle that Leyden writes, of tensors alone."""
+"""Weights for other tools: safetensors split by size, with an index; and Leyden's only pickle, of tensors alone."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def check_object(obj: Any) -> None:
     """Every rank calls this before one of them writes, so that all of them stop.
 
     Raises:
-        ConfigurationError: if it is no nest of tensors and plain values, which alone load without running code.
-        ShardPickleError: if it holds shards. They are not gathered here: scripts call `save` on the main rank alone, too, and
-            that rank would wait for ever.
+        ConfigurationError: if it holds anything but tensors and plain values, which alone load without running code.
+        ShardPickleError: if it holds shards. They are not gathered here: some scripts call `save` on the main rank
+            alone, which would wait for ever.
     """
     if isinstance(obj, nn.Module):
         raise ConfigurationError(
@@ -129,8 +129,8 @@ def check_object(obj: Any) -> None:
     where = _not_plain(obj, "obj")
     if where is not None:
         raise ConfigurationError(
-            f"save writes tensors and plain values, and {where}, which could only be loaded by running code: take it out, or "
-            "register it for save_state with register_for_checkpointing."
+            f"save writes tensors and plain values, and {where}, which could only be loaded by running code: take it "
+            "out, or register it for save_state with register_for_checkpointing."
         )
     map_tensors(obj, _refuse_part)
 
@@ -139,14 +139,14 @@ def _refuse_part(tensor: Tensor) -> Tensor:
     if is_part(tensor):
         raise ShardPickleError(
             f"save was given a tensor of the shape {tuple(tensor.shape)} that is sharded over the ranks. Call state = "
-            "accelerator.get_state_dict(model) on every rank, then accelerator.save(state, path); or accelerator.save_model(model, "
-            "folder)."
+            "accelerator.get_state_dict(model) on every rank, then accelerator.save(state, path); or "
+            "accelerator.save_model(model, folder)."
         )
     return tensor
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> None:
-    """Writes what a file's name asks for, of an object that was checked."""
+    """Writes an object, which was checked, in the format that the file's suffix asks for."""
     target = Path(path)
     safe = target.suffix == ".safetensors" if safe is None else safe
     target.parent.mkdir(parents=True, exist_ok=True)

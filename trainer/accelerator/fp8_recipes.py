@@ -1,4 +1,4 @@
-"""The recipes of fp8 that an Accelerator takes among its `kwargs_handlers`, under the names that Hugging Face Accelerate gave them."""
+"""The fp8 recipes among an Accelerator's `kwargs_handlers`, under the names of Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class AORecipeKwargs(KwargsHandler):
 
     Attributes:
         config: a `Float8LinearConfig` of torchao.
-        module_filter_func: of (module, name): whether a Linear is converted; all but the first and the last if left out.
+        module_filter_func: takes (module, name) and says whether a Linear is converted; by default all but the first
+            and the last are.
         pad_inner_dim: as of `Float8Precision`.
         enable_fsdp_float8_all_gather: as of `Float8Precision`.
 

@@ -84,7 +84,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of a filled last global batch that are no repeats; 0 for a batch without repeats, -1 outside a loader."""
+        """Samples of a filled last global batch that are no repeats; 0 where none are repeats, -1 outside a loader."""
         active = self.active_dataloader
         if active is None:
             return -1

@@ -1,4 +1,4 @@
-"""PreparedLoader: a loader of the user's own loop, for this rank and its device, whose place is saved and found again."""
+"""PreparedLoader: a loader of the user's own loop, for this rank and device, that saves its place and resumes there."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ State = dict[str, Any]
 
 
 class PreparedLoader:
-    """A loader as `Accelerator.prepare` gives it. What is not here is the loader's own: `dataset`, `collate_fn`, ….
+    """A loader as `Accelerator.prepare` returns it. Other attributes are the loader's own: `dataset`, `collate_fn`, ….
 
     After `load_state` its next pass continues at the checkpoint's place.
 
@@ -50,7 +50,7 @@ class PreparedLoader:
         self.pending: State | None = None
         """The place of a checkpoint, from which the next pass starts."""
         self.samples: list[tuple[int, int]] | None = None
-        """For each rank: samples in the batch that was given last, and how many of them are no repeats; None if all."""
+        """For each rank: samples in the last batch, and how many of them are no repeats; None if none is."""
         self._rows: set[int] = set()
         self._stepping = stepping
         self._move = move
@@ -99,10 +99,10 @@ class PreparedLoader:
         return self.position < batches.batches_of(len(batches.sampler))  # type: ignore[arg-type]
 
     def rows_of_samples(self, rows: int) -> int:
-        """Of a tensor's rows those that stand for samples, on one process.
+        """The number of a tensor's rows that stand for samples, on one process.
 
-        A loss that a script repeats for each sample of a full batch has too many rows in a last batch that is shorter. Several
-        rows for each sample may come to the same number: these came with the full batches, too.
+        A loss that a script repeats for each sample of a full batch has too many rows in a last batch that is shorter.
+        Several rows for each sample may come to the same number: these came with the full batches, too.
 
         Args:
             rows: of a tensor that belongs to the batch that was given last.
@@ -118,7 +118,7 @@ class PreparedLoader:
         return rows if rows != size or several else here
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the next pass, told to whatever of sampler and data set has `set_epoch`."""
+        """Sets the number of the next pass, which sampler and data set get by their own `set_epoch`."""
         self.iteration = epoch
 
     def exchange(self, loader: Iterable[Any]) -> None:
@@ -217,8 +217,8 @@ class PreparedLoader:
     def _check_end(self, total: int | None) -> None:
         if total is not None:
             warnings.warn(
-                f"the loader says that it has {total} batches and ended after {self.position}: give it the right length, or "
-                "none at all.",
+                f"the loader says that it has {total} batches and ended after {self.position}: give it the right "
+                "length, or none at all.",
                 stacklevel=3,
             )
 
@@ -235,7 +235,7 @@ class PreparedLoader:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Takes what `state_dict` gave."""
+        """Loads what `state_dict` returned."""
         self.iteration = state["iteration"]
         self.pending = None
         if state["place"] is not None:
@@ -283,8 +283,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
     Args:
         dataloader: prepared or not.
-        num_batches: the place in the epoch, from its start. After `load_state` it is the very place at which the checkpoint
-            stands, so nothing is skipped twice.
+        num_batches: the place in the epoch, from its start. After `load_state` it is the very place at which the
+            checkpoint stands, so nothing is skipped twice.
 
     Example:
         >>> list(skip_first_batches([1, 2, 3], 2))

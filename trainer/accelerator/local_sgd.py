@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Within the block gradients are not exchanged; weights are averaged after every `local_sgd_steps` steps, and at the end.
+    """Exchanges no gradients within the block, and averages the weights every `local_sgd_steps` steps and at its end.
 
     Source: Zhang, De Sa, Mitliagkas, Ré: Parallel SGD: When does averaging help? (2016).
 

@@ -26,7 +26,7 @@ def release_memory(*objects: Any) -> list[None]:
     """Frees what is no longer referenced, and empties the device's cache.
 
     Args:
-        *objects: what is to be freed; the caller must overwrite its own references with what is returned.
+        *objects: to be freed; the caller must overwrite its own references with the returned values.
 
     Returns:
         As many None as there are objects.
@@ -56,21 +56,22 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorator: calls a function with a batch size, and again with half of it each time memory runs out.
 
-    On several ranks, one that runs out leaves others waiting for it in a collective. So all ranks are started anew, and come to the
-    function with the smaller size: what stands before it runs again. That needs a launcher that starts ranks again, on one machine:
-    `leyden launch`, a Trainer in a script that starts its ranks, `notebook_launcher`, or a strategy that forks or spawns them.
+    On several ranks, one that runs out leaves the others waiting for it in a collective. So all ranks restart, run what
+    stands before the function again, and reach it with the smaller size. That needs a launcher that restarts ranks, on
+    one machine: `leyden launch`, a Trainer in a script that starts its ranks, `notebook_launcher`, or a strategy that
+    forks or spawns them.
 
     Args:
         function: its first argument is the batch size.
         starting_batch_size: of the first attempt.
-        reduce_batch_size_fn: gives the next size; half of the last one if left out. On several ranks it is called anew for each size
-            that was given up, so it must not depend on anything else.
-        accelerator: its `gradient_accumulation_steps` grow as the batch shrinks, so that a step keeps its number of samples.
-            Ours.
+        reduce_batch_size_fn: returns the next size; half of the last one if left out. After a restart it is called once
+            for each size that was given up, so it must not depend on anything else.
+        accelerator: its `gradient_accumulation_steps` grow as the batch shrinks, so that a step keeps its number of
+            samples. Ours.
 
     Raises:
-        ConfigurationError: if the function takes no batch size, or was called with one; on several ranks that nobody would start
-            again (of torchrun, srun, or several machines).
+        ConfigurationError: if the function takes no batch size, or was called with one; on several ranks that nobody
+            would restart (those of torchrun, srun, or several machines).
         RuntimeError: if not even a batch of 1 fits.
 
     Example:
@@ -135,10 +136,11 @@ class _Sizes:
         place = rank_environment()
         if place is not None and place.world_size > 1 and not starts_again():
             raise ConfigurationError(
-                f"find_executable_batch_size on {place.world_size} ranks of {place.starter}: if one of them runs out of memory, all "
-                "must be started anew, which only `leyden launch` (on one machine), notebook_launcher and a Trainer that starts its "
-                f"ranks itself do. Start with `leyden launch --num_processes {place.world_size} script.py`, or find the size there, and "
-                f"call {self._function.__name__} with it here, without the decorator."
+                f"find_executable_batch_size on {place.world_size} ranks of {place.starter}: if one of them runs out "
+                "of memory, all must be started anew, which only `leyden launch` (on one machine), notebook_launcher "
+                "and a Trainer that starts its ranks itself do. Start with `leyden launch --num_processes "
+                f"{place.world_size} script.py`, or find the size there, and call {self._function.__name__} with it "
+                "here, without the decorator."
             )
         while self._given_up < given_up(self._name):
             self._next()
@@ -150,8 +152,8 @@ class _Sizes:
         if place is None or place.world_size == 1 or self.size <= 0:
             return
         print(
-            f"leyden: {self._function.__name__} does not fit into the memory of rank {place.rank} with batch size {last} ({failed}). "
-            f"All ranks are started anew with {self.size}.",
+            f"leyden: {self._function.__name__} does not fit into the memory of rank {place.rank} with batch size "
+            f"{last} ({failed}). All ranks are started anew with {self.size}.",
             file=sys.stderr,
             flush=True,
         )
@@ -172,5 +174,6 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
         raise ConfigurationError(f"{function.__name__} takes no batch size: give it one as its first argument.")
     if len(args) >= len(names):
         raise ConfigurationError(
-            f"{function.__name__} was called with a batch size, which find_executable_batch_size gives it: leave it out."
+            f"{function.__name__} was called with a batch size, which find_executable_batch_size gives it: leave it "
+            "out."
         )

@@ -1,4 +1,4 @@
-"""What an Accelerator's arguments mean: each has an effect, or is refused with what to use instead."""
+"""Checks an Accelerator's arguments: each has an effect, or is refused with what to use instead."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Options:
         return found
 
     def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
-        """The plugin of a run that is sharded, also by a strategy's name or a launch: what others read of it, as it is carried out."""
+        """The plugin that describes to libraries how a run is sharded, also by a strategy's name or a launch."""
         settings = getattr(strategy, "settings", None)
         if not isinstance(settings, Mapping) or "reshard_after_forward" not in settings:
             return None
@@ -114,7 +114,7 @@ class Options:
         )
 
     def converts_outputs(self, strategy: Strategy) -> bool:
-        """What models return in half precision is converted to float32; an engine's own outputs are left, as elsewhere."""
+        """True where half-precision outputs become float32. DeepSpeed's engine leaves its own, as in Accelerate."""
         return self._converts_outputs and isinstance(strategy.precision, MixedPrecision) and not strategy.drives_one
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -141,7 +141,8 @@ class Options:
             self.deepspeed = plugin_for(strategy)
         if self.accumulation.sync_each_batch and strategy.drives_one:
             raise ConfigurationError(
-                f"sync_each_batch=True cannot go with {strategy.name}, whose engine says when gradients are sent: leave it out."
+                f"sync_each_batch=True cannot go with {strategy.name}, whose engine decides when gradients are sent: "
+                "leave it out."
             )
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
@@ -159,7 +160,7 @@ class Options:
 
 
 def _fill(given: dict[str, Any]) -> None:
-    """What `leyden launch` says takes the place of what the script left at its default, and rank 0 says so."""
+    """Fills arguments that the script left at their defaults with those of `leyden launch`; rank 0 prints which."""
     launched = read_launched()
     if launched is None:
         return
@@ -215,7 +216,8 @@ def _accumulation(given: dict[str, Any]) -> GradientAccumulationPlugin:
     if plugin is not None:
         if steps not in (1, plugin.num_steps):
             raise ConfigurationError(
-                f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin of {plugin.num_steps}: give one of them."
+                f"gradient_accumulation_steps={steps} and a GradientAccumulationPlugin of {plugin.num_steps}: give one "
+                "of them."
             )
         return replace(plugin)
     variable = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")

@@ -51,7 +51,8 @@ class ParallelismConfig:
                 raise ConfigurationError(f"ParallelismConfig({name}={text}): give a whole number from 1.")
             if name in NOT_YET and int(text) > 1:
                 raise ConfigurationError(
-                    f"ParallelismConfig({name}={text}): {NOT_YET[name]} parallelism is not part of this version. Leave it out."
+                    f"ParallelismConfig({name}={text}): {NOT_YET[name]} parallelism is not part of this version. Leave "
+                    "it out."
                 )
             setattr(self, name, int(text))
 
@@ -123,6 +124,6 @@ class ParallelismConfig:
         """Raises ConfigurationError where the sizes do not make up the ranks there are."""
         if self.total_size not in (1, ranks):
             raise ConfigurationError(
-                f"ParallelismConfig makes up {self.total_size} ranks ({self.replicas} × {self.shards}), and there are {ranks}: "
-                "dp_replicate_size × dp_shard_size must be their number."
+                f"ParallelismConfig makes up {self.total_size} ranks ({self.replicas} × {self.shards}), and there are "
+                f"{ranks}: dp_replicate_size × dp_shard_size must be their number."
             )

@@ -25,8 +25,8 @@ class DataLoaderConfiguration:
         split_batches: a loader's batch_size is that of all ranks together, each of which takes its part.
         dispatch_batches: rank 0 alone reads the data and hands the batches out; None and False let every rank read its
             own share, of iterable data too.
-        even_batches: fill the last batches with samples from the start of the epoch, so that every rank has as many batches of
-            the same size; `gather_for_metrics` drops the repeats.
+        even_batches: fill the last batches with samples from the start of the epoch, so that every rank has as many
+            batches of the same size; `gather_for_metrics` drops the repeats.
         use_seedable_sampler: shuffle by `data_seed` and epoch alone, whatever else draws random numbers.
         data_seed: seed of that order; torch's initial seed if left out.
         non_blocking: let copies to the device run beside the host; they do so anyway where it helps (cuda, xpu).
@@ -51,8 +51,8 @@ class GradientAccumulationPlugin:
     """How batches make one optimizer step.
 
     Attributes:
-        num_steps: batches of a step, 1 or more; the last step of an epoch has those that are left, and is divided by their
-            number.
+        num_steps: batches of a step, 1 or more; the last step of an epoch has those that are left, and is divided by
+            their number.
         adjust_scheduler: let torch's check of the order of steps count the batches of a window too.
         sync_with_dataloader: a step is made at the end of a loader, however many batches it has; False keeps counting
             in the next epoch.
@@ -258,8 +258,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.init_method is not None:
             raise ConfigurationError(
-                "InitProcessGroupKwargs(init_method=…): ranks meet where torchrun, srun or leyden launch say, by MASTER_ADDR and "
-                "MASTER_PORT. Leave it out."
+                "InitProcessGroupKwargs(init_method=…): ranks meet where torchrun, srun or leyden launch say, by "
+                "MASTER_ADDR and MASTER_PORT. Leave it out."
             )
 
 
@@ -338,8 +338,8 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         if self.use_regional_compilation:
             raise ConfigurationError(
-                "TorchDynamoPlugin(use_regional_compilation=True): FSDPStrategy(compile=True) compiles block by block; or call "
-                "block.compile() on each before prepare."
+                "TorchDynamoPlugin(use_regional_compilation=True): FSDPStrategy(compile=True) compiles block by "
+                "block; or call block.compile() on each before prepare."
             )
 
     def arguments(self) -> dict[str, Any]:
@@ -358,7 +358,8 @@ class FullyShardedDataParallelPlugin:
     What is left at None keeps the strategy's default. `build` refuses a value that FSDP2 cannot have, with the reason.
 
     Attributes:
-        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", …, Accelerate's number, or torch's ShardingStrategy.
+        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", …, Accelerate's number, or torch's
+            ShardingStrategy.
         reshard_after_forward: free gathered parameters after forward.
         backward_prefetch: "BACKWARD_PRE" is what FSDP2 does; others warn.
         mixed_precision_policy: torch's policy, in place of the one that follows from the precision.
@@ -443,7 +444,7 @@ class Handlers:
         return self._found.get(kind)
 
 
-# the words that arguments are made of ------------------------------------------------------------------------------------
+# the words that arguments are made of ---------------------------------------------------------------------------------
 class Word(str, Enum):
     """An enum whose members are text."""
 

@@ -102,8 +102,8 @@ class Preparing:
             return
         if not self._stepping.bare_models and not any(isinstance(entry, nn.Module) for entry in objects):
             raise ConfigurationError(
-                f"an optimizer was prepared before its model, and {self._strategy.name} makes its engine of both: prepare them "
-                "in one call, or the model first."
+                f"an optimizer was prepared before its model, and {self._strategy.name} makes its engine of both: "
+                "prepare them in one call, or the model first."
             )
         loaders = [*(entry for entry in objects if is_loader(entry)), *self.loaders]
         settle(self._stepping, self._options, steps, loaders)
@@ -128,9 +128,9 @@ class Preparing:
             return self._placed(module, moves)
         if strategy.drives_one and stepping.bare_models:
             raise ConfigurationError(
-                f"{type(module).__name__} is a second model, and {strategy.name}'s engine drives one: make them parts of one "
-                "module, use strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one that is not "
-                "trained."
+                f"{type(module).__name__} is a second model, and {strategy.name}'s engine drives one: make them parts "
+                "of one module, use strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one "
+                "that is not trained."
             )
         bare = strategy.setup_modules([module])[0] if moves else strategy.precision.convert_module(module)
         strategy.modules = [*before, bare]
@@ -159,8 +159,8 @@ class Preparing:
         wrong = [device for device in there if device.type not in ("cpu", "meta") and device != here]
         if wrong and moves:
             raise ConfigurationError(
-                f"a model is on {wrong[0]}, and this rank's device is {here}: leave out .to(...) before prepare, or give "
-                "Accelerator(device_placement=False)."
+                f"a model is on {wrong[0]}, and this rank's device is {here}: leave out .to(...) before prepare, or "
+                "give Accelerator(device_placement=False)."
             )
 
     # optimizers and schedulers ----------------------------------------------------------------------------------------
@@ -192,7 +192,8 @@ class Preparing:
         own = [entry for entry in self._stepping.prepared_optimizers if owner is entry or owner is entry.optimizer]
         if owner is not None and not own:
             warnings.warn(
-                f"{kind_of(given)} was prepared whose optimizer is not: prepare the optimizer too, before or in the same call.",
+                f"{kind_of(given)} was prepared whose optimizer is not: prepare the optimizer too, before or in the "
+                "same call.",
                 stacklevel=4,
             )
         with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.ranks.world_size
@@ -251,7 +252,7 @@ def is_scheduler(entry: Any) -> bool:
 
 
 def is_loader(entry: Any) -> bool:
-    """torch's loaders and their like, and combined loaders. A list of batches might hold anything, and is left alone."""
+    """torch's loaders and their like, and combined loaders; not a list, which might hold anything."""
     if isinstance(entry, (PreparedLoader, Composite, DataLoader)):
         return True
     return isinstance(entry, Iterable) and hasattr(entry, "dataset")
@@ -265,7 +266,7 @@ def _move_state(given: Optimizer) -> None:
                 given.state[parameter][key] = value.to(parameter.device)
 
 
-# the forward of a prepared model ----------------------------------------------------------------------------------------
+# the forward of a prepared model --------------------------------------------------------------------------------------
 def run_in_context(
     module: nn.Module, context: Callable[[], AbstractContextManager[Any]], outputs_in_float32: bool = False
 ) -> None:

@@ -17,8 +17,8 @@ from leyden.strategies.launch.environment import rank_environment
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger whose calls take two arguments more.
 
-    `main_process_only` (True): only the main rank logs. `in_order` (False): all ranks log, one after the other; every rank must
-    make the call.
+    `main_process_only` (True): only the main rank logs. `in_order` (False): all ranks log, one after the other; every
+    rank must make the call.
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:

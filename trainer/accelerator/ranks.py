@@ -144,8 +144,8 @@ class PartialState:
         """Raises where a collective is called in a function that other ranks do not run."""
         if self._alone and self.num_processes > 1:
             raise ConfigurationError(
-                f"{name} was called on one rank only, in {self._alone}: every rank must call it, so call it outside, and "
-                "use its result there."
+                f"{name} was called on one rank only, in {self._alone}: every rank must call it, so call it outside, "
+                "and use its result there."
             )
 
     # some ranks alone -------------------------------------------------------------------------------------------------
@@ -300,9 +300,9 @@ def check_started(strategy: Strategy) -> None:
     """Raises ConfigurationError where ranks are planned that nobody has started."""
     if strategy.ranks.are_planned:
         raise ConfigurationError(
-            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, and your own training loop runs on ranks that are "
-            f"there already: start the script with `leyden launch --num_processes {strategy.ranks.world_size} …` or torchrun, or "
-            "call its function through notebook_launcher."
+            f"strategy={strategy.name!r} plans {strategy.ranks.world_size} ranks, and your own training loop runs on "
+            "ranks that are there already: start the script with `leyden launch --num_processes "
+            f"{strategy.ranks.world_size} …` or torchrun, or call its function through notebook_launcher."
         )
 
 

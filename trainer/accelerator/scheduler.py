@@ -62,7 +62,8 @@ class PreparedScheduler:
         if not self._told_of_end:
             self._told_of_end = True
             warnings.warn(
-                f"{type(self.scheduler).__name__} has done its total_steps={total}; the learning rate stays where it is.",
+                f"{type(self.scheduler).__name__} has done its total_steps={total}; the learning rate stays where it "
+                "is.",
                 stacklevel=4,
             )
 

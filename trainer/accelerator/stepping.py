@@ -1,4 +1,4 @@
-"""The step of the user's own loop: accumulation windows, backward, clipping, and optimizers that step as a window closes."""
+"""The step of the user's own loop: accumulation windows, backward, clipping, and when optimizers step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class Stepping(Engine):
     """The engine under a loop that the user writes.
 
-    `accumulate` opens a batch of a window, `backward` adds to its gradients, and the prepared optimizers step in the batch that
-    closes it. A prepared loader says when a pass begins, when a batch is done with, and when the pass ends.
+    `accumulate` opens a batch of a window, `backward` adds to its gradients, and the prepared optimizers step in the
+    batch that closes it. A prepared loader says when a pass begins, when a batch is done with, and when the pass ends.
 
     Args:
         options: the Accelerator's arguments.
@@ -127,7 +127,7 @@ class Stepping(Engine):
         return self.window.is_open and not (self._in_window and self.window.closes)
 
     def after_window(self, action: Callable[[], Any]) -> None:
-        """Runs an action, in place of one that waits already, once this window is closed and its last batch done with."""
+        """Runs an action once this window is closed and its last batch done with; only the last one asked for."""
         self._waiting = action
 
     def run_waiting(self) -> None:
@@ -205,8 +205,8 @@ class Stepping(Engine):
         self.flush_scaler()
         if num_items is not None and self._is_settled and window.index > 0:
             raise ConfigurationError(
-                "backward(num_items=…) came after this window's gradients were divided by its items: call it once for each "
-                "batch, or before the first optimizer steps."
+                "backward(num_items=…) came after this window's gradients were divided by its items: call it once for "
+                "each batch, or before the first optimizer steps."
             )
         if num_items is not None or window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, window)
@@ -281,7 +281,7 @@ class Stepping(Engine):
         return chosen
 
     def unscale(self, optimizer: Any) -> None:
-        """Brings the gradients of one optimizer, of several, or of all (None) to their true scale as the window closes."""
+        """Brings the gradients of one, several or all (None) optimizers to their true scale as the window closes."""
         if not self.window.closes:
             return
         self._settle()

@@ -1,4 +1,4 @@
-"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's names and interface, and the user's own classes."""
+"""Trackers of the user's own loop: the Trainer's loggers under Accelerate's interface, and the user's own classes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,13 @@ class LoggerTracker(GeneralTracker):
             )
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Records images: arrays of the shape (N, C, H, W) with 1 or 3 channels, or (N, H, W, C); `dataformats=` says which."""
+        """Records images.
+
+        Args:
+            values: arrays of the shape (N, C, H, W) with 1 or 3 channels, or (N, H, W, C).
+            step: of the run.
+            **kwargs: `dataformats="NHWC"` says which shape it is, where both would fit.
+        """
         if hasattr(self.logger, "log_image"):
             for key, images in values.items():
                 self.logger.log_image(key, list(images), step, **kwargs)
@@ -234,8 +240,8 @@ def chosen(log_with: Any) -> list[Any]:
             found.append(entry)
         else:
             raise ConfigurationError(
-                f"log_with holds {entry!r}: give names ({', '.join(LOGGERS)}, 'all'), loggers such as CSVLogger(), or objects of a "
-                "subclass of GeneralTracker."
+                f"log_with holds {entry!r}: give names ({', '.join(LOGGERS)}, 'all'), loggers such as CSVLogger(), or "
+                "objects of a subclass of GeneralTracker."
             )
     return list(dict.fromkeys(found))
 
@@ -245,7 +251,8 @@ def _check_complete(entry: Any) -> None:
     if isinstance(entry, type) and inspect.isabstract(entry):
         missing = " and ".join(sorted(entry.__abstractmethods__))  # type: ignore[attr-defined]
         raise ConfigurationError(
-            f"log_with holds the class {entry.__name__}, which has no {missing}: write def log(self, values, step=None, **kwargs)."
+            f"log_with holds the class {entry.__name__}, which has no {missing}: write def log(self, values, "
+            "step=None, **kwargs)."
         )
     if isinstance(entry, GeneralTracker) and not entry.name:
         raise ConfigurationError(
@@ -320,16 +327,16 @@ class Trackers:
 
     Args:
         log_with: names, classes, loggers and trackers, as the Accelerator was given them.
-        ranks: the main one writes.
+        state: says whether this is the main rank, which writes.
 
     Attributes:
         running: the trackers themselves, from `begin` on.
     """
 
-    def __init__(self, log_with: Any, ranks: PartialState) -> None:
+    def __init__(self, log_with: Any, state: PartialState) -> None:
         self.log_with = chosen(log_with)
         self.running: list[GeneralTracker] = []
-        self._ranks = ranks
+        self._state = state
 
     def begin(
         self,
@@ -339,14 +346,14 @@ class Trackers:
         init_kwargs: Mapping[str, Any],
     ) -> None:
         """Begins the run in every tracker; see `Accelerator.init_trackers`."""
-        self.running = build(self.log_with, project_name, logging_dir, init_kwargs, self._ranks.is_main_process)
+        self.running = build(self.log_with, project_name, logging_dir, init_kwargs, self._state.is_main_process)
         for tracker in self._writing():
             tracker.start()
             if config is not None:
                 tracker.store_init_configuration(dict(config))
 
     def _writing(self) -> list[GeneralTracker]:
-        return [tracker for tracker in self.running if self._ranks.is_main_process or not tracker.main_process_only]
+        return [tracker for tracker in self.running if self._state.is_main_process or not tracker.main_process_only]
 
     def find(self, name: str, unwrap: bool) -> Any:
         """A tracker by its name; see `Accelerator.get_tracker`."""

@@ -1,4 +1,4 @@
-"""The functions of `accelerate.utils`, by their names and arguments: what ranks exchange without an Accelerator at hand."""
+"""The functions of `accelerate.utils`, for what ranks exchange without an Accelerator at hand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         with torch.no_grad():
             return part.copy_(collectives.broadcast(part.detach(), from_process))
 
-    return map_tensors(tensor, one) if collectives.ranks.num_processes > 1 else tensor
+    return map_tensors(tensor, one) if collectives.state.num_processes > 1 else tensor
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -130,8 +130,8 @@ def save(
 ) -> None:
     """See `Accelerator.save`."""
     check_object(obj)
-    ranks = world().ranks
-    if ranks.is_local_main_process if save_on_each_node else ranks.is_main_process:
+    state = world().state
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
         save_object(obj, f, safe_serialization or None)
 
 
@@ -140,7 +140,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     from tqdm.auto import tqdm as bar
 
     if main_process_only and "disable" not in kwargs:
-        kwargs["disable"] = not world().ranks.is_local_main_process
+        kwargs["disable"] = not world().state.is_local_main_process
     return bar(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ VARIABLES = ("LEYDEN_DEBUG", "ACCELERATE_DEBUG_MODE")
 TIMEOUT = "LEYDEN_DEBUG_TIMEOUT"
 SECONDS = 20.0
 """How long ranks wait for each other at a collective before the missing ones are named."""
-_ROOMS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOMS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class CollectiveError(LeydenError):

@@ -1,4 +1,4 @@
-"""fp8 in a loop of one's own: the Trainer's numbers, the recipes of Accelerate's scripts, and what `leyden launch` describes."""
+"""fp8 in a loop that the user writes: the Trainer's numbers, Accelerate's recipes, and what a launch describes."""
 
 from __future__ import annotations
 

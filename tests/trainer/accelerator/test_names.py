@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -41,27 +43,17 @@ from leyden.utils import (
     tqdm,
 )
 
-MODULES = (
-    "accelerator",
-    "big_modeling",
-    "data_loader",
-    "launchers",
-    "local_sgd",
-    "logging",
-    "optimizer",
-    "parallelism_config",
-    "scheduler",
-    "state",
-    "tracking",
-    "utils",
-)
 
-
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", leyden._MODULES)
 def test_every_name_of_a_module_is_there(name: str) -> None:
     module = importlib.import_module(f"leyden.{name}")
     assert all(getattr(module, entry) is not None for entry in module.__all__)
-    assert getattr(leyden, name) is module
+    assert operator.attrgetter(name)(leyden) is module
+
+
+def test_the_modules_are_those_of_accelerate() -> None:
+    pytest.importorskip("accelerate")
+    assert all(importlib.util.find_spec(f"accelerate.{name}") is not None for name in leyden._MODULES)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +71,14 @@ def test_every_name_of_a_module_is_there(name: str) -> None:
         ("from leyden.utils import dtype_byte_size", "from_pretrained"),
         ("from leyden.state import is_initialized", "is_initialized"),
         ("from leyden.big_modeling import dispatch_model", "from_pretrained"),
+        ("from leyden.hooks import add_hook_to_module", "register_forward_hook"),
+        ("from leyden.hooks import AlignDevicesHook", "from_pretrained"),
+        ("from leyden.checkpointing import save_accelerator_state", r"accelerator\.save_state"),
+        ("from leyden.inference import prepare_pippy", "from_pretrained"),
+        ("from leyden.utils.memory import clear_device_cache", "release_memory"),
+        ("from leyden.utils.modeling import get_balanced_memory", "from_pretrained"),
+        ("from leyden.utils.constants import FSDP_SHARDING_STRATEGY", "write the words out"),
+        ("from leyden.utils.other import convert_bytes", "a line of your own"),
         ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
     ],
 )

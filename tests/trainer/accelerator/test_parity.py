@@ -192,7 +192,7 @@ class Stream(torch.utils.data.IterableDataset[Any]):
 
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_short_last_window_is_divided_by_its_length(sized: bool) -> None:
-    """7 batches by 4: gradients of a window are the mean over its batches, whether the loader knows its length or not."""
+    """7 batches by 4: a window's gradients are the mean over its batches, with or without a loader's length."""
     data: Any = numbers(7) if sized else Stream()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = nn.Linear(4, 1)

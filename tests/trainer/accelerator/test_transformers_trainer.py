@@ -19,7 +19,8 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from leyden import Accelerator
 
-shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+shape |= {"bos_token_id": 0, "eos_token_id": 0}
 plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 rows = torch.randint(64, (32, 8), generator=torch.Generator().manual_seed(1))
 data = [{"input_ids": row, "labels": row} for row in rows]

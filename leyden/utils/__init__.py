@@ -1,4 +1,4 @@
-"""The names of `accelerate.utils`, for scripts that import from there: the first word of the import is all that changes."""
+"""The names of `accelerate.utils`, for scripts that import from there: only the import's first word changes."""
 
 from __future__ import annotations
 
