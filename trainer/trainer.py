@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from leyden.callbacks.base import Callback
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.launch.environment import rank_environment
 from leyden.trainer.arguments import resolve
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine import debugging
@@ -206,7 +208,7 @@ class Trainer(TrainerView):
             state=RunState(),
             progress=Progress(),
         )
-        self.strategy.check_settings(plan.settings_of(self))
+        self.strategy.check_settings(plan.settings_of(self._run))
 
     # what users call --------------------------------------------------------------------------------------------------
     def fit(
@@ -321,7 +323,7 @@ class Trainer(TrainerView):
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
         """
         keeps = keeping(return_predictions, gather)
-        module, loaders, datamodule = to_evaluate(self, "predict", model, dataloaders, datamodule)
+        module, loaders, datamodule = to_evaluate(self._run, "predict", model, dataloaders, datamodule)
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         result: list[Any] | None = self._carry_out("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
@@ -378,7 +380,7 @@ class Trainer(TrainerView):
                 f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a Trainer of its own."
             )
         if self.strategy.ranks.are_planned:
-            return launching.launch(self, stage, model, datamodule, goal, keeps, **loaders)
+            return self._launch(stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
         self.strategy.setup_environment()
         goal = checkpoints.settled(self, goal)
@@ -395,7 +397,9 @@ class Trainer(TrainerView):
                     self._fit = loop = FitLoop(self)
                     loop.restored = self._prepare_fit(run, goal, saved)
                     loop.run()
-                    self._finish_fit(run, loop)
+                    # What ckpt_path="current" resumes.
+                    self._kept = checkpoints.rank_state(self, loop, run.progress)
+                    run.hooks.fire_all("on_fit_end")
                 elif stage == "predict":
                     found = run.loaders.evaluation("predict")
                     result = PredictionLoop(self, found, keeps).predict() if found else []
@@ -403,11 +407,36 @@ class Trainer(TrainerView):
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
                     found = run.loaders.evaluation(kind)
                     result = EvaluationLoop(self, name, found).run() if found else []  # type: ignore[arg-type]
-                ending.in_order(self, stage)
+                ending.in_order(run, partial(self._last_words, run))
             except BaseException as error:
-                ending.by_error(self, error)
+                ending.by_error(run, error, (run.module, self, *run.callbacks))
                 raise
         return result
+
+    def _launch(self, stage: str, model: nn.Module, datamodule: DataModule | None, *run: Any, **loaders: Any) -> Any:
+        """Starts the ranks, which carry out the run; takes over what it came to."""
+        goal: checkpoints.Goal = run[0]
+        if goal.continues and self.strategy.ranks.start_method != "script":
+            raise ConfigurationError(
+                "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: save a checkpoint "
+                "and give its path."
+            )
+        module, _ = unwrapped(model)
+        found = launching.launch(self.strategy.ranks, self._on_rank, (stage, model, datamodule, *run), loaders)
+        launching.take_over(module, self.callbacks, found)
+        module._join(self)
+        self._run.take_over(module, found)
+        self.last_checkpoint = found["last_checkpoint"]
+        return found["result"]
+
+    def _on_rank(self, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
+        """Carries out the run on a rank that was forked or spawned; rank 0 sends back what came of it."""
+        self.strategy.ranks.take_place(rank_environment())
+        # Those that the other process knows; a `setup` may add others.
+        callbacks = list(self.callbacks)
+        result = self._carry_out(*run, **loaders)
+        found = launching.sent_back(self._run, callbacks, result, self.last_checkpoint)
+        return found if self.is_global_zero else None
 
     def _next_run(
         self,
@@ -469,7 +498,7 @@ class Trainer(TrainerView):
         module._join(self, run.logs)
         run.engine.prepare_module(module)
         run.transfer = transfer_of(self.strategy, module, datamodule, run.profiler)
-        differences.check_module(self, stage)
+        differences.check_module(self.strategy.ranks, stage, self.arguments, run.callbacks, module)
         saved = checkpoints.restore_weights(self, reader, goal)
         self.strategy.synchronize(module)
         return saved
@@ -492,13 +521,13 @@ class Trainer(TrainerView):
             if run.identity is not None:
                 run.identity = run.identity.with_optimizers(optimizers)
                 checkpoints.check_same_run(self, saved.reader, goal)
-            strategy.check_settings(plan.settings_of(self, len(optimizers)))
+            strategy.check_settings(plan.settings_of(run, len(optimizers)))
             strategy.precision.reset()
             engine.prepare_optimizers([module], optimizers)
             run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.make_schedulers()]
             warn_if_untrained(module, engine.optimizers)
             engine.check_parameters([module])
-            differences.check_optimizers(self)
+            differences.check_optimizers(engine, module, run.schedulers)
         else:
             engine.prepare_optimizers([module], engine.optimizers)
         run.hooks.fire_all("on_fit_start")
@@ -512,29 +541,22 @@ class Trainer(TrainerView):
             logger.log_hyperparams(hparams)
         return restored
 
-    def announce(self) -> None:
-        """Prints the five lines, once the training data is there, and gives all ranks the folder that the first one writes to."""
-        run, barebones = self._run, self.arguments.barebones
-        if self.world_size > 1 and not barebones:
-            if self.log_dir is None and self.is_global_zero:
-                for logger in self.loggers:
-                    # W&B names its folder when its run begins.
-                    _ = logger.experiment
-            run.writer_folder = self.strategy.ranks.broadcast(self.log_dir)
-        if not barebones:
-            self.print(plan.five_lines(self, run.origin))
-        if debugging.is_debugging():
-            debugging.tell(debugging.loader_facts(self.global_rank, run.loaders.train_loader))
-
-    def _finish_fit(self, run: Run, loop: FitLoop) -> None:
-        """Keeps what `ckpt_path="current"` resumes."""
-        self._kept = checkpoints.rank_state(self, loop, run.progress)
-        run.hooks.fire_all("on_fit_end")
+    def _last_words(self, run: Run) -> str | None:
+        """Why and where the fit ended; None after anything else."""
+        if run.state.stage != "fit":
+            return None
+        if run.signals.received is not None:
+            at = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
+            return f"\nstopped at step {self.global_step}, epoch {self.current_epoch}: {at}"
+        if self._fit is None or self.arguments.barebones:
+            return None
+        reason, seconds = self._fit.reason(), self._fit.seconds()
+        return plan.closing_lines(run.progress, self.checkpoint_callbacks, self.last_checkpoint, reason, seconds)
 
     def _teardown(self, run: Run, error: BaseException | None) -> None:
         assert run.state.stage is not None
         try:
-            ending.teardown(self, run.state.stage, error)
+            ending.teardown(run.hooks, run.datamodule, run.state.stage, error)
         finally:
             run.engine.teardown()
             run.state = RunState()
@@ -552,15 +574,18 @@ class Trainer(TrainerView):
         datamodule: Any,
         weights_only: Any,
     ) -> list[dict[str, float]]:
-        module, loaders, datamodule = to_evaluate(self, stage, model, dataloaders, datamodule)
+        module, loaders, datamodule = to_evaluate(self._run, stage, model, dataloaders, datamodule)
         goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
-        if verbose:
-            for values in results:
-                for name, value in values.items():
-                    self.print(f"{name:<24} {value:.6g}")
+        for values in results if verbose else ():
+            for name, value in values.items():
+                self.print(f"{name:<24} {value:.6g}")
         return results
+
+    def announce(self) -> None:
+        """Prints what runs where; see `Run.announce`."""
+        self._run.announce()
 
     def step_function(self, name: str) -> Callable[..., Any]:
         """A step of the module as the loop calls it: bare, compiled, profiled or checked for nan."""

@@ -310,8 +310,7 @@ class TrainerView:
         On a rank that does not write, it is what the first rank has told of its own. None until a logger such as W&B has made its
         folder.
         """
-        own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
-        return next(own, self._run.writer_folder if self.loggers else self.default_root_dir)
+        return self._run.log_dir
 
     @property
     def ckpt_path(self) -> str | None:

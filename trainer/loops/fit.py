@@ -404,8 +404,10 @@ class FitLoop:
         if (self.cursor is None or again) and self.trainer.limit_train_batches != 0:
             self.cursor, self.num_batches = self.trainer.loaders.training()
             self.count.shares = self.cursor.shares
-            check_batches(self.trainer.strategy, self.num_batches)
-            self.trainer.strategy.check_settings(settings_of(self.trainer, loader=self.trainer.loaders.train_loader))
+            check_batches(self.trainer.strategy.ranks, self.num_batches)
+            self.trainer.strategy.check_settings(
+                settings_of(self.trainer._run, loader=self.trainer.loaders.train_loader)
+            )
 
     def _limit_batches(self) -> None:
         """Sets the number of batches of this epoch: another one where it was started with global batches of another size."""

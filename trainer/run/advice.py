@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from leyden.trainer.given import in_known_names
 
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 
 def shapes_of(batch: Any) -> str:
@@ -29,9 +29,9 @@ def shapes_of(batch: Any) -> str:
     return type(batch).__name__
 
 
-def where(trainer: Trainer) -> str:
+def where(run: Run) -> str:
     """Where a run stands, in a few words."""
-    state, progress, logs = trainer.state, trainer.progress, trainer.logs
+    state, progress, logs = run.state, run.progress, run.logs
     trained = f"step {progress.global_step} (epoch {progress.epoch}, batch {progress.batch})"
     if state.pass_of is None:
         return f"{trained} in {state.stage}"
@@ -41,22 +41,22 @@ def where(trainer: Trainer) -> str:
     return f"{evaluated}, at {trained}" if state.stage == "fit" and not state.sanity_checking else evaluated
 
 
-def annotate(trainer: Trainer, error: BaseException, place: str) -> None:
+def annotate(run: Run, error: BaseException, place: str) -> None:
     """Adds to an error, whose type and words stay, where it happened, the shapes of the batch, and what to try.
 
     Args:
-        trainer: whose run it ends.
+        run: what it ends.
         error: from inside the loop; one from before it says by itself what is wrong.
-        place: where that was, by `where`; empty where the strategy tells it.
+        place: where that was, by `where`; empty where the strategy reports it.
     """
-    batch = trainer.logs.batch
-    trains = trainer.state.stage == "fit" and trainer.loaders.train_loader is not None
+    batch = run.logs.batch
+    trains = run.state.stage == "fit" and run.loaders.train_loader is not None
     if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
         return
     shapes = "" if batch is None else f"the batch was {shapes_of(batch)}"
-    told = "; ".join(part for part in (f"this was {place}" if place else "", shapes) if part)
-    if told:
-        add_note(error, f"leyden: {told}.")
+    note = "; ".join(part for part in (f"this was {place}" if place else "", shapes) if part)
+    if note:
+        add_note(error, f"leyden: {note}.")
     fix = _suggestion(error)
     if fix is not None:
         add_note(error, f"leyden: {fix}")
@@ -115,16 +115,16 @@ def _suggestion(error: Exception) -> str | None:
     return None
 
 
-def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
+def out_of_memory(run: Run, error: BaseException) -> BaseException:
     """The same kind of error, saying where it happened and what to try."""
-    device = trainer.strategy.root_device
+    device = run.strategy.root_device
     use = ""
     if device.type == "cuda":
         taken, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
         total = torch.cuda.get_device_properties(device).total_memory
         use = f" {size_of(taken)} are in use, {size_of(peak)} at the peak, of {size_of(total)}."
-    progress = trainer.progress
-    batch = shapes_of(trainer.logs.batch) if trainer.logs.batch is not None else "none"
+    progress = run.progress
+    batch = shapes_of(run.logs.batch) if run.logs.batch is not None else "none"
     message = (
         f"out of memory on {device} in step {progress.global_step}, epoch {progress.epoch}, batch {progress.batch} "
         f"(batch: {batch}).{use} Try (1) a smaller batch_size with accumulate_grad_batches to keep the global batch, "
@@ -138,11 +138,11 @@ def out_of_memory(trainer: Trainer, error: BaseException) -> BaseException:
         return RuntimeError(message)
 
 
-def in_better_words(trainer: Trainer, error: BaseException) -> BaseException:
+def in_better_words(run: Run, error: BaseException, owners: Iterable[object]) -> BaseException:
     """The error, or a better one that says what to do, where more is known than its message says."""
     if is_out_of_memory(error):
-        return out_of_memory(trainer, error)
-    unknown = in_known_names(error, (trainer.module, trainer, *trainer.callbacks))
+        return out_of_memory(run, error)
+    unknown = in_known_names(error, owners)
     if unknown is not None:
         return unknown
     hint = _hint(error)

@@ -28,7 +28,7 @@ from leyden.trainer.module import TrainModule
 from leyden.trainer.run.callback_list import check_callbacks
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -166,17 +166,17 @@ def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
         )
 
 
-def to_evaluate(trainer: Trainer, stage: str, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
-    """Module, loaders and DataModule of an evaluation, where the last run's stand in for what is left out."""
+def to_evaluate(former: Run, stage: str, model: Any, loaders: Any, datamodule: Any) -> tuple[Any, Any, Any]:
+    """Module, loaders and DataModule of an evaluation; the former run's stand in for what is left out."""
     if isinstance(loaders, DataModule):
         loaders, datamodule = None, loaders
     check_datamodule(datamodule, stage, loaders)
     if model is None:
-        if type(trainer.module) is TrainModule:
+        if type(former.module) is TrainModule:
             raise ConfigurationError(f"{stage} needs a TrainModule: trainer.{stage}(module, loader).")
-        model = trainer.module
+        model = former.module
         if datamodule is None and loaders is None:
-            datamodule = trainer.datamodule
+            datamodule = former.datamodule
     return model, loaders, datamodule
 
 

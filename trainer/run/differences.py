@@ -1,17 +1,24 @@
-"""What must be the same on all ranks before they run: arguments, module, optimizers, number of batches. Errors name the difference."""
+"""Compares what must be the same on all ranks: arguments, module, optimizers, number of batches.
+
+An error names the first difference.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from leyden.callbacks.base import Callback
-    from leyden.strategies.base import Strategy
-    from leyden.trainer.trainer import Trainer
+    from leyden.strategies.ranks import Ranks
+    from leyden.trainer.arguments import Arguments
+    from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.engine.schedulers import SchedulerConfig
 
 # Only one rank shows and logs, so these may differ.
 FREE = {
@@ -26,71 +33,73 @@ FREE = {
 }
 
 
-def check_module(trainer: Trainer, stage: str) -> None:
+def check_module(
+    ranks: Ranks, stage: str, arguments: Arguments, callbacks: Iterable[Callback], module: nn.Module
+) -> None:
     """Compares stage, arguments, deciding callbacks, and the names, shapes and dtypes of parameters and buffers.
 
     Raises:
         ConfigurationError: on every rank, if one differs; names the first difference.
     """
-    strategy, arguments = trainer.strategy, trainer.arguments
-    if strategy.ranks.world_size == 1:
+    if ranks.world_size == 1:
         return
     lines = [f"the stage {stage}"]
     for name in sorted(set(arguments.__slots__) - FREE):
         value = getattr(arguments, name)
         plain = isinstance(value, (int, float, str, type(None)))
         lines.append(f"the Trainer's {name}={value if plain else type(value).__name__}")
-    lines += [f"the callback {type(callback).__name__}" for callback in trainer.callbacks if _decides(callback)]
-    lines.append(f"the module {type(trainer.module).__name__}")
-    tensors = [*trainer.module.named_parameters(), *trainer.module.named_buffers()]
-    lines += [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype} {'trained' if tensor.requires_grad else 'fixed'}".replace(
-            "torch.", ""
-        )
-        for name, tensor in tensors
-    ]
-    agree(strategy, lines, "Every rank must build the same Trainer and module.")
+    lines += [f"the callback {type(callback).__name__}" for callback in callbacks if _decides(callback)]
+    lines.append(f"the module {type(module).__name__}")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        dtype, kind = str(tensor.dtype).removeprefix("torch."), "trained" if tensor.requires_grad else "fixed"
+        lines.append(f"{name} {tuple(tensor.shape)} {dtype} {kind}")
+    agree(ranks, lines, "Every rank must build the same Trainer and module.")
 
 
-def check_optimizers(trainer: Trainer) -> None:
-    """Compares the optimizers, their options and their parameters."""
-    if trainer.strategy.ranks.world_size == 1:
+def check_optimizers(engine: Engine, module: nn.Module, schedulers: Iterable[SchedulerConfig]) -> None:
+    """Compares the optimizers, their options, their parameters and their schedulers.
+
+    Raises:
+        ConfigurationError: on every rank, if one differs; names the first difference.
+    """
+    ranks = engine.strategy.ranks
+    if ranks.world_size == 1:
         return
-    names = {id(parameter): name for name, parameter in trainer.module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     lines = []
-    for number, optimizer in enumerate(trainer.optimizers):
+    for number, optimizer in enumerate(engine.optimizers):
         lines.append(f"optimizer {number} of type {type(optimizer).__name__}")
-        owned = trainer.strategy.parameter_groups(optimizer)
+        owned = engine.strategy.parameter_groups(optimizer)
         for group, parameters in zip(optimizer.param_groups, owned, strict=True):
             options = ", ".join(f"{key}={_option(value)}" for key, value in sorted(group.items()) if key != "params")
             lines.append(f"a group of optimizer {number} with {options}")
             lines += [f"the parameter {names.get(id(p), 'of no module')} in optimizer {number}" for p in parameters]
-    lines += [f"the scheduler {type(config.scheduler).__name__}" for config in trainer.lr_scheduler_configs]
-    agree(trainer.strategy, lines, "Every rank must make the same optimizers in configure_optimizers.")
+    lines += [f"the scheduler {type(config.scheduler).__name__}" for config in schedulers]
+    agree(ranks, lines, "Every rank must make the same optimizers in configure_optimizers.")
 
 
-def check_batches(strategy: Strategy, count: int | None) -> None:
+def check_batches(ranks: Ranks, count: int | None) -> None:
     """Compares the number of batches in an epoch."""
-    if strategy.ranks.world_size > 1:
+    if ranks.world_size > 1:
         fix = (
             "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, or set "
             "use_distributed_sampler=False where each has a share of its own."
         )
-        agree(strategy, [f"{'an unknown number of' if count is None else count} training batches"], fix)
+        agree(ranks, [f"{'an unknown number of' if count is None else count} training batches"], fix)
 
 
-def agree(strategy: Strategy, lines: Sequence[str], fix: str) -> None:
+def agree(ranks: Ranks, lines: Sequence[str], fix: str) -> None:
     """Raises on every rank if one rank's lines are not those of rank 0.
 
     Args:
-        strategy: of this rank; every rank must call it.
+        ranks: every one of them must call it.
         lines: what this rank has, in words, in an order.
         fix: ends the message.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(strategy.ranks.all_gather_object(digest))) == 1:
+    if len(set(ranks.all_gather_object(digest))) == 1:
         return
-    everyone = strategy.ranks.all_gather_object(list(lines))
+    everyone = ranks.all_gather_object(list(lines))
     rank, theirs = next((rank, theirs) for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     place = next(
         (place for place, (one, other) in enumerate(zip(everyone[0], theirs, strict=False)) if one != other),
@@ -102,7 +111,7 @@ def agree(strategy: Strategy, lines: Sequence[str], fix: str) -> None:
 
 def _decides(callback: Callback) -> bool:
     """True for the callbacks that talk to those of other ranks."""
-    # Imported here: they are loaded only where they are used, and one rank needs none of this.
+    # Imported here: one rank needs none of them.
     from leyden.callbacks.early_stopping import EarlyStopping
     from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.callbacks.model_checkpoint import ModelCheckpoint

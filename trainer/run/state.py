@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from leyden.trainer.engine import debugging
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.state import RunState
 from leyden.trainer.logging.epoch_values import over_ranks
@@ -16,6 +17,7 @@ from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, loggers_of
 from leyden.trainer.run.loaders import Loaders
 from leyden.trainer.run.rows import send_rows
+from leyden.trainer.run.summary import five_lines
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -124,12 +126,12 @@ class Run:
             progress=Progress() if starts_anew else self.progress,
         )
 
-    def take_back(self, module: TrainModule, found: Mapping[str, Any]) -> None:
-        """Takes over what a run has come to on ranks that were forked or spawned from here.
+    def take_over(self, module: TrainModule, found: Mapping[str, Any]) -> None:
+        """Becomes what the run was on ranks that were forked or spawned from here.
 
         Args:
             module: what ran.
-            found: its progress, its logs, and whether it was asked to stop.
+            found: what `launching.sent_back` returned on rank 0.
         """
         self.module, self.progress = module, Progress.from_dict(found["progress"])
         self.logs.load_state_dict(found["logs"], module)
@@ -148,6 +150,15 @@ class Run:
     @property
     def loggers(self) -> list[Logger]:
         return loggers_of(self.callbacks)
+
+    @property
+    def log_dir(self) -> str | None:
+        """Folder of the first logger that has one; without loggers `default_root_dir`.
+
+        On a rank that does not write it is the first rank's. None until a logger such as W&B has made its folder.
+        """
+        own = (folder for logger in self.loggers if (folder := logger.log_dir) is not None)
+        return next(own, self.writer_folder if self.loggers else self.arguments.default_root_dir)
 
     @property
     def accumulation(self) -> GradientAccumulation | None:
@@ -190,3 +201,32 @@ class Run:
         if values and loggers and self.strategy.ranks.is_global_zero:
             row = (self.progress.global_step if step is None else step, values)
             send_rows(loggers, [row], self.progress.epoch, self.logs.nans)
+
+    def announce(self) -> None:
+        """Prints the five lines, once the training data is there, and gives all ranks the folder that the first one writes to."""
+        ranks, silent = self.strategy.ranks, self.arguments.barebones
+        if ranks.world_size > 1 and not silent:
+            if self.log_dir is None and ranks.is_global_zero:
+                for logger in self.loggers:
+                    # W&B names its folder when its run begins.
+                    _ = logger.experiment
+            self.writer_folder = ranks.broadcast(self.log_dir)
+        if not silent:
+            length = self.accumulation.length(self.progress.epoch) if self.accumulation is not None else 1
+            folder = self.log_dir or self.arguments.default_root_dir
+            self.print(five_lines(self.strategy, self.loaders.train_loader, length, folder, self.origin))
+        if debugging.is_debugging():
+            debugging.tell(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
+
+    def finalize(self, status: str) -> None:
+        """Closes the loggers and prints what the profiler measured.
+
+        Args:
+            status: "success", "interrupted" or "failed".
+        """
+        for logger in self.loggers if self.strategy.ranks.is_global_zero else ():
+            logger.finalize(status)
+        if self.profiler is not None and self.state.stage is not None:
+            text = self.profiler.finish(self.state.stage)
+            if text:
+                self.print(text)
