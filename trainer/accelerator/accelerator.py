@@ -204,6 +204,11 @@ class Accelerator:
         return self.dataloader_config.non_blocking
 
     @property
+    def use_stateful_dataloader(self) -> bool:
+        """See `DataLoaderConfiguration`: the place of every loader is saved in any case."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
     def rng_types(self) -> list[str]:
         """Random numbers that are set to rank 0's before each pass; empty if the Accelerator was given none."""
         return list(self.options.rng_types)

@@ -268,3 +268,46 @@ def test_windows_that_go_on_over_epochs() -> None:
                 optimizer.zero_grad()
                 closes.append(accelerator.sync_gradients)
     assert closes == [False, False, True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("chosen", ["all", "one", "several"])
+def test_unscaled_gradients_are_those_of_the_loss_and_the_step_unscales_no_more(chosen: str) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)])
+    models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in models]
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    before = first.weight.item()
+    accelerator.backward(first(torch.ones(1, 1)).sum() * 2 + second(torch.ones(1, 1)).sum() * 4)
+    assert (first.weight.grad.item(), second.weight.grad.item()) == (2048.0, 4096.0)
+    accelerator.unscale_gradients({"all": None, "one": optimizers[0], "several": optimizers}[chosen])
+    assert (first.weight.grad.item(), second.weight.grad.item()) == (2.0, 4096.0 if chosen == "one" else 4.0)
+    optimizers[0].step()
+    assert first.weight.item() == pytest.approx(before - 2.0)
+
+
+def test_gradients_inside_a_window_stay_scaled() -> None:
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    gradients = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            accelerator.unscale_gradients()
+            gradients.append(model.weight.grad.item())
+            optimizer.step()
+    assert gradients == [512.0, 1.0]
+
+
+def test_loaders_prepared_alone_may_stay_where_they_are() -> None:
+    accelerator = Accelerator(cpu=True)
+    batches = [torch.ones(1), torch.zeros(1)]
+    there = accelerator.prepare_data_loader(batches, device_placement=False)
+    assert all(ours is given for ours, given in zip(there, batches, strict=True))
+    # Another object each time: a list of batches is not known again.
+    assert [batch.item() for batch in accelerator.prepare_data_loader(batches)] == [1.0, 0.0]

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from leyden import Accelerator, ConfigurationError
+from leyden import Accelerator, ConfigurationError, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from leyden.utils import RNGType
 
 
 class Several(nn.Module):
@@ -167,3 +168,21 @@ def test_a_scheduler_with_total_steps_stops_at_its_end() -> None:
 def test_log_with_is_what_was_given(tmp_path: Path) -> None:
     assert Accelerator(cpu=True).log_with == []
     assert Accelerator(cpu=True, log_with="csv", project_dir=tmp_path).log_with == ["csv"]
+
+
+def test_settings_are_read_by_the_names_of_accelerate() -> None:
+    plain = Accelerator(cpu=True)
+    assert (plain.multi_device, plain.is_fsdp2, plain.step_scheduler_with_optimizer) == (False, False, True)
+    assert (plain.split_batches, plain.dispatch_batches, plain.even_batches) == (False, None, True)
+    assert (plain.use_seedable_sampler, plain.non_blocking, plain.use_stateful_dataloader, plain.rng_types) == (
+        *(False, False, False),
+        [],
+    )
+    config = DataLoaderConfiguration(True, False, False, True, non_blocking=True, use_stateful_dataloader=True)
+    given = Accelerator(
+        cpu=True, dataloader_config=config, rng_types=["torch", RNGType.CUDA], step_scheduler_with_optimizer=False
+    )
+    assert (given.split_batches, given.dispatch_batches, given.even_batches) == (True, False, False)
+    assert (given.use_seedable_sampler, given.non_blocking, given.use_stateful_dataloader) == (True, True, True)
+    assert (given.rng_types, given.step_scheduler_with_optimizer) == (["torch", "cuda"], False)
+    assert Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin()).is_fsdp2

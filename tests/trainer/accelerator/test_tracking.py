@@ -90,6 +90,24 @@ def test_images_have_their_channels_first_or_last(tmp_path: Path, shape: tuple[i
     assert (image.height, image.width) == (8, 12)
 
 
+def test_the_form_of_images_that_could_be_either_is_given_by_name(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    accelerator.get_tracker("tensorboard").log_images({"seen": torch.rand(2, 3, 6, 3)}, step=1, dataformats="NHWC")
+    accelerator.end_training()
+    events = EventAccumulator(str(tmp_path / "run"))
+    events.Reload()
+    image = events.Images("seen")[0]
+    assert (image.height, image.width) == (3, 12)
+
+
+def test_a_tracker_of_numbers_refuses_images(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
+    accelerator.init_trackers("run")
+    with pytest.raises(ConfigurationError, match="the tracker 'csv' records no images"):
+        accelerator.get_tracker("csv").log_images({"seen": torch.rand(1, 3, 2, 2)}, step=1)
+
+
 def test_an_unfinished_tracker_is_refused_before_anything_is_logged() -> None:
     with pytest.raises(TypeError, match="abstract method '?log"):
         Unfinished()
@@ -113,10 +131,12 @@ def test_wandb_offline(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="wandb", project_dir=tmp_path)
     accelerator.init_trackers("digits", {"lr": 0.1}, {"wandb": {"mode": "offline", "tags": ["test"]}})
     accelerator.log({"loss": 0.5}, step=1)
+    accelerator.get_tracker("wandb").log_images({"digits": [torch.rand(1, 8, 6), torch.rand(1, 8, 6)]}, step=2)
     run = accelerator.get_tracker("wandb", unwrap=True)
     assert (run.project, run.config["lr"], run.tags) == ("digits", 0.1, ("test",))
     accelerator.end_training()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    assert list((tmp_path / "wandb").glob("offline-run-*/files/media/images/digits_*.png"))
 
 
 def test_a_smaller_batch_until_it_fits() -> None:

@@ -1,0 +1,155 @@
+"""Which rank runs a block first, preparing object by object, and sending gradients late: two ranks, started once."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks.world import run_world
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    return model, optimizer, scheduler, DataLoader(torch.randn(8, 2), batch_size=2)
+
+
+def who_came_first(accelerator: Any, method: str, folder: Path) -> bool:
+    """Whether the file of the first rank was there when this one entered the block."""
+    mark = folder / method
+    with getattr(accelerator, method)():
+        found = mark.exists()
+        mark.touch()
+    accelerator.wait_for_everyone()
+    return found
+
+
+def failed_first(accelerator: Any) -> str:
+    """What the other rank finds where the main one raises an error in its block."""
+    try:
+        with accelerator.main_process_first():
+            if accelerator.is_main_process:
+                raise OSError("no data")
+    except OSError as error:
+        return str(error)
+    return "went on"
+
+
+def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
+    model, optimizer, scheduler, loader = build()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if one_by_one:
+            model = accelerator.prepare_model(model)
+            optimizer = accelerator.prepare_optimizer(optimizer)
+            scheduler = accelerator.prepare_scheduler(scheduler)
+            loader = accelerator.prepare_data_loader(loader)
+        else:
+            model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    sizes = []
+    for batch in loader:
+        sizes.append(len(batch))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    found = {
+        "weights": [p.detach().tolist() for p in accelerator.unwrap_model(model).parameters()],
+        "rate": scheduler.get_last_lr()[0],
+        "sizes": sizes,
+        "warned": sum("multiplied by num_processes" in str(entry.message) for entry in caught),
+        "same": accelerator.prepare_optimizer(optimizer) is optimizer
+        and accelerator.prepare_scheduler(scheduler) is scheduler
+        and accelerator.prepare_data_loader(loader) is loader,
+    }
+    accelerator.free_memory()
+    return found
+
+
+def sent_late() -> dict[str, list[float]]:
+    """Gradients of two backwards whose forwards ran under `no_sync`; the second sends the sum."""
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    own = torch.full((1, 1), accelerator.process_index + 1.0)
+    with accelerator.no_sync(model):
+        first, second = model(own).sum(), model(own * 10).sum()
+    accelerator.backward(first)
+    kept = model.weight.grad.flatten().tolist()
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    sent = model.weight.grad.flatten().tolist()
+    return {"kept": kept, "sent": sent}
+
+
+def on_a_rank(folder: str) -> dict[str, Any]:
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, log_with="tensorboard", project_dir=folder)
+    accelerator.init_trackers("images")
+    accelerator.get_tracker("tensorboard").log_images({"digits": torch.zeros(2, 1, 4, 4)}, step=1)
+    accelerator.end_training()
+    place = Path(folder)
+    return {
+        "main": who_came_first(accelerator, "main_process_first", place),
+        "local": who_came_first(accelerator, "local_main_process_first", place),
+        "failed": failed_first(accelerator),
+        "together": trained(accelerator, one_by_one=False),
+        "one by one": trained(accelerator, one_by_one=True),
+        "list": [batch.tolist() for batch in accelerator.prepare_data_loader([torch.tensor([n]) for n in range(4)])],
+        "late": sent_late(),
+        "logged": len(list(place.glob("images/events.out.tfevents.*"))),
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_world(2, on_a_rank, str(tmp_path_factory.mktemp("ranks")))
+
+
+@pytest.mark.parametrize("which", ["main", "local"])
+def test_the_main_rank_runs_a_block_before_the_other(found: list[dict[str, Any]], which: str) -> None:
+    assert [rank[which] for rank in found] == [False, True]
+
+
+def test_the_other_rank_goes_on_where_the_main_one_fails_in_its_block(found: list[dict[str, Any]]) -> None:
+    assert [rank["failed"] for rank in found] == ["no data", "went on"]
+
+
+def test_objects_prepared_one_by_one_train_as_those_of_one_call(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert rank["one by one"] == rank["together"]
+        assert rank["together"]["same"]
+    assert found[0]["together"]["weights"] == found[1]["together"]["weights"]
+
+
+def test_a_scheduler_prepared_alone_steps_once_for_each_optimizer_step(found: list[dict[str, Any]]) -> None:
+    # 8 samples in batches of 2 on 2 ranks are 2 batches each, which make one step.
+    assert [rank["one by one"]["sizes"] for rank in found] == [[2, 2], [2, 2]]
+    assert [rank["one by one"]["rate"] for rank in found] == [0.05, 0.05]
+    assert [rank["one by one"]["warned"] for rank in found] == [1, 1]
+
+
+def test_a_list_of_batches_is_split_over_the_ranks(found: list[dict[str, Any]]) -> None:
+    assert [rank["list"] for rank in found] == [[[0], [2]], [[1], [3]]]
+
+
+def test_gradients_are_sent_by_the_backward_that_is_told_to(found: list[dict[str, Any]]) -> None:
+    assert [rank["late"]["kept"] for rank in found] == [[1.0], [2.0]]
+    # The mean over ranks of 1 + 10 and 2 + 20.
+    assert [rank["late"]["sent"] for rank in found] == [[16.5], [16.5]]
+
+
+def test_images_are_written_by_the_main_rank_alone(found: list[dict[str, Any]]) -> None:
+    assert [rank["logged"] for rank in found] == [1, 1]
