@@ -11,7 +11,7 @@ from typing import Any
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.given import UNSET
-from leyden.trainer.launched import launched_arguments
+from leyden.trainer.launch_settings import filled_by_launch
 
 NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
 """The one argument with a default other than None for which None is a value of its own."""
@@ -94,7 +94,7 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
         if value is not UNSET and (value is not None or name == NONE_MEANS_SOMETHING or getattr(defaults, name) is None)
     }
     named = frozenset(name for name, value in values.items() if value is not None or name == NONE_MEANS_SOMETHING)
-    values = {**launched_arguments(values), **values}
+    values = {**filled_by_launch(values), **values}
     if values.get("barebones"):
         _barebones(values)
     arguments = dataclasses.replace(defaults, **values)

@@ -33,7 +33,7 @@ from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.loops.predict import PredictionLoop, keeping
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
-from leyden.trainer.run import differences, ending, launching
+from leyden.trainer.run import differences, ending
 from leyden.trainer.run import saving as checkpoints
 from leyden.trainer.run import summary as plan
 from leyden.trainer.run.build import (
@@ -51,6 +51,7 @@ from leyden.trainer.run.callback_list import CallbackList
 from leyden.trainer.run.fit_limits import FitLimits
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders as RunLoaders
+from leyden.trainer.run.start_ranks import sent_back, start_ranks, take_over
 from leyden.trainer.run.state import Run
 from leyden.trainer.run.transfer import transfer_of
 from leyden.trainer.run.unheard import warn_of_unheard
@@ -415,15 +416,14 @@ class Trainer(TrainerView):
 
     def _launch(self, stage: str, model: nn.Module, datamodule: DataModule | None, *run: Any, **loaders: Any) -> Any:
         """Starts the ranks, which carry out the run; takes over what it came to."""
-        goal: checkpoints.Goal = run[0]
-        if goal.continues and self.strategy.ranks.start_method != "script":
+        if run[0].continues and self.strategy.ranks.start_method != "script":
             raise ConfigurationError(
                 "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: save a checkpoint "
                 "and give its path."
             )
         module, _ = unwrapped(model)
-        found = launching.launch(self.strategy.ranks, self._on_rank, (stage, model, datamodule, *run), loaders)
-        launching.take_over(module, self.callbacks, found)
+        found = start_ranks(self.strategy.ranks, self._on_rank, (stage, model, datamodule, *run), loaders)
+        take_over(module, self.callbacks, found)
         module._join(self)
         self._run.take_over(module, found)
         self.last_checkpoint = found["last_checkpoint"]
@@ -435,7 +435,7 @@ class Trainer(TrainerView):
         # Those that the other process knows; a `setup` may add others.
         callbacks = list(self.callbacks)
         result = self._carry_out(*run, **loaders)
-        found = launching.sent_back(self._run, callbacks, result, self.last_checkpoint)
+        found = sent_back(self._run, callbacks, result, self.last_checkpoint)
         return found if self.is_global_zero else None
 
     def _next_run(

@@ -29,7 +29,7 @@ from leyden.trainer.accelerator.plugins import (
     TorchDynamoPlugin,
 )
 from leyden.trainer.accelerator.ranks import check_started
-from leyden.trainer.launched import read_launched, with_options, with_recipe
+from leyden.trainer.launch_settings import read_launch_settings, with_recipe
 
 NOT_YET = {
     "torch_tp_plugin": "tensor parallelism",
@@ -160,29 +160,29 @@ class Options:
 
 
 def _fill(given: dict[str, Any]) -> None:
-    """Fills arguments that the script left at their defaults with those of `leyden launch`; rank 0 prints which."""
-    launched = read_launched()
+    """Fills arguments that the script left at their defaults with those of `leyden launch`."""
+    launched = read_launch_settings()
     if launched is None:
         return
-    filled: dict[str, Any] = {}
     plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
-    if launched.strategy is not None and given["strategy"] == "auto" and not any(given[name] for name in plugins):
-        filled["strategy"] = launched.strategy
-    if launched.precision is not None and given["mixed_precision"] is None:
-        filled["mixed_precision"] = launched.precision
-    steps = launched.accumulate_grad_batches
-    if steps is not None and given["gradient_accumulation_steps"] == 1 and not given["gradient_accumulation_plugin"]:
-        filled["gradient_accumulation_steps"] = steps
-    if launched.accelerator == "cpu" and not given["cpu"]:
-        filled["cpu"] = True
-    if launched.compile and given["dynamo_backend"] is None:
-        filled["dynamo_backend"] = launched.compile.get("backend", "inductor")
+    own = {
+        "strategy": given["strategy"] != "auto" or any(given[name] for name in plugins),
+        "mixed_precision": given["mixed_precision"] is not None,
+        "gradient_accumulation_steps": given["gradient_accumulation_steps"] != 1
+        or given["gradient_accumulation_plugin"] is not None,
+        "cpu": given["cpu"],
+        "dynamo_backend": given["dynamo_backend"] is not None,
+    }
+    values = {
+        "strategy": launched.strategy,
+        "mixed_precision": launched.precision,
+        "gradient_accumulation_steps": launched.accumulate_grad_batches,
+        "cpu": launched.accelerator == "cpu" or None,
+        "dynamo_backend": launched.compile.get("backend", "inductor") if launched.compile else None,
+    }
+    filled = launched.fill(values, {name for name, given_here in own.items() if given_here})
+    if "dynamo_backend" in filled:
         given["compile_options"] = {name: value for name, value in launched.compile.items() if name != "backend"}
-    if filled and os.environ.get("RANK", "0") == "0":
-        told = ", ".join(f"{name}={value!r}" for name, value in filled.items())
-        print(f"leyden launch fills {told} (from {launched.source})")
-    if "strategy" in filled and launched.options:
-        filled["strategy"] = with_options(filled["strategy"], launched.options)
     given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
     given.update(filled)
 

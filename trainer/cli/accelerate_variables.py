@@ -7,7 +7,7 @@ from typing import Any
 
 from leyden.trainer.cli.keys import DEEPSPEED, FSDP
 from leyden.trainer.cli.settings import Settings
-from leyden.trainer.launched import Launched
+from leyden.trainer.launch_settings import LaunchSettings
 
 PRECISIONS = {None: "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8": "fp8"}
 FSDP_DEFAULTS = {
@@ -39,7 +39,7 @@ MEGATRON_NAMES = {
 LINEAR_PRECISION = ("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DGRAD", "ACCELERATE_FP8_OVERRIDE_WGRAD")
 
 
-def accelerate_variables(settings: Settings, launched: Launched, accelerator: str) -> dict[str, str]:
+def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerator: str) -> dict[str, str]:
     """What Accelerate's launcher would set for the same file and flags.
 
     Keys that do nothing in Leyden's own Trainer, such as `fsdp_state_dict_type`, count here: they are Accelerate's to read.
@@ -50,7 +50,7 @@ def accelerate_variables(settings: Settings, launched: Launched, accelerator: st
         accelerator: cpu, cuda or xla.
 
     Example:
-        >>> accelerate_variables(Settings(), Launched("flags", precision="bf16-mixed"), "cpu")
+        >>> accelerate_variables(Settings(), LaunchSettings("flags", precision="bf16-mixed"), "cpu")
         {'ACCELERATE_USE_CPU': 'true', 'ACCELERATE_MIXED_PRECISION': 'bf16'}
     """
     found: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def _fsdp(section: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _deepspeed(section: Mapping[str, Any], launched: Launched) -> dict[str, Any]:
+def _deepspeed(section: Mapping[str, Any], launched: LaunchSettings) -> dict[str, Any]:
     found: dict[str, Any] = {"ACCELERATE_USE_DEEPSPEED": True}
     for key in DEEPSPEED:
         if key.name in section and not key.without:

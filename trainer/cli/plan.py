@@ -17,7 +17,7 @@ from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.cli.zero import number, zero_of
-from leyden.trainer.launched import Launched
+from leyden.trainer.launch_settings import LaunchSettings
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 PORT = 29500
@@ -77,7 +77,7 @@ class LaunchPlan:
     port: int
     backend: str
     threads: int
-    launched: Launched
+    launched: LaunchSettings
     caveats: tuple[str, ...] = ()
     rank: RankEnvironment | None = None
 
@@ -414,7 +414,7 @@ def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Ma
     return int(asked) if asked else max(1, machine.cpus // per_machine)
 
 
-def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> Launched:
+def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> LaunchSettings:
     """What the script is told."""
     steps: Any = None
     norm: Any = None
@@ -438,7 +438,7 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     if compiled.get("backend", "no") == "no":
         compiled = {}
     precision = PRECISIONS.get(wanted)
-    return Launched(
+    return LaunchSettings(
         source,
         accelerator=None if accelerator == "cuda" else accelerator,
         strategy=strategy,

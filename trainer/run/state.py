@@ -131,7 +131,7 @@ class Run:
 
         Args:
             module: what ran.
-            found: what `launching.sent_back` returned on rank 0.
+            found: what `start_ranks.sent_back` returned on rank 0.
         """
         self.module, self.progress = module, Progress.from_dict(found["progress"])
         self.logs.load_state_dict(found["logs"], module)

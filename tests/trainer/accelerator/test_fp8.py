@@ -23,7 +23,7 @@ from leyden import (
 )
 from leyden.strategies.errors import MissingExtraError
 from leyden.strategies.precision import Float8Precision
-from leyden.trainer.launched import Launched
+from leyden.trainer.launch_settings import LaunchSettings
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 BATCHES = [(torch.randn(6, 16, generator=torch.Generator().manual_seed(n)), torch.ones(6, 16)) for n in range(5)]
@@ -124,9 +124,9 @@ def test_recipes_that_cannot_be() -> None:
 
 def test_what_a_launch_describes_is_obeyed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     keys = {"fp8_backend": "AO", "fp8_pad_inner_dim": False}
-    for name, value in Launched("fp8.yaml", accelerator="cpu", precision="fp8", fp8=keys).variables().items():
+    for name, value in LaunchSettings("fp8.yaml", accelerator="cpu", precision="fp8", fp8=keys).variables().items():
         monkeypatch.setenv(name, value)
-    assert json.loads(dict(Launched("a", fp8=keys).variables())["LEYDEN_FP8"]) == keys
+    assert json.loads(dict(LaunchSettings("a", fp8=keys).variables())["LEYDEN_FP8"]) == keys
     for made in (
         Trainer(**QUIET).strategy.precision,
         # A script that says fp8 itself leaves the recipe open.

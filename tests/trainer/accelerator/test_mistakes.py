@@ -190,9 +190,9 @@ def test_debug_mode_says_what_a_rank_is(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_leyden_launch_fills_what_is_left_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from leyden.trainer.launched import Launched
+    from leyden.trainer.launch_settings import LaunchSettings
 
-    settings = Launched("a.yaml", accelerator="cpu", precision="bf16-mixed", accumulate_grad_batches=4)
+    settings = LaunchSettings("a.yaml", accelerator="cpu", precision="bf16-mixed", accumulate_grad_batches=4)
     for name, value in settings.variables().items():
         monkeypatch.setenv(name, value)
     accelerator = Accelerator()

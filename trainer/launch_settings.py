@@ -1,7 +1,7 @@
 """What `leyden launch` passes to a script: environment variables, and how they fill the Trainer's arguments.
 
-The ranks' own variables (RANK, WORLD_SIZE, MASTER_ADDR, …) are torch's. A process that `leyden launch` did not start has none of
-these, and reads no file.
+The ranks' own variables (RANK, WORLD_SIZE, MASTER_ADDR, …) are torch's. A process that `leyden launch` did not start
+has none of these, and reads no file.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ VARIABLES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class LaunchSettings:
     """Settings that a launch gives to the script; None where it leaves them open.
 
     Attributes:
@@ -67,11 +67,32 @@ class Launched:
     fp8: Mapping[str, Any] = field(default_factory=dict)
     debug: bool = False
 
+    def fill(
+        self, values: Mapping[str, Any], owned: Collection[str], environ: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """The arguments that the launch fills. Rank 0 prints which.
+
+        Args:
+            values: what the launch has for each argument; None where it leaves it open.
+            owned: arguments that the script gives; they stand.
+            environ: the environment variables; those of this process if left out.
+        """
+        wanted = {name: value for name, value in values.items() if value is not None}
+        filled = {name: value for name, value in wanted.items() if name not in owned}
+        if wanted and (os.environ if environ is None else environ).get("RANK", "0") == "0":
+            kept = [name for name in wanted if name in owned]
+            text = ", ".join(f"{name}={value!r}" for name, value in filled.items()) or "no argument"
+            stand = f"; the script's own {', '.join(kept)} stand{'s' if len(kept) == 1 else ''}" if kept else ""
+            print(f"leyden launch fills {text} (from {self.source}){stand}")
+        if "strategy" in filled and self.options:
+            filled["strategy"] = with_options(filled["strategy"], self.options)
+        return filled
+
     def variables(self) -> dict[str, str]:
         """The environment variables that carry them.
 
         Example:
-            >>> Launched("flags", precision="bf16-mixed").variables()
+            >>> LaunchSettings("flags", precision="bf16-mixed").variables()
             {'LEYDEN_LAUNCHED_FROM': 'flags', 'LEYDEN_PRECISION': 'bf16-mixed'}
         """
         values: dict[str, Any] = {
@@ -89,13 +110,13 @@ class Launched:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def read_launched(environ: Mapping[str, str] | None = None) -> Launched | None:
+def read_launch_settings(environ: Mapping[str, str] | None = None) -> LaunchSettings | None:
     """Reads what `variables` wrote; None in a process that `leyden launch` did not start."""
     environ = os.environ if environ is None else environ
     if SOURCE not in environ:
         return None
     batches, norm = environ.get(ACCUMULATION), environ.get(CLIPPING)
-    return Launched(
+    return LaunchSettings(
         environ[SOURCE],
         accelerator=environ.get(ACCELERATOR),
         strategy=environ.get(STRATEGY),
@@ -109,29 +130,18 @@ def read_launched(environ: Mapping[str, str] | None = None) -> Launched | None:
     )
 
 
-def launched_arguments(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """The Trainer's arguments that a launch fills, since the script left them at their default. Rank 0 says which.
+def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The Trainer's arguments that a launch fills, since the script left them at their defaults.
 
     Args:
         given: the arguments that the script gives; they stand.
         environ: the variables; those of this process if left out.
     """
-    environ = os.environ if environ is None else environ
-    launched = read_launched(environ)
-    if launched is None:
+    settings = read_launch_settings(environ)
+    if settings is None:
         return {}
-    wanted = {
-        name: value
-        for name in ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val")
-        if (value := getattr(launched, name)) is not None
-    }
-    owned = _owned(given)
-    filled = {name: value for name, value in wanted.items() if name not in owned}
-    if environ.get("RANK", "0") == "0" and wanted:
-        _tell(launched.source, filled, [name for name in wanted if name in owned])
-    if "strategy" in filled and launched.options:
-        filled["strategy"] = with_options(str(filled["strategy"]), launched.options)
-    return filled
+    names = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val")
+    return settings.fill({name: getattr(settings, name) for name in names}, _owned(given), environ)
 
 
 def _owned(given: Mapping[str, Any]) -> set[str]:
@@ -146,16 +156,10 @@ def _owned(given: Mapping[str, Any]) -> set[str]:
     return owned
 
 
-def _tell(source: str, filled: Mapping[str, Any], stand: list[str]) -> None:
-    said = ", ".join(f"{name}={value!r}" for name, value in filled.items()) or "no argument"
-    also = f"; the script's own {', '.join(stand)} stand{'s' if len(stand) == 1 else ''}" if stand else ""
-    print(f"leyden launch fills {said} (from {source}){also}")
-
-
 def with_options(strategy: str, options: Mapping[str, Any]) -> Any:
     """The strategy of a name with the configuration file's options, which it reads under their own names.
 
-    A name that this version does not know stays one, for the Trainer to refuse in its words.
+    An unknown name is returned as it is; the Trainer refuses it.
     """
     from leyden.strategies import SEVERAL
 
@@ -174,7 +178,7 @@ def with_recipe(precision: Any) -> Any:
     Args:
         precision: a name or a Precision.
     """
-    launched = read_launched()
+    launched = read_launch_settings()
     if launched is None or not launched.fp8 or precision != "fp8":
         return precision
     from leyden.strategies.precision.fp8_config import precision_of_config
@@ -188,7 +192,7 @@ def as_launched(model: Any) -> Any:
     Args:
         model: what a run is given.
     """
-    launched = read_launched()
+    launched = read_launch_settings()
     if launched is None or not launched.compile or hasattr(model, "_orig_mod"):
         return model
     import torch

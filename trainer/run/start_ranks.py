@@ -1,4 +1,7 @@
-"""How a run starts its ranks: at its first fit, validate, test or predict, unless torchrun or another starter has done so."""
+"""Starts the ranks of a run, at the Trainer's first fit, validate, test or predict.
+
+A process that torchrun or another starter has started is a rank already, and starts none.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ with suppress(OSError):
     _started_in = os.getcwd()
 
 
-def launch(ranks: Ranks, on_rank: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
+def start_ranks(ranks: Ranks, on_rank: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
     """Starts the ranks that a run plans, as their `start_method` says.
 
     Args:
@@ -44,8 +47,8 @@ def launch(ranks: Ranks, on_rank: Callable[..., dict[str, Any] | None], *args: A
         raise SystemExit(run_ranks(ranks.local_size, machines_of(ranks.num_nodes), _started_in))
     if ranks.num_nodes > 1:
         raise ConfigurationError(
-            f"start_method={method!r} starts the ranks of one machine, and num_nodes={ranks.num_nodes}: use strategy='ddp' in a "
-            "script, or torchrun."
+            f"start_method={method!r} starts the ranks of one machine, and num_nodes={ranks.num_nodes}: use "
+            "strategy='ddp' in a script, or torchrun."
         )
     from leyden.strategies.launch.functions import run_function
 

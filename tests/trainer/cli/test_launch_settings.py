@@ -12,12 +12,12 @@ from torch import nn
 from leyden import Accelerator, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import GradientAccumulation
 from leyden.strategies import SingleDeviceStrategy
-from leyden.trainer.launched import VARIABLES, Launched, launched_arguments
+from leyden.trainer.launch_settings import VARIABLES, LaunchSettings, filled_by_launch
 
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Launched(
+    settings = LaunchSettings(
         "config.yaml", accelerator="cpu", precision="bf16-mixed", accumulate_grad_batches=4, gradient_clip_val=0.5
     )
     for name, value in settings.variables().items():
@@ -69,7 +69,7 @@ def test_a_module_is_compiled_where_the_launch_asks_for_it(monkeypatch: pytest.M
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     assert graphs() == 0
-    for name, value in Launched("flags", compile={"backend": "eager"}).variables().items():
+    for name, value in LaunchSettings("flags", compile={"backend": "eager"}).variables().items():
         monkeypatch.setenv(name, value)
     assert graphs() > 0
 
@@ -82,7 +82,7 @@ class Broken(nn.Module):
 
 def test_an_accelerator_compiles_as_the_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by the backend alone: mode, dynamic and fullgraph are the file's too."""
-    for name, value in Launched("file", compile={"backend": "eager", "fullgraph": True}).variables().items():
+    for name, value in LaunchSettings("file", compile={"backend": "eager", "fullgraph": True}).variables().items():
         monkeypatch.setenv(name, value)
     model = Accelerator(cpu=True).prepare(Broken())
     with pytest.raises(Exception, match="graph_break"):
@@ -92,19 +92,21 @@ def test_an_accelerator_compiles_as_the_file_says(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("launched")
 def test_one_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
-    assert launched_arguments({})["precision"] == "bf16-mixed"
+    assert filled_by_launch({})["precision"] == "bf16-mixed"
     assert capsys.readouterr().out == ""
 
 
 def test_a_section_of_the_file_makes_the_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap": "Block,Head"}
     options |= {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_offload_params": True}
-    made = launched_arguments({}, Launched("file", strategy="fsdp", options=options).variables())["strategy"]
+    made = filled_by_launch({}, LaunchSettings("file", strategy="fsdp", options=options).variables())["strategy"]
     assert made.name == "fsdp"
     settings = {name: made.settings[name] for name in ("auto_wrap_policy", "reshard_after_forward", "cpu_offload")}
     assert settings == {"auto_wrap_policy": {"Block", "Head"}, "reshard_after_forward": False, "cpu_offload": True}
     # The Trainer refuses what this version does not have, in its words.
-    for name, value in Launched("file", strategy="megatron", options={"megatron_lm_tp_degree": 2}).variables().items():
+    for name, value in (
+        LaunchSettings("file", strategy="megatron", options={"megatron_lm_tp_degree": 2}).variables().items()
+    ):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match="'megatron' is not known in this version"):
         Trainer(logger=False)
@@ -117,5 +119,5 @@ def test_a_plain_process_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_table_names_every_variable() -> None:
-    full = Launched(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True)
+    full = LaunchSettings(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True)
     assert set(full.variables()) == set(VARIABLES)
