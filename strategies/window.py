@@ -41,10 +41,40 @@ class Window:
     weight: float = 1.0
     idle: bool = False
 
-    def open(self, length: int) -> None:
-        """Begins a new window."""
+    def open(self, length: int, is_last: bool = False) -> None:
+        """Begins a new window with its first batch.
+
+        Args:
+            length: batches in the window.
+            is_last: no batch follows, so that the window closes with this one.
+        """
         self.index, self.length, self.is_open = 0, length, True
+        self.closes = is_last or length == 1
         self.num_items = self.first_items = None
+
+    def advance(self, is_last: bool) -> None:
+        """Begins the next batch of the open window; `is_last` as of `open`."""
+        self.closes = is_last or self.index == self.length - 1
+
+    def end_batch(self) -> None:
+        """Ends a batch, and the window with it where it closes."""
+        if self.closes:
+            self.is_open, self.index = False, 0
+        else:
+            self.index += 1
+
+    def close_early(self) -> None:
+        """Closes the open window with the batch that ended last: no other came."""
+        self.index -= 1
+        self.closes = True
+
+    def abandon(self) -> None:
+        """Drops the open window, of which no batch was trained."""
+        self.is_open = False
+
+    def weigh(self, weight: float, idle: bool) -> None:
+        """Sets what the current batch counts for among the ranks (see the attributes)."""
+        self.weight, self.idle = weight, idle
 
 
 class BackwardHooks(Protocol):

@@ -560,7 +560,7 @@ class Trainer(TrainerView):
         finally:
             run.engine.teardown()
             run.state = RunState()
-            run.logs.batch = None
+            run.logs.end_batch()
             run.module._leave()
             run.callback_list.leave()
 

@@ -158,7 +158,7 @@ class Stepping(Engine):
                 yield
         finally:
             self._in_window = False
-            self.end_batch()
+            self.window.end_batch()
             if not self.window.is_open:
                 self.window.length = self.accumulation.num_steps
         if not self.reading:

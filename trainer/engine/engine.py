@@ -62,15 +62,15 @@ class Engine:
         self.window = Window()
         self.prepared_optimizers: list[PreparedOptimizer] = []
         self.stepped = False
-        """An optimizer stepped since the loop cleared this flag."""
-        self.before_step: Callable[[Optimizer], Any] | None = None
+        """An optimizer stepped since `begin_step`."""
+        self._manual = False
+        self._before_step: Callable[[Optimizer], Any] | None = None
         """Called in manual optimisation, with unscaled gradients, before each step."""
-        self.backward_hooks: BackwardHooks | None = None
+        self._backward_hooks: BackwardHooks | None = None
         """Called around `manual_backward`."""
-        self.manual = False
-        self.went_backward = True
+        self._went_backward = True
         """`manual_backward` was called in this batch; True as well where nothing depends on it."""
-        self.needs_manual_backward = False
+        self._needs_manual_backward = False
         """A plain `loss.backward()` would lack what `manual_backward` does, and the user was not warned of it yet."""
         self.told_of_rest = False
         """The user was warned that `all_gather` will fail at the end of the epoch."""
@@ -120,15 +120,36 @@ class Engine:
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)
 
+    def begin_batch(self, share: Share) -> None:
+        """A batch of sharded data begins; `end_batch` ends it."""
+        self.share = share
+
     def end_batch(self) -> None:
-        """After the batch's work, and its step if the window closes."""
-        window = self.window
-        if window.closes:
-            window.is_open, window.index = False, 0
-        else:
-            window.index += 1
+        """The batch of sharded data is done: until the next one nothing is known of the ranks' parts."""
+        self.share = None
 
     # steps ------------------------------------------------------------------------------------------------------------
+    def begin_automatic(self) -> None:
+        """The loop goes backward and steps from here on."""
+        self._manual, self._before_step, self._backward_hooks = False, None, None
+        self._went_backward, self._needs_manual_backward = True, False
+
+    def begin_manual(self, hooks: BackwardHooks, before_step: Callable[[Optimizer], Any] | None) -> None:
+        """The module goes backward and steps from here on.
+
+        Args:
+            hooks: called around `manual_backward`.
+            before_step: called with unscaled gradients, before each step.
+        """
+        self._manual, self._before_step, self._backward_hooks = True, before_step, hooks
+        self._went_backward = True
+        self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
+
+    def begin_step(self) -> None:
+        """What may step optimizers begins: `stepped` says afterwards whether one did."""
+        self.stepped = False
+        self._went_backward = not self._needs_manual_backward
+
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps one optimizer; in manual optimisation with everything that belongs to a step.
 
@@ -138,12 +159,12 @@ class Engine:
             **kwargs: further arguments of the optimizer's own `step`.
         """
         optimizer, strategy = prepared.optimizer, self.strategy
-        if self.manual:
-            if not self.went_backward and closure is None:
-                self._tell_of_plain_backward()
+        if self._manual:
+            if not self._went_backward and closure is None:
+                self._warn_of_plain_backward()
             strategy.before_step(optimizer)
-            if self.before_step is not None:
-                self.before_step(optimizer)
+            if self._before_step is not None:
+                self._before_step(optimizer)
         elif closure is not None and not needs_closure(optimizer):
             # The gradients are there: the closure would only return the loss, and a gradient scaler takes no closure.
             closure()
@@ -152,8 +173,8 @@ class Engine:
         self.stepped = self.stepped or stepped
         return stepped
 
-    def _tell_of_plain_backward(self) -> None:
-        self.needs_manual_backward, self.went_backward = False, True
+    def _warn_of_plain_backward(self) -> None:
+        self._needs_manual_backward, self._went_backward = False, True
         lacks = [
             *(["are not exchanged with the other ranks"] if self.strategy.ranks.world_size > 1 else []),
             *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
@@ -170,8 +191,8 @@ class Engine:
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
-        self.went_backward = True
-        hooks, weight = self.backward_hooks, self.window.weight
+        self._went_backward = True
+        hooks, weight = self._backward_hooks, self.window.weight
         # A rank without a sample runs the step for the others: no hook is called, but backward is the module's own.
         listening = hooks if weight else None
         for before in listening.on_before_backward if listening is not None else ():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -60,6 +61,72 @@ class Progress:
     seconds_at_validation: float = 0.0
     exact: bool = True
 
+    # counting ---------------------------------------------------------------------------------------------------------
+    def count_batch(self, samples: int) -> None:
+        """A batch is done, of so many samples on all ranks."""
+        self.batch += 1
+        self.batches += 1
+        self.samples += samples
+
+    def count_window(self, stepped: bool) -> None:
+        """A window is closed; `stepped` is false where a scaler skipped its step."""
+        self.global_step += 1
+        self.stepped += stepped
+
+    def add_time(self, seconds: float) -> None:
+        """Adds training time."""
+        self.seconds += seconds
+
+    # from phase to phase ----------------------------------------------------------------------------------------------
+    def begin_epoch(self) -> None:
+        """The epoch's first hook is over."""
+        self.phase = "settled"
+
+    def end_window(self, ended: bool, validation_due: bool, skipped: bool) -> None:
+        """A window's step is done, and what follows it is not (see the attributes for the arguments)."""
+        self.phase, self.ended, self.validation_due, self.skipped = "stepped", ended, validation_due, skipped
+
+    def begin_validation(self) -> None:
+        """A validation starts, from which the next interval in time counts."""
+        self.seconds_at_validation = self.seconds
+
+    def count_validation(self, batches: int) -> None:
+        """A validation pass is done; with it, so many validation batches are."""
+        self.phase = "validated"
+        self.validations += 1
+        self.validation_batches = batches
+
+    def end_validation(self) -> None:
+        """The validation that belongs to the window is over; or none does."""
+        self.phase, self.validation_due = "validated", False
+
+    def settle(self) -> None:
+        """All that follows a window is done."""
+        self.phase = "settled"
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within the block a validation runs that belongs to no window: a resume steps no scheduler after it."""
+        before, self.skipped = self.skipped, True
+        try:
+            yield
+        finally:
+            self.skipped, self.phase = before, "settled"
+
+    def cut_short(self) -> None:
+        """The epoch is over before its last batch."""
+        self.cut = True
+
+    def end_epoch(self, complete: bool) -> None:
+        """The epoch's hooks are over, but the closing ones; a limit interrupted one that is not complete."""
+        self.phase = "epoch_end" if complete else "paused"
+
+    def next_epoch(self) -> None:
+        """Goes on to the next epoch."""
+        self.epoch += 1
+        self.batch, self.cut, self.ended, self.phase = 0, False, False, "epoch_start"
+
+    # as JSON ----------------------------------------------------------------------------------------------------------
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

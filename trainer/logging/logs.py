@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -211,26 +212,69 @@ class Logs:
 
     def __init__(self, hooks: Hooks, ranks: EpochValues | None = None) -> None:
         self.hooks = hooks
-        self.idle: set[tuple[str, int]] = set()
-        """Stage and index of loaders (-1 for an only one) of which this rank had no batch in the pass that runs."""
         self.batch: Any = None
         """The batch that is being worked on; its size weighs means."""
-        self.tick = 0
-        """Number of the batch that is being worked on, over all loaders and passes."""
         self.batch_idx = 0
         """Its index in the loader that is evaluated."""
         self.dataloader_idx: int | None = None
         """Index of the loader, where there are several."""
-        self.discards = False
-        """True while logged values are to be ignored (a rank without a sample runs a batch for the others)."""
         self.stepping: set[str] = set()
         """The groups in which loggers are given values of single steps."""
+        self._tick = 0
+        """Number of the batch that is being worked on, over all loaders and passes."""
+        self._idle: set[tuple[str, int]] = set()
+        """Stage and index of loaders (-1 for an only one) of which this rank had no batch in the pass that runs."""
+        self._discards = False
         self._ranks = ranks
         self._apart = -1
         self.nans = Nans()
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
 
+    # where the run stands ---------------------------------------------------------------------------------------------
+    def begin_loader(self, index: int | None) -> None:
+        """An evaluation reads a loader, whose index is added to the names; None where it is the only one."""
+        self.dataloader_idx, self._tick = index, -1
+
+    def end_loader(self, stage: str) -> None:
+        """It has been read to its end."""
+        if self._tick == -1:
+            self.note_idle(stage)
+        self.dataloader_idx = None
+
+    def note_idle(self, stage: str) -> None:
+        """This rank had no batch of the loader that is read."""
+        self._idle.add((stage, -1 if self.dataloader_idx is None else self.dataloader_idx))
+
+    def begin_batch(self, batch: Any, number: int, batch_idx: int) -> None:
+        """What is logged from here on belongs to a batch.
+
+        Args:
+            batch: its size weighs means.
+            number: over all loaders and passes.
+            batch_idx: its index in its loader.
+        """
+        self.batch, self._tick, self.batch_idx = batch, number, batch_idx
+
+    def end_batch(self) -> None:
+        """Lets go of the batch, which would add to the peak of memory in the next step."""
+        self.batch = None
+
+    def begin_apart(self) -> None:
+        """What is logged from here on belongs to no batch: `step_values` returns it by itself."""
+        self._apart -= 1
+        self._tick = self._apart
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Within the block logged values are ignored: a rank without a sample runs a batch for the others."""
+        before, self._discards = self._discards, True
+        try:
+            yield
+        finally:
+            self._discards = before
+
+    # recording --------------------------------------------------------------------------------------------------------
     def record(
         self,
         name: str,
@@ -247,7 +291,7 @@ class Logs:
         sync_dist_group: Any = None,
     ) -> None:
         """Records one value; see `TrainModule.log`."""
-        if self.discards:
+        if self._discards:
             return
         if add_dataloader_idx and self.dataloader_idx is not None:
             name = f"{name}{LOADER_SUFFIX}{self.dataloader_idx}"
@@ -277,16 +321,11 @@ class Logs:
             value = self._unusual(entry, value)
             if value is None:
                 return
-        entry.value, entry.fresh, entry.tick = value, True, self.tick
+        entry.value, entry.fresh, entry.tick = value, True, self._tick
         if entry.on_epoch and entry.metric is None:
             if batch_size is None:
                 batch_size = self._batch_size(name) if entry.has_batch and entry.reduce_fx == "mean" else 1
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
-
-    def begin_apart(self) -> None:
-        """What is logged from here on belongs to no batch: `step_values` gives it by itself."""
-        self._apart -= 1
-        self.tick = self._apart
 
     def show(self, values: Mapping[str, Value]) -> None:
         """Makes values visible to callbacks that were not logged by the module and that loggers have already."""
@@ -314,7 +353,7 @@ class Logs:
         if torchmetrics is not None and isinstance(value, torchmetrics.Metric):
             if entry.metric is not value and LOADER_SUFFIX in entry.name:
                 self._check_one_loader(entry, value)
-            entry.metric, entry.fresh, entry.tick = value, True, self.tick
+            entry.metric, entry.fresh, entry.tick = value, True, self._tick
             step_value = getattr(value, "_forward_cache", None) if entry.on_step else None
             if isinstance(step_value, Tensor) and step_value.numel() == 1:
                 return step_value.detach().clone().reshape(())
@@ -372,7 +411,7 @@ class Logs:
         return {
             entry.step_name: entry.value
             for entry in self._entries.values()
-            if entry.tick == self.tick
+            if entry.tick == self._tick
             and entry.group == group
             and entry.on_step
             and entry.logger
@@ -418,7 +457,7 @@ class Logs:
         found = [entry for entry in entries if entry.on_epoch and not entry.is_empty]
         if self._ranks is None:
             return {id(entry): entry.result() for entry in found}, ()
-        return self._ranks.reduce(found, frozenset(index for stage, index in self.idle if stage == group))
+        return self._ranks.reduce(found, frozenset(index for stage, index in self._idle if stage == group))
 
     def _show(self, entry: Entry | Key, value: Value, values: dict[str, Value], logged: dict[str, Value]) -> None:
         """Makes an epoch's value visible."""
@@ -436,7 +475,8 @@ class Logs:
                 entry.reset()
                 if entry.metric is not None:
                     entry.metric.reset()
-        self.idle = {place for place in self.idle if place[0] != group}
+        self._idle = {place for place in self._idle if place[0] != group}
+        self.dataloader_idx = None
 
     def clear(self) -> None:
         """Forgets everything."""

@@ -28,7 +28,7 @@ class Clock:
     def note(self) -> None:
         """Brings `progress.seconds` up to now."""
         now = time.perf_counter()
-        self._progress.seconds += now - self._noted
+        self._progress.add_time(now - self._noted)
         self._noted = now
 
     def elapsed(self) -> float:

@@ -36,19 +36,16 @@ class Count:
 
     def batch(self, batch: Any) -> None:
         """A batch is done (or, where the step draws by itself, drawn)."""
-        progress = self._progress
-        progress.batch += 1
-        progress.batches += 1
-        if not self._tells:
-            return
-        if self.shares:
+        samples = 0
+        if self._tells and self.shares:
             share = self._engine.share
             assert share is not None
             self._tells = share.told
-            progress.samples += share.total if share.told else 0
-            return
-        try:
-            # A DistributedSampler of the user's gives each rank as many.
-            progress.samples += batch_size_of(batch) * self._readers
-        except ConfigurationError:
-            self._tells = False
+            samples = share.total if share.told else 0
+        elif self._tells:
+            try:
+                # A DistributedSampler of the user's gives each rank as many.
+                samples = batch_size_of(batch) * self._readers
+            except ConfigurationError:
+                self._tells = False
+        self._progress.count_batch(samples)

@@ -9,34 +9,34 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from leyden.trainer.loops.fit import FitLoop
+    from leyden.trainer.events.progress import Progress
+    from leyden.trainer.loops.counters import Count
+    from leyden.trainer.run.transfer import Transfer
     from leyden.trainer.trainer import Trainer
 
 
 class Draws(Iterator[tuple[Any, int, int]]):
-    """The `dataloader_iter` of such a step: an iterator of (batch, batch_idx, dataloader_idx) that counts what was drawn.
+    """The `dataloader_iter` of such a step: an iterator of (batch, batch_idx, dataloader_idx) that counts its batches.
 
     Args:
-        loop: whose batches and counters these are.
+        batches: those that are left of the epoch, each with whether it is the last one.
+        progress: whose batch is drawn next.
+        count: counts each batch.
+        transfer: brings a batch to the device; None where it stays as it is.
     """
 
-    def __init__(self, loop: FitLoop) -> None:
-        self._loop = loop
-        self._batches = loop.batches()
-        self.is_last = False
+    def __init__(
+        self, batches: Iterator[tuple[Any, bool]], progress: Progress, count: Count, transfer: Transfer | None
+    ) -> None:
+        self._batches, self._progress, self._count, self._transfer = batches, progress, count, transfer
+        self.is_last = progress.ended or progress.cut
         """The epoch's last batch has been drawn."""
 
     def __next__(self) -> tuple[Any, int, int]:
         batch, self.is_last = next(self._batches)
-        index = self._loop.progress.batch
-        self._loop.count.batch(batch)
-        transfer = self._loop.trainer.transfer
-        return (batch if transfer is None else transfer(batch, 0)), index, 0
-
-    def turns(self) -> Iterator[tuple[Draws, bool]]:
-        """One turn for each training step, until everything has been drawn."""
-        while not self.is_last:
-            yield self, False
+        index = self._progress.batch
+        self._count.batch(batch)
+        return (batch if self._transfer is None else self._transfer(batch, 0)), index, 0
 
 
 def draws_itself(training_step: Callable[..., Any]) -> bool:

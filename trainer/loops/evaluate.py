@@ -11,7 +11,7 @@ import torch
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor
-from leyden.trainer.data.sharding import NOTHING, Share
+from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.logs import Value, read_back
 from leyden.trainer.loops.agreement import Pass
@@ -65,25 +65,18 @@ class EvaluationLoop:
         Returns:
             For each loader the values that were logged for it, and in fit nothing; None if a signal broke the pass off.
         """
-        engine = self.trainer.accelerator
-        # The share of the training batch after which fit validates is put back afterwards.
-        share, engine.share = engine.share, None
         self._done = self.trainer.progress.validation_batches if self.trainer.state.stage == "fit" else 0
         self._rows, self._names = self._step_rows(), []
         with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
-                self.logs.dataloader_idx = index if len(self.loaders) > 1 else None
                 before = self._done
                 if not self._loader(index, cursor, own_limit if limit is None else _smaller(limit, own_limit)):
-                    self.logs.dataloader_idx = None
                     self.logs.forget(self.stage)
                     return None
                 self._names.append(self.logs.names_since(self.stage, before))
-            self.logs.dataloader_idx = None
             values = self._end()
-        engine.share = share
         return self._by_loader(values)
 
     def _loader(self, index: int, cursor: LoaderCursor, limit: int | None) -> bool:
@@ -91,30 +84,32 @@ class EvaluationLoop:
         if limit == 0:
             return True
         trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
-        which, rows = (index,) if len(self.loaders) > 1 else (), self._rows
-        logs.tick = -1
+        engine, rows, inside_step = trainer.accelerator, self._rows, self.hooks.inside(self.step_name)
+        which = (index,) if len(self.loaders) > 1 else ()
+        logs.begin_loader(index if which else None)
         ranks = Pass(trainer) if trainer.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
         batches: Iterator[Any] = itertools.islice(cursor.start(trainer.current_epoch), limit)
-        if cursor.shares:
-            batches = map(self._note_share, batches)
         for batch_idx, batch in enumerate(batches):
             if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
             self._done += 1
+            if cursor.shares:
+                batch, share = batch
+                engine.begin_batch(share)
             if batch is NOTHING:
                 if not trainer.strategy.replicates:
                     self._keep_step(index, cursor, batch_idx)
+                engine.end_batch()
                 continue
             if transfer is not None:
                 batch = transfer(batch, index)
-            logs.batch, logs.tick, logs.batch_idx = batch, self._done, batch_idx
+            logs.begin_batch(batch, self._done, batch_idx)
             if listens_start:
                 self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *which)
-            self.hooks.current = self.step_name
             extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
-            outputs = trainer.strategy.evaluate(self.step, batch, extra)
-            self.hooks.current = ""
+            with inside_step:
+                outputs = trainer.strategy.evaluate(self.step, batch, extra)
             if listens_end:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
             self._take(index, outputs)
@@ -122,17 +117,13 @@ class EvaluationLoop:
                 rows.add(self._done)
             if trainer.profiler is not None and trainer.state.stage != "fit":
                 trainer.profiler.step()
-            outputs = batch = logs.batch = None
-        trainer.accelerator.share = None
+            outputs = batch = None
+            logs.end_batch()
+            engine.end_batch()
         if ranks is not None and ranks.ends():
             return False
-        if logs.tick == -1:
-            logs.idle.add((self.stage, which[0] if which else -1))
+        logs.end_loader(self.stage)
         return True
-
-    def _note_share(self, pair: tuple[Any, Share]) -> Any:
-        self.trainer.accelerator.share = pair[1]
-        return pair[0]
 
     def _keep_step(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
         """Runs a batch that counts for nothing, since the other ranks' forward passes wait for this one."""
@@ -179,9 +170,7 @@ class EvaluationLoop:
         if not trainer.sanity_checking:
             trainer.send(logged)
             if trainer.state.stage == "fit":
-                trainer.progress.phase = "validated"
-                trainer.progress.validations += 1
-                trainer.progress.validation_batches = self._done
+                trainer.progress.count_validation(self._done)
         self.hooks.close(f"on_{stage}_epoch_end")
         self._fire("end")
         return values

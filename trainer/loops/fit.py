@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import set_rng_state
-from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.format.errors import blame
 from leyden.trainer.logging.logs import Value
 from leyden.trainer.logging.metric_states import load_metric_states
@@ -51,7 +51,7 @@ class FitLoop:
         self.hooks = trainer.hooks
         self.logs = trainer.logs
         self.progress = trainer.progress
-        self.accelerator = trainer.accelerator
+        self.engine = trainer.accelerator
         self.limits = trainer.fit_loop
         self.restored: dict[str, Any] | None = None
         """Loader state and random numbers from the checkpoint that the run resumes; None for a new run."""
@@ -64,7 +64,13 @@ class FitLoop:
         self.step: Step
         self._iterator: Iterator[Any] | None = None
         self._settles = False
-        """Something may follow a step: a validation, schedulers, or a profiler that counts it."""
+        """Something may follow a step: a validation, schedulers, other ranks, or a profiler that counts it."""
+        self._logs_every: int | None = None
+        """Steps from one of the loggers' rows to the next; 0 or None where they get none."""
+        self._listens_start = self._is_watched = False
+        """Something hears of a batch's start, of its end."""
+        self._cut = False
+        """Somebody wants the epoch to end here (a hook returned -1, or a step that draws its batches found no more)."""
         self._window_start = 0
         """Index in the epoch of the first batch of the open window, or of the last one."""
         self._former_ended = True
@@ -74,8 +80,6 @@ class FitLoop:
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
         self._began = time.perf_counter()
-        self._draws = False
-        """The user's step is `training_step(dataloader_iter)`, and draws its own batches."""
         self._agreement = Agreement(trainer, self.clock) if trainer.world_size > 1 else None
         self.validation = Validation(trainer, self.clock, self._agreement)
 
@@ -85,9 +89,8 @@ class FitLoop:
         module = self.trainer.module
         step = AutomaticStep if module.automatic_optimization else ManualStep
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
-        self.accelerator.manual = not module.automatic_optimization
-        self._draws = draws_itself(module.training_step)
-        if self._draws:
+        draws = draws_itself(module.training_step)
+        if draws:
             check_drawing(self.trainer)
         if self.restored is None:
             self.validation.sanity_check()
@@ -98,7 +101,10 @@ class FitLoop:
         self.validation.load()
         self.validation.set_interval(self.num_batches)
         self._settles = (
-            self.validation.loop is not None or bool(self.trainer.lr_scheduler_configs) or bool(self.trainer.profiler)
+            self.validation.loop is not None
+            or bool(self.trainer.lr_scheduler_configs)
+            or bool(self.trainer.profiler)
+            or self._agreement is not None
         )
         self.trainer.announce()
         self.hooks.fire_all("on_train_start")
@@ -110,90 +116,134 @@ class FitLoop:
         self._resume()
         self._tell_if_done()
         while not self._is_done():
-            self._epoch()
+            self._note_listeners()
+            if self.progress.phase == "epoch_start":
+                self._begin_epoch()
+            complete = self._drawn_epoch() if draws else self._epoch()
+            if not complete:
+                self._validate_at_stop()
+            self._end_epoch(complete)
         self.clock.note()
         self.hooks.fire_all("on_train_end")
 
-    def _epoch(self) -> None:
-        """One epoch, or what is left of it after a resume.
+    def _epoch(self) -> bool:
+        """Trains the batches that are left of this epoch, with all that belongs to a window.
 
-        The loop stops in one of three ways. The batches are used up. Or the epoch is `cut`: a hook returned -1, or a step that
-        draws its own batches found no more; it counts as done all the same. Or a limit or a signal ends the run: then it is not
-        `complete`, and a resume continues inside it. A rank without a sample of the global batch has `NOTHING` for a batch: it
-        takes part in the others' collectives, and its hooks are not called.
+        A rank without a sample of the global batch has `NOTHING` for a batch: it takes part in the others' collectives, and its
+        hooks are not called. Whatever does not change within an epoch is looked up before the loop, which runs for every batch.
 
-        Whatever does not change within an epoch is looked up before the loop: this is the code that runs for every batch.
+        Returns:
+            True if the epoch is over: its batches are used up, or it is cut. False where a limit or a signal ends the run
+            inside it, and a resume continues there.
         """
-        progress, hooks, logs, step = self.progress, self.hooks, self.logs, self.step
-        accelerator, window, draws = self.accelerator, self.accelerator.window, self._draws
-        agreement, count = self._agreement, self.count.batch
-        transfer = None if draws else self.trainer.transfer
-        listens_start, listens_end = hooks.listens("on_train_batch_start"), hooks.listens("on_train_batch_end")
-        settles, accumulates = self._settles, self.trainer.accumulation is not None
-        logs_every = self.trainer.log_every_n_steps if self.trainer.loggers else 0
-        if progress.phase == "epoch_start":
-            self._begin_epoch()
-        cut, complete = progress.cut, True
-        for batch, is_last in () if cut else Draws(self).turns() if draws else self.batches():
-            batch_idx, present = progress.batch, batch is not NOTHING
-            if not window.is_open:
-                window.open(self._window_length() if accumulates else 1)
-                self._window_start = batch_idx
-            window.closes = is_last or window.index == window.length - 1
-            if transfer is not None and present:
-                batch = transfer(batch, 0)
-            logs.batch, logs.tick = batch, progress.batches
-            if listens_start and present and hooks.fire_all("on_train_batch_start", batch, batch_idx) == -1:
-                cut = True
-                if window.index == 0 and agreement is None:
-                    window.is_open = False
-                    break
-            try:
-                outputs = step.run(batch, batch_idx) if present else self._skip(batch_idx)
-            except StopIteration:
-                if not draws:
-                    raise
-                # The step drew past the end: what it had drawn for this turn is dropped, and the epoch is over.
-                window.is_open, cut = False, True
-                break
-            accelerator.end_batch()
-            if draws:
-                is_last = batch.is_last
+        progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
+        transfer, count, listens_start = self.trainer.transfer, self.count.batch, self._listens_start
+        accumulates, settles, is_watched = self.trainer.accumulation is not None, self._settles, self._is_watched
+        shares = self.count.shares
+        for batch, is_last in self._batches():
+            batch_idx = progress.batch
+            if window.is_open:
+                window.advance(is_last)
             else:
-                count(batch)
-            if window.closes:
-                if agreement is not None:
-                    cut = agreement.read(cut)
-                is_last = is_last or cut
-                if settles:
-                    self._after_step(is_last)
-                else:
-                    progress.phase, progress.ended = "settled", is_last
-            if listens_end:
+                window.open(self._window_length() if accumulates else 1, is_last)
+                self._window_start = batch_idx
+            if shares:
+                batch = self._begin_share(*batch)
+            elif transfer is not None:
+                batch = transfer(batch, 0)
+            logs.begin_batch(batch, progress.batches, batch_idx)
+            if listens_start and self._is_declined(batch, batch_idx):
+                return True
+            outputs = self._skip(batch_idx) if batch is NOTHING else step.run(batch, batch_idx)
+            window.end_batch()
+            count(batch)
+            if window.closes and (settles or is_last or self._cut):
+                is_last = self._end_window(is_last)
+            if is_watched:
                 outputs = detached(outputs)
-                if present:
-                    hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
-            if logs_every and window.closes and not progress.global_step % logs_every:
-                self._log_step(logs_every)
-            if listens_end:
-                hooks.close("on_train_batch_end", outputs, batch, batch_idx)
+                self._end_batch(outputs, batch, batch_idx)
             # Freed before the next step, where they would add to the peak of memory.
-            outputs = batch = logs.batch = None
+            outputs = batch = None
+            logs.end_batch()
+            if shares:
+                self._end_share()
             if window.closes:
                 if progress.phase == "stepped":
-                    self._settle()
-                if agreement is not None:
-                    (agreement.exchange if is_last else agreement.send)()
-                if cut or self._stops():
-                    complete, cut = is_last, False
-                    if not complete:
-                        self._validate_at_stop()
-                    break
-        else:
-            cut = cut or (not progress.ended and self.num_batches is not None and 0 < progress.batch < self.num_batches)
-        self._end_epoch(complete, cut)
+                    self._follow_window(is_last)
+                if self._cut or self._stops():
+                    return is_last
+        return True
+
+    def _drawn_epoch(self) -> bool:
+        """Trains an epoch by a `training_step(dataloader_iter)`, which draws its batches itself: each call is a window.
+
+        Returns:
+            As of `_epoch`.
+        """
+        progress, window = self.progress, self.engine.window
+        draws = Draws(self._batches(), progress, self.count, self.trainer.transfer)
+        while not draws.is_last:
+            self._window_start = batch_idx = progress.batch
+            window.open(length=1)
+            self.logs.begin_batch(draws, progress.batches, batch_idx)
+            if self._listens_start and self._is_declined(draws, batch_idx):
+                return True
+            try:
+                outputs = self.step.run(draws, batch_idx)
+            except StopIteration:
+                # The step drew past the end: what it had drawn for this turn is dropped, and the epoch is over.
+                window.abandon()
+                self._cut = True
+                return True
+            window.end_batch()
+            is_last = self._end_window(draws.is_last)
+            outputs = detached(outputs)
+            self._end_batch(outputs, draws, batch_idx)
+            outputs = None
+            self.logs.end_batch()
+            self._follow_window(is_last)
+            if self._cut or self._stops():
+                return is_last
+        return True
+
+    # a batch's start and end ------------------------------------------------------------------------------------------
+    def _begin_share(self, batch: Any, share: Share) -> Any:
+        """Notes what the ranks have of the global batch, and returns this rank's batch on the device."""
+        self.engine.begin_batch(share)
+        self.engine.window.weigh(share.weight(self.trainer.strategy.data_size), share.idle)
+        transfer = self.trainer.transfer
+        return batch if transfer is None or batch is NOTHING else transfer(batch, 0)
+
+    def _end_share(self) -> None:
+        self.engine.end_batch()
+        self.engine.window.weigh(1.0, idle=False)
+
+    def _is_declined(self, batch: Any, batch_idx: int) -> bool:
+        """Fires `on_train_batch_start`; true if it ends the epoch before this batch. Inside a window it ends with that."""
+        if batch is NOTHING or self.hooks.fire_all("on_train_batch_start", batch, batch_idx) != -1:
+            return False
+        self._cut = True
+        window = self.engine.window
+        if window.index > 0 or self._agreement is not None:
+            return False
+        window.abandon()
+        return True
+
+    def _end_batch(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Fires `on_train_batch_end`; its closing callbacks come after the loggers' row."""
+        if batch is not NOTHING:
+            self.hooks.fire("on_train_batch_end", outputs, batch, batch_idx)
+        if self.engine.window.closes:
+            self._log_step()
+        self.hooks.close("on_train_batch_end", outputs, batch, batch_idx)
 
     # an epoch's start and end -----------------------------------------------------------------------------------------
+    def _note_listeners(self) -> None:
+        trainer = self.trainer
+        self._logs_every = trainer.log_every_n_steps if trainer.loggers else 0
+        self._listens_start = self.hooks.listens("on_train_batch_start")
+        self._is_watched = self.hooks.listens("on_train_batch_end") or bool(self._logs_every)
+
     def _begin_epoch(self) -> None:
         progress = self.progress
         every = self.trainer.arguments.reload_dataloaders_every_n_epochs
@@ -201,13 +251,13 @@ class FitLoop:
             self.load_training_data(again=True)
             self.validation.load(again=True)
         assert self.cursor is not None
-        self._window_start = 0
+        self._window_start, self._cut = 0, False
         self.hooks.fire_all("on_train_epoch_start")
         # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the order of a
         # shuffle follows what the hook drew.
         self._iterator = self.cursor.start(progress.epoch)
         self._limit_batches()
-        progress.phase = "settled"
+        progress.begin_epoch()
         self.trainer.strategy.check_trained()
 
     def _skip(self, batch_idx: int) -> Any:
@@ -220,32 +270,16 @@ class FitLoop:
             batch = cursor.filler()
             return batch if transfer is None or batch is None else transfer(batch, 0)
 
-        self.logs.batch = None
+        self.logs.end_batch()
         if batch_idx == 0:
-            self.logs.idle.add(("train", -1))
+            self.logs.note_idle("train")
         self.step.skip(filler, batch_idx)
         return None
 
-    def batches(self) -> Iterator[tuple[Any, bool]]:
-        """The batches that are left of this epoch, as pairs (batch, it is the last one)."""
-        assert self.cursor is not None
-        return self._shares() if self.cursor.shares else self._batches()
-
-    def _shares(self) -> Iterator[tuple[Any, bool]]:
-        """This rank's batches, or `NOTHING`, with the weight of each in the window."""
-        engine, ranks = self.accelerator, self.trainer.strategy.data_size
-        window = engine.window
-        try:
-            for pair, is_last in self._batches():
-                share, held = pair[1], [pair[0]]
-                window.weight, window.idle, engine.share = share.weight(ranks), share.idle, share
-                # Not given a name here, which would keep the last batch in memory during a validation.
-                pair = None
-                yield held.pop(), is_last
-        finally:
-            window.weight, window.idle, engine.share = 1.0, False, None
-
     def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yields the batches that are left of this epoch, each with whether it is the last one; a sharded one with its share."""
+        if self.progress.cut:
+            return
         iterator, total = self._iterator, self.num_batches
         assert iterator is not None and self.cursor is not None
         if self.progress.ended:
@@ -276,17 +310,16 @@ class FitLoop:
         limit = self.trainer.arguments.limit_train_batches
         return limit if self.num_batches is None and isinstance(limit, int) else None
 
-    def _end_epoch(self, complete: bool, cut: bool = False) -> None:
+    def _end_epoch(self, complete: bool) -> None:
         """Ends an epoch.
 
         Args:
             complete: False where a limit ended the run inside it: the sums of its metrics are kept, for a resume to continue.
-            cut: it is over before the last batch that its length promised.
         """
         progress = self.progress
-        if self.accelerator.window.is_open:
+        if self.engine.window.is_open:
             self._close_short_window()
-        elif cut and not progress.cut:
+        elif complete and not progress.ended and (self._cut or self._fell_short()):
             self._cut_short()
         if self.trainer.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
@@ -297,7 +330,7 @@ class FitLoop:
         if complete and self.trainer.module.automatic_optimization:
             self.step.step_plateau_schedulers("epoch", progress.epoch + 1)
         self.clock.note()
-        progress.phase = "epoch_end" if complete else "paused"
+        progress.end_epoch(complete)
         self.closes_epoch = True
         self.hooks.close("on_train_epoch_end")
         self.closes_epoch = False
@@ -308,21 +341,24 @@ class FitLoop:
             if not self._is_done():
                 self._next_epoch()
 
+    def _fell_short(self) -> bool:
+        """True if the loader ended before the length that it had promised."""
+        return self.num_batches is not None and 0 < self.progress.batch < self.num_batches
+
     def _close_short_window(self) -> None:
         """The loader ended before its length said: the batches of the open window count by their true number."""
-        window = self.accelerator.window
-        window.index -= 1
-        window.closes = True
+        window = self.engine.window
+        window.close_early()
         self.trainer.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
-        self.accelerator.end_batch()
+        window.end_batch()
         self._after_step(True)
-        self._log_step(self.trainer.log_every_n_steps)
+        self._log_step()
         self._settle()
 
     def _cut_short(self) -> None:
         """Ends the epoch after a window that was not known to be its last: a hook returned -1, or the length was wrong."""
-        self.progress.cut = True
+        self.progress.cut_short()
         # No batch came since the last window's own validation.
         self._window_start = self.progress.batch
         self._after_step(True)
@@ -330,9 +366,7 @@ class FitLoop:
 
     def _next_epoch(self) -> None:
         self._former_ended = self._is_read_to_end()
-        self.progress.epoch += 1
-        self.progress.batch, self.progress.cut, self.progress.ended = 0, False, False
-        self.progress.phase = "epoch_start"
+        self.progress.next_epoch()
 
     # a window's end ---------------------------------------------------------------------------------------------------
     def _window_length(self) -> int:
@@ -342,25 +376,35 @@ class FitLoop:
         length = self.trainer.accumulation.length(self.progress.epoch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
+    def _end_window(self, is_last: bool) -> bool:
+        """Ends a window after its step; returns whether the epoch ends with it, by its length or by what the ranks agree on."""
+        if self._agreement is not None:
+            self._cut = self._agreement.read(self._cut)
+        is_last = is_last or self._cut
+        self._after_step(is_last)
+        return is_last
+
+    def _follow_window(self, is_last: bool) -> None:
+        """What comes between two windows, after the batch's hooks."""
+        self._settle()
+        if self._agreement is not None:
+            (self._agreement.exchange if is_last else self._agreement.send)()
+
     def _after_step(self, is_last: bool) -> None:
         """Notes that the window's step is done, for every checkpoint saved from here on, and whether a validation is due."""
         progress = self.progress
-        progress.phase, progress.ended = "stepped", is_last
-        progress.validation_due = self.validation.is_due(is_last, self._window_start)
-        if not progress.cut:
-            progress.skipped = bool(self.accelerator.prepared_optimizers) and not self.accelerator.stepped
+        is_due = self.validation.is_due(is_last, self._window_start)
+        progress.end_window(is_last, is_due, progress.skipped if progress.cut else self.step.was_skipped)
         if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
             self.step.step_schedulers("epoch", progress.epoch + 1)
         if self.trainer.profiler is not None and not progress.cut:
             self.trainer.profiler.step()
 
-    def _log_step(self, every: int) -> None:
+    def _log_step(self) -> None:
         """Sends the values of a step to the loggers, if it is one of those that they are sent."""
-        if self.accelerator.manual and not self.accelerator.stepped:
-            # No step was done, so these would be further values of the last one.
-            return
-        step = self.progress.global_step
-        if every and step % every == 0 and self.trainer.loggers:
+        step, every = self.progress.global_step, self._logs_every
+        # Where no step was counted, these would be further values of the last one.
+        if every and step % every == 0 and self.step.is_counted:
             values = self.logs.step_values("train")
             if self._row[0] == step:
                 # `send_ahead` has sent the others already.
@@ -370,23 +414,21 @@ class FitLoop:
 
     def send_ahead(self) -> None:
         """Before a checkpoint: sends the row of the step just done, which loggers would get after the hook that saves."""
-        ends_window = self.hooks.current == "on_train_batch_end" and self.accelerator.window.closes
+        ends_window = self.hooks.current == "on_train_batch_end" and self.engine.window.closes
         if ends_window and self._row[0] != self.progress.global_step:
-            self._log_step(self.trainer.log_every_n_steps)
+            self._log_step()
 
     def _settle(self) -> None:
         """What follows a step: its validation, then the schedulers that wait for one. A resume does what is left of it."""
         progress = self.progress
-        if progress.phase == "stepped":
-            if progress.validation_due and not self.validation.run():
-                return
-            progress.phase = "validated"
-        if progress.phase == "validated":
-            progress.validation_due = False
+        if progress.phase == "stepped" and progress.validation_due and not self.validation.run():
+            return
+        if progress.phase in ("stepped", "validated"):
+            progress.end_validation()
             waits = not (progress.cut or progress.skipped) and self.trainer.module.automatic_optimization
             if self.trainer.lr_scheduler_configs and waits:
                 self.step.step_plateau_schedulers("step", progress.stepped)
-            progress.phase = "settled"
+            progress.settle()
 
     def _validate_at_stop(self) -> None:
         """`should_stop` ended the run inside an epoch: the weights that it leaves are validated, unless they just were."""

@@ -21,11 +21,10 @@ def without_trace(trainer: Trainer) -> Iterator[None]:
     modules = list(trainer.module.named_modules())
     buffers = [(buffer, buffer.clone()) for buffer in trainer.module.buffers()]
     metrics, undo = metric_states(modules), undoing()
-    before, trainer.logs.discards = trainer.logs.discards, True
     try:
-        yield
+        with trainer.logs.discarding():
+            yield
     finally:
-        trainer.logs.discards = before
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
+from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.loops.signature import step_arguments
@@ -29,14 +30,25 @@ class Step(ABC):
     def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
         self.trainer = trainer
         self.module = trainer.module
-        self.accelerator = trainer.accelerator
+        self.engine = trainer.accelerator
         self.strategy = trainer.strategy
         self.window = trainer.accelerator.window
         self.hooks = trainer.hooks
-        self.hooks.backward = self.module.backward if overrides(self.module, "backward", TrainModule) else None
         self.progress = trainer.progress
         self.training_step = training_step
         self.takes_index = step_arguments(self.module.training_step)[0]
+        self.stepped = False
+        """An optimizer stepped when the last window closed."""
+
+    @property
+    def was_skipped(self) -> bool:
+        """There was something to step when the last window closed, and a gradient scaler skipped it."""
+        return bool(self.engine.prepared_optimizers) and not self.stepped
+
+    @property
+    @abstractmethod
+    def is_counted(self) -> bool:
+        """The window that closed last counts as a global step."""
 
     @abstractmethod
     def run(self, batch: Any, batch_idx: int) -> Any:
@@ -59,8 +71,8 @@ class Step(ABC):
         """Steps the schedulers of an interval that are due, all but those that wait for a validation."""
         for config in self.trainer.lr_scheduler_configs:
             if not config.reduce_on_plateau and config.due(interval, count):
-                self.hooks.current = "lr_scheduler_step"
-                self.module.lr_scheduler_step(config.scheduler, None)
+                with self.hooks.inside("lr_scheduler_step"):
+                    self.module.lr_scheduler_step(config.scheduler, None)
 
     def step_plateau_schedulers(self, interval: str, count: int) -> None:
         """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
@@ -76,9 +88,8 @@ class Step(ABC):
                 # A value of a step is each rank's own, and the learning rate must be one.
                 metric = self.strategy.ranks.broadcast(None if metric is None else float(metric))
             if metric is not None:
-                self.hooks.current = "lr_scheduler_step"
-                self.module.lr_scheduler_step(config.scheduler, metric)
-                self.hooks.current = ""
+                with self.hooks.inside("lr_scheduler_step"):
+                    self.module.lr_scheduler_step(config.scheduler, metric)
         every = 1 if interval == "epoch" else self.trainer.log_every_n_steps
         if every and self.progress.global_step % every == 0:
             self.trainer.send(logs.step_values("train"))
@@ -105,8 +116,10 @@ class AutomaticStep(Step):
         self.clip_algorithm = arguments.gradient_clip_algorithm
         self.clips = self.clip_value is not None or overrides(module, "configure_gradient_clipping", TrainModule)
         self.own_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
+        self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         # The profiler wants the label that torch's own method puts around it.
-        self.clears = trainer.profiler is None and all(map(only_clears, trainer.accelerator.optimizers))
+        self.clears = trainer.profiler is None and all(map(only_clears, self.engine.optimizers))
+        self.only_clears = self.clears and not (self.own_zero_grad or self.hooks_zero_grad)
         self.own_step = overrides(module, "optimizer_step", TrainModule)
         # A plain precision does nothing around a step, so it is not called.
         self.unscales = (
@@ -122,10 +135,10 @@ class AutomaticStep(Step):
             or overrides(self.strategy.precision, "step", Precision)
         )
         """Nothing but `optimizer.step()` belongs to a step."""
-        self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         self.hooks_step = self.hooks.listens("on_before_optimizer_step")
-        self.prepared = self.accelerator.prepared_optimizers
-        self.optimizers = self.accelerator.optimizers
+        self.engine.begin_automatic()
+        self.prepared = self.engine.prepared_optimizers
+        self.optimizers = self.engine.optimizers
         self.closure_optimizer = next((o for o in self.optimizers if needs_closure(o)), None)
         if self.closure_optimizer is not None:
             self._check_closure(self.closure_optimizer)
@@ -148,12 +161,20 @@ class AutomaticStep(Step):
                 f"{name} evaluates the loss several times in one step, which cannot go with {refusal}."
             )
 
+    @property
+    def is_counted(self) -> bool:
+        return True
+
     def run(self, batch: Any, batch_idx: int) -> Any:
         if self.closure_optimizer is not None:
             return self._run_closure(batch, batch_idx)
         window, hooks = self.window, self.hooks
         if window.index == 0:
-            self._zero_grad(batch_idx)
+            if self.only_clears:
+                clear_gradients(self.optimizers)
+            else:
+                self._zero_grad(batch_idx)
+        # Not `hooks.inside`: two calls less in every batch.
         hooks.current = "training_step"
         extra = (batch_idx,) if self.takes_index else ()
         outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
@@ -170,8 +191,7 @@ class AutomaticStep(Step):
                 f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank without a "
                 "sample cannot do: give the loader drop_last=True."
             )
-        discards, self.trainer.logs.discards = self.trainer.logs.discards, True
-        try:
+        with self.trainer.logs.discarding():
             if self.window.index == 0:
                 self._zero_grad(batch_idx)
             extra = (batch_idx,) if self.takes_index else ()
@@ -179,60 +199,55 @@ class AutomaticStep(Step):
                 self.strategy.skip_batch(self.training_step, filler(), extra, self.window)
             if self.window.closes:
                 self.close(batch_idx)
-        finally:
-            self.trainer.logs.discards = discards
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
             if self.hooks_zero_grad:
                 self.hooks.fire_all("on_before_zero_grad", optimizer)
             if self.own_zero_grad:
-                self.hooks.current = "optimizer_zero_grad"
-                self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
+                with self.hooks.inside("optimizer_zero_grad"):
+                    self.module.optimizer_zero_grad(self.progress.epoch, batch_idx, optimizer)
             elif self.clears:
-                clear_gradients(optimizer)
+                clear_gradients((optimizer,))
             else:
                 optimizer.zero_grad()
 
     def close(self, batch_idx: int) -> None:
-        accelerator, strategy, window = self.accelerator, self.strategy, self.window
+        strategy, window, stepped = self.strategy, self.window, False
         if window.length > 1 or window.num_items is not None:
-            accelerator.close_window()
-        accelerator.stepped = False
+            self.engine.close_window()
         for prepared in self.prepared:
             if self.unscales:
                 strategy.before_step(prepared.optimizer)
             if self.hooks_step or self.clips:
                 self._before_step(prepared.optimizer)
             if self.own_step:
-                self.hooks.current = "optimizer_step"
-                self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, self._last_loss)
-                self.hooks.current = ""
+                stepped = self._own_step(batch_idx, prepared, self._last_loss) or stepped
             elif self.plain:
                 prepared.optimizer.step()
-                accelerator.stepped = True
+                stepped = True
             elif strategy.step(prepared.optimizer):
-                accelerator.stepped = True
+                stepped = True
         if self.unscales:
             strategy.end_step()
-        self._count()
+        self.stepped = stepped
+        self.progress.count_window(stepped or not self.prepared)
+        if stepped and self.trainer.lr_scheduler_configs:
+            self.step_schedulers("step", self.progress.stepped)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if self.hooks_step:
             self.hooks.fire_all("on_before_optimizer_step", optimizer)
         if self.clips:
-            self.hooks.current = "configure_gradient_clipping"
-            self.module.configure_gradient_clipping(optimizer, self.clip_value, self.clip_algorithm)
-            self.hooks.current = ""
+            with self.hooks.inside("configure_gradient_clipping"):
+                self.module.configure_gradient_clipping(optimizer, self.clip_value, self.clip_algorithm)
 
-    def _count(self) -> None:
-        progress = self.progress
-        progress.global_step += 1
-        if self.accelerator.stepped or not self.prepared:
-            progress.stepped += 1
-            if self.trainer.lr_scheduler_configs:
-                self.step_schedulers("step", progress.stepped)
-                self.hooks.current = ""
+    def _own_step(self, batch_idx: int, prepared: PreparedOptimizer, closure: Callable[[], Any]) -> bool:
+        """Calls the module's `optimizer_step`; true if it stepped the optimizer."""
+        self.engine.begin_step()
+        with self.hooks.inside("optimizer_step"):
+            self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, closure)
+        return self.engine.stepped
 
     def _last_loss(self) -> Tensor | None:
         return read_loss(self.outputs)[0].detach() if self.outputs is not None else None
@@ -246,26 +261,27 @@ class AutomaticStep(Step):
 
         def closure() -> Tensor:
             self._zero_grad(batch_idx)
-            hooks.current = "training_step"
-            outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
+            with hooks.inside("training_step"):
+                outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
             if not first:
                 # Of the further evaluations nothing is kept: each would hold its tensors until the step is done.
                 first.append(outputs)
-            self.accelerator.close_window()
+            self.engine.close_window()
             self.strategy.before_step(prepared.optimizer)
             self._before_step(prepared.optimizer)
             # Of all ranks, which must choose the same step.
             return self.strategy.ranks.reduce(read_loss(outputs)[0].detach())
 
-        self.accelerator.stepped = False
         if self.own_step:
-            hooks.current = "optimizer_step"
-            self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, closure)
+            self.stepped = self._own_step(batch_idx, prepared, closure)
         else:
+            self.engine.begin_step()
             prepared.step(closure)
-        hooks.current = ""
+            self.stepped = self.engine.stepped
         self.strategy.end_step()
-        self._count()
+        self.progress.count_window(self.stepped)
+        if self.stepped:
+            self.step_schedulers("step", self.progress.stepped)
         return first[0] if first else None
 
 
@@ -284,24 +300,23 @@ class ManualStep(Step):
                 "gradient_clip_val cannot be used with manual optimisation: call self.clip_gradients(optimizer, value) before "
                 "optimizer.step()."
             )
-        self.accelerator.backward_hooks = self.hooks
-        self.accelerator.before_step = self._before_step if self.hooks.listens("on_before_optimizer_step") else None
-        self.accelerator.went_backward = True
-        self.accelerator.needs_manual_backward = (
-            self.strategy.ranks.world_size > 1 or self.strategy.precision.scales_loss
+        self._inside_step = self.hooks.inside("training_step")
+        self.engine.begin_manual(
+            self.hooks, self._before_step if self.hooks.listens("on_before_optimizer_step") else None
         )
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.hooks.fire_all("on_before_optimizer_step", optimizer)
 
+    @property
+    def is_counted(self) -> bool:
+        return self.stepped
+
     def run(self, batch: Any, batch_idx: int) -> Any:
-        self.accelerator.stepped = False
-        if self.accelerator.needs_manual_backward:
-            self.accelerator.went_backward = False
-        self.hooks.current = "training_step"
+        self.engine.begin_step()
         extra = (batch_idx,) if self.takes_index else ()
-        outputs = self.strategy.forward(self.training_step, batch, extra)
-        self.hooks.current = ""
+        with self._inside_step:
+            outputs = self.strategy.forward(self.training_step, batch, extra)
         self.close(batch_idx)
         return outputs
 
@@ -312,20 +327,19 @@ class ManualStep(Step):
             raise ConfigurationError(
                 "manual optimisation on a rank without a sample needs a batch to run: give all ranks as many batches."
             )
-        weight, self.window.weight = self.window.weight, 0.0
-        self.accelerator.stepped = False
+        self.window.weigh(0.0, idle=True)
+        self.engine.begin_step()
         extra = (batch_idx,) if self.takes_index else ()
         with without_trace(self.trainer):
             self.strategy.forward(self.training_step, batch, extra)
-        self.window.weight = weight
         self.close(batch_idx)
 
     def close(self, batch_idx: int) -> None:
         """Schedulers are the module's own business here."""
         self.strategy.end_step()
-        if self.accelerator.stepped:
-            self.progress.global_step += 1
-            self.progress.stepped += 1
+        self.stepped = self.engine.stepped
+        if self.stepped:
+            self.progress.count_window(stepped=True)
 
 
 def only_clears(optimizer: Optimizer) -> bool:
@@ -333,11 +347,12 @@ def only_clears(optimizer: Optimizer) -> bool:
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
-def clear_gradients(optimizer: Optimizer) -> None:
-    """Does what torch's own `zero_grad()` does, without its label for profilers, which costs more than the rest of the loop."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = None
+def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
+    """Does what torch's own `zero_grad()` does without its label for profilers, which costs more than the loop itself."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
 
 def detached(outputs: Any) -> Any:

@@ -126,14 +126,14 @@ class Validation:
         A run that was not stopped there would not validate, so a resume must go on as if this pass had not been: it leaves no
         trace in loaders and random numbers, no scheduler follows it, and it is not run again.
         """
-        progress = self._progress
-        if not self._in_this_epoch() or self._validated == progress.batches:
+        if not self._in_this_epoch() or self._validated == self._progress.batches:
             return
-        self._aside, skipped, progress.skipped = True, progress.skipped, True
+        self._aside = True
         try:
-            self.run()
+            with self._progress.aside():
+                self.run()
         finally:
-            self._aside, progress.skipped, progress.phase = False, skipped, "settled"
+            self._aside = False
 
     def run(self) -> bool:
         """Validates; False if a signal interrupted it, so that it is still to be done."""
@@ -142,7 +142,7 @@ class Validation:
             return True
         self._clock.note()
         self._trainer.strategy.synchronize_buffers()
-        self._progress.seconds_at_validation = self._progress.seconds
+        self._progress.begin_validation()
         self._validated = self._progress.batches
         done = False
         with self._remembering():
