@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from leyden.callbacks.base import Callback
     from leyden.strategies.base import Strategy
-    from leyden.trainer.logging.logs import Logs, Reduction
+    from leyden.trainer.logging.logs import Logs
+    from leyden.trainer.logging.values import Reduction
     from leyden.trainer.trainer import Trainer
 
 T = TypeVar("T")

@@ -27,7 +27,8 @@ from leyden.trainer.events.signals import Signals
 from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.hparams import hparams_to_log
-from leyden.trainer.logging.logs import Logs, Value, read_back
+from leyden.trainer.logging.logs import Logs
+from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.loops.predict import PredictionLoop, keeping

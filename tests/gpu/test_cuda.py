@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, TQDMProgressBar
 from leyden.strategies.precision import MixedPrecision
-from leyden.trainer.logging.logs import read_back
+from leyden.trainer.logging.values import read_back
 
 # cuBLAS reads it when it makes its first workspace, which another test may do.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

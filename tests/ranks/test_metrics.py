@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import ConfigurationError, Trainer, TrainModule
+from leyden.trainer.logging.entries import Entry
 from leyden.trainer.logging.epoch_values import EpochValues
-from leyden.trainer.logging.logs import Entry
 
 SAMPLES, BATCH = 24, 3
 QUIET: dict[str, Any] = {

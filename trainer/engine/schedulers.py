@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
-from leyden.trainer.logging.logs import Value
+from leyden.trainer.logging.values import Value
 
 FORMS = (
     "return an optimizer, a list of them, ([optimizers], [schedulers]), ([optimizers], scheduler), {'optimizer': …, "

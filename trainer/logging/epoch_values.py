@@ -15,10 +15,11 @@ from torch import Tensor
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.logging import metrics
-from leyden.trainer.logging.logs import Reduced, Value, as_number, read_back
+from leyden.trainer.logging.entries import Reduced
+from leyden.trainer.logging.values import Value, as_number, read_back
 
 if TYPE_CHECKING:
-    from leyden.trainer.logging.logs import Entry
+    from leyden.trainer.logging.entries import Entry
 
 HEADER = 4
 """Numbers before the values of a message: data rank, digest of the keys, length, bytes of metric states."""

@@ -13,7 +13,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.logging.logs import Value, read_back
+from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.idle import without_trace
 from leyden.trainer.loops.signature import step_arguments

@@ -19,8 +19,8 @@ from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import set_rng_state
 from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.format.errors import blame
-from leyden.trainer.logging.logs import Value
 from leyden.trainer.logging.metric_states import load_metric_states
+from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.counters import Count

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.logging.logs import Logs, Value, read_back
+from leyden.trainer.logging.logs import Logs
+from leyden.trainer.logging.values import Value, read_back
 
 if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
     from leyden.trainer.events.progress import Progress
-    from leyden.trainer.logging.nans import Nans
+    from leyden.trainer.logging.values import Nans
 
 Row: TypeAlias = "tuple[int, Mapping[str, Value]]"
 BLOCK = 100

@@ -12,7 +12,8 @@ from leyden.trainer.engine import debugging
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.state import RunState
 from leyden.trainer.logging.epoch_values import over_ranks
-from leyden.trainer.logging.logs import Logs, Value
+from leyden.trainer.logging.logs import Logs
+from leyden.trainer.logging.values import Value
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, loggers_of
 from leyden.trainer.run.loaders import Loaders

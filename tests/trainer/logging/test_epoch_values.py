@@ -12,8 +12,8 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MinMaxMetric,
 
 from leyden import ConfigurationError
 from leyden.trainer.logging import metrics
+from leyden.trainer.logging.entries import Entry, Reduced
 from leyden.trainer.logging.epoch_values import combined
-from leyden.trainer.logging.logs import Entry, Reduced
 
 
 def entry(reduce_fx: Any) -> Entry:
