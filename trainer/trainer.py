@@ -29,9 +29,8 @@ from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, read_back
-from leyden.trainer.loops.evaluate import EvaluationLoop
+from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keeping
 from leyden.trainer.loops.fit import FitLoop
-from leyden.trainer.loops.predict import PredictionLoop, keeping
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
 from leyden.trainer.run import differences, ending
