@@ -2,9 +2,9 @@
 
     python killed_runs.py SCENARIO FOLDER POINT…
 
-A point is "none", or SIGNAL@EVENT:COUNT as KILL@training_step:5; several for one run are joined by "+", and those of one run
-after the other by ">". The runs of a point, the last of which is left alone, go on from each other's last checkpoint, in
-processes of their own that are forked before torch has a thread. A run that ends by itself writes what it ended with to
+A point is "none", or SIGNAL@EVENT:COUNT as in KILL@training_step:5. "+" joins several signals to one run, ">" joins
+runs that follow each other. Each run of a point resumes the last checkpoint of the one before, in a process of its own
+that is forked before torch has a thread; the last run gets no signal. A run that ends by itself writes its results to
 FOLDER/POINT/NUMBER.pt.
 """
 
@@ -467,7 +467,7 @@ def run(scenario: str, folder: Path, point: str, name: str) -> None:
 
 
 def in_a_process(work: Callable[[], None]) -> int:
-    """Does the work in a forked process; gives back its exit code, or the negative number of the signal that ended it."""
+    """Does the work in a forked process; returns its exit code, or the negative number of the signal that ended it."""
     sys.stdout.flush()
     child = os.fork()
     if child == 0:

@@ -1,7 +1,7 @@
-"""Runs Python programs in processes that have torch imported already: forked from a server, in milliseconds instead of seconds.
+"""Runs Python programs in processes that have imported torch already: they fork from a server, in milliseconds.
 
-A program sees what `python COMMAND` would show it: `__main__`, `sys.argv`, `sys.path`, its environment and its exit code.
-Processes that it starts itself import torch anew. Tests of the interpreter's own start use `subprocess`.
+A program sees what `python COMMAND` would show it: `__main__`, `sys.argv`, `sys.path` and its environment. Tests of
+what is imported, of standard input, or of a script that starts its ranks by running anew use `subprocess`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,18 +48,25 @@ def start_program(
 
 
 def run_program(
-    command: Sequence[object], folder: Path, environ: Mapping[str, str] | None = None, timeout: float = 240
+    command: Sequence[object],
+    folder: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `python COMMAND` in a folder to its end; files of the folder keep what it prints."""
-    output, errors = folder / "stdout.txt", folder / "stderr.txt"
-    process = start_program(command, folder, output, errors, environ)
-    process.join(timeout)
-    if process.is_alive():
-        process.kill()
-        process.join()
-        raise AssertionError(f"{command[0]} still ran after {timeout} s:\n{output.read_text()}{errors.read_text()}")
+    """Runs `python COMMAND` to its end, in a folder (default: the current one)."""
+    words = [str(word) for word in command]
+    with tempfile.TemporaryDirectory() as printed:
+        output, errors = Path(printed, "output"), Path(printed, "errors")
+        process = start_program(words, folder or Path.cwd(), output, errors, environ)
+        process.join(timeout)
+        hangs = process.is_alive()
+        if hangs:
+            process.kill()
+            process.join()
+        texts = output.read_text(), errors.read_text()
+    assert not hangs, f"{words[0]} still ran after {timeout} s:\n{texts[0]}{texts[1]}"
     assert process.exitcode is not None
-    return subprocess.CompletedProcess(list(command), process.exitcode, output.read_text(), errors.read_text())
+    return subprocess.CompletedProcess(words, process.exitcode, *texts)
 
 
 def _become(words: list[str], folder: str, output: str, errors: str, variables: Mapping[str, str]) -> None:
@@ -75,7 +83,6 @@ def _become(words: list[str], folder: str, output: str, errors: str, variables: 
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    sys.orig_argv = [sys.executable, *words]
     import torch
 
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""A stand-in for a GPU where there is none: a device whose values cannot be read, and to which copying is told of.
+"""A stand-in for a GPU where there is none: a device whose values cannot be read, and that reports copies to it.
 
-Tensors of torch's device `meta` have no values. `.item()`, a comparison in an `if`, `.cpu()` and whatever else would wait for a GPU
-fails on them; and gloo refuses them.
+Tensors of torch's device `meta` have no values. `.item()`, a comparison in an `if`, `.cpu()` and whatever else would
+wait for a GPU fails on them; and gloo refuses them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAKERS = (torch.tensor, torch.as_tensor, torch.asarray)
 
 
 class Waits(TorchFunctionMode):
-    """Notes what waits for a GPU without reading from it: copies to the device that nobody has told to run beside the host."""
+    """Records what waits for a GPU without reading from it: copies to the device that are not asynchronous."""
 
     def __init__(self) -> None:
         super().__init__()

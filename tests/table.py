@@ -1,4 +1,4 @@
-"""The table of docs/strategies.md, read, and each of its cells run for real: in few steps of a tiny module, and checked."""
+"""The table of docs/strategies.md: each of its cells is run for a few steps of a tiny module, and checked."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def loader(count: int = 20) -> DataLoader[Any]:
     return DataLoader(data(count), 4 // int(os.environ.get("WORLD_SIZE", "1")))
 
 
-# the table -------------------------------------------------------------------------------------------------------------
+# the table ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Row:
     """One row of the table.
@@ -236,7 +236,7 @@ def _agree(found: list[tuple[Row, str, str]]) -> None:
     assert found and not lines, "\n".join(lines)
 
 
-# a cell -----------------------------------------------------------------------------------------------------------------
+# a cell ---------------------------------------------------------------------------------------------------------------
 @dataclass
 class Place:
     """Where a cell is run.
@@ -293,7 +293,7 @@ def trained(trainer: Trainer, module: Net, steps: int) -> None:
     assert all(bool(change.abs().max() > 0) for change in moved(trainer, module))
 
 
-# one function for each column --------------------------------------------------------------------------------------------
+# one function for each column -----------------------------------------------------------------------------------------
 def accumulation(place: Place) -> None:
     """Windows of 2, 2 and 1 batches: the last one's loss counts fully."""
     trainer, module = place.trainer(accumulate_grad_batches=2), Net()
@@ -346,7 +346,7 @@ def checkpoint(place: Place) -> None:
 
 
 def other_ranks(place: Place) -> None:
-    """What `checkpoint` has saved on so many ranks goes on on others: the same number of steps, over the samples that are left."""
+    """What `checkpoint` saved resumes on another number of ranks: as many steps, over the samples that are left."""
     trainer, module = place.trainer(), Net()
     trainer.fit(module, loader(), ckpt_path=place.folder / "saved")
     assert trainer.global_step == 5 and len(module.losses) == 2

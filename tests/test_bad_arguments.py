@@ -1,4 +1,4 @@
-"""Wrong arguments of the Trainer, its callbacks and precisions: one clear error from the constructor, which names the fix."""
+"""Wrong arguments of the Trainer, its callbacks and precisions: one error from the constructor, which names the fix."""
 
 from __future__ import annotations
 

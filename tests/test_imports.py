@@ -16,8 +16,8 @@ import leyden
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("trainer", "callbacks", "strategies")
 
-# The rooms, from the ground up. A module belongs to the room with the longest prefix that fits, and imports from its own room
-# and from those below.
+# The rooms, from the ground up. A module belongs to the room with the longest prefix that fits, and imports from its
+# own room and from those below.
 FLOORS: tuple[tuple[str, ...], ...] = (
     # The base class of callbacks imports nothing. It stands down here because `events` calls its hooks.
     ("leyden.strategies", "leyden.callbacks.base"),
@@ -57,7 +57,7 @@ OWNERS = {"leyden.trainer.cli": "click", "leyden.strategies.precision.float8_lin
 PICKLES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 MAY_UNPICKLE = {"leyden.trainer.checkpoint.foreign"}
 MAX_LINES = 600
-# Accelerate's Accelerator has about ninety public methods. Ours has them in one class, each with its arguments described.
+# Accelerate's Accelerator has about ninety public methods; ours has them in one class, with their arguments described.
 MAY_BE_LONGER = {"leyden.trainer.accelerator.accelerator": 1000}
 # Modules of Accelerate's names: they hold names, and nothing else.
 THIN = {name: ROOT / "leyden" / name.replace(".", "/") for name in leyden._MODULES}
@@ -221,7 +221,8 @@ def test_a_module_of_accelerates_names_holds_names_alone(name: str) -> None:
 def test_names_of_accelerate_cost_no_optional_package() -> None:
     loaded = run(
         "import importlib, sys, torch; before = set(sys.modules); "
-        f"[importlib.import_module('leyden.' + name) for name in {list(THIN)!r}]; print(*(name for name in sys.modules if name not in before))"
+        f"[importlib.import_module('leyden.' + name) for name in {list(THIN)!r}]; "
+        "print(*(name for name in sys.modules if name not in before))"
     ).split()
     assert {f"leyden.{name}" for name in THIN} <= set(loaded)
     assert not {name for name in loaded if any(within(name, package) for package in LAZY)}

@@ -1,4 +1,4 @@
-"""The same seed gives bit for bit the weights of a loop of plain PyTorch, and leaves the random numbers where it does."""
+"""The same seed gives the weights of a plain PyTorch loop bit for bit, and leaves the random numbers where it does."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ def test_without_the_true_length_of_the_last_window_the_weights_would_differ() -
     assert any(not torch.equal(a, b) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
 
 
-# items ------------------------------------------------------------------------------------------------------------------
+# items ----------------------------------------------------------------------------------------------------------------
 class Items(TrainModule):
     """Its loss is a sum over those samples that count, of which each batch has another number."""
 
@@ -416,7 +416,7 @@ def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path
     assert_same(module.net, plain)
 
 
-# closures and manual optimisation ---------------------------------------------------------------------------------------
+# closures and manual optimisation -------------------------------------------------------------------------------------
 def lbfgs(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.LBFGS(parameters, 0.5, max_iter=4, line_search_fn="strong_wolfe")
 

@@ -165,7 +165,7 @@ def test_the_program_would_notice_a_run_that_does_not_go_on_exactly(tmp_path: Pa
     assert {"weights", "optimizers", "schedulers", "metrics", "csv", "checkpoints"} <= different
 
 
-# signals ----------------------------------------------------------------------------------------------------------------
+# signals --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scenario, points", [("saved by epoch", STOPS), ("monitored", STOPS[:5:2])])
 def test_a_signal_ends_the_run_in_order_and_it_goes_on_exactly(
     scenario: str, points: tuple[str, ...], tmp_path: Path
@@ -196,7 +196,7 @@ def test_the_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
     assert compare(ended, result(tmp_path, "none")) == []
 
 
-# in this process --------------------------------------------------------------------------------------------------------
+# in this process ------------------------------------------------------------------------------------------------------
 class Tiny(TrainModule):
     def __init__(self) -> None:
         super().__init__()
@@ -458,7 +458,7 @@ def test_what_is_saved_inside_a_validation_runs_it_again(hook: str, sanity: int,
     assert differences(run(Counting(), seed=77, ckpt_path=tmp_path / "inside"), whole) == []
 
 
-# parts ------------------------------------------------------------------------------------------------------------------
+# parts ----------------------------------------------------------------------------------------------------------------
 class Counting(Callback):
     """Has state of its own."""
 
@@ -584,7 +584,7 @@ def test_weights_alone_are_no_resume(tmp_path: Path) -> None:
     assert trainer.global_step == 0 and not trainer.optimizers[0].state
 
 
-# where it runs ----------------------------------------------------------------------------------------------------------
+# where it runs --------------------------------------------------------------------------------------------------------
 def test_fit_works_in_a_thread_that_is_not_the_main_one(tmp_path: Path, whole: dict[str, Any]) -> None:
     results: list[dict[str, Any]] = []
 

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from leyden import CombinedLoader, LeydenError, TrainModule
 
 
-# what fit is given ------------------------------------------------------------------------------------------------------
+# what fit is given ----------------------------------------------------------------------------------------------------
 @mistake(r"fit needs a TrainModule and training data: trainer\.fit\(module, train_loader\)")
 def fit_without_arguments(ground: Ground) -> None:
     ground.trainer().fit()
@@ -170,7 +170,7 @@ def a_prediction_without_forward(ground: Ground) -> None:
     ground.trainer().predict(Plain(), loader())
 
 
-# optimizers and schedulers ----------------------------------------------------------------------------------------------
+# optimizers and schedulers --------------------------------------------------------------------------------------------
 def sgd(module: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -265,7 +265,7 @@ def manual_backward_in_automatic_optimisation(ground: Ground) -> None:
     ground.fit(ground.module(training_step=training_step))
 
 
-# what training_step returns ---------------------------------------------------------------------------------------------
+# what training_step returns -------------------------------------------------------------------------------------------
 returns("a loss that is a number", r"returned a float, not a loss\. Return a scalar tensor", lambda s, b: 0.5)
 returns("a loss that is None", r"returned None, not a loss\. Return a scalar tensor", lambda s, b: None)
 returns("a dict without loss", r"none is 'loss'\. Return \{'loss': loss", lambda s, b: {"los": s.loss(b)})

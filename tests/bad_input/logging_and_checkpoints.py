@@ -13,7 +13,7 @@ from leyden import Callback, CheckpointError, LeydenError, TrainModule
 from leyden.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 
 
-# logging ----------------------------------------------------------------------------------------------------------------
+# logging --------------------------------------------------------------------------------------------------------------
 def log_with_other_arguments(module: Module) -> None:
     module.log("x", 1.0)
     module.log("x", 1.0, prog_bar=True)
@@ -89,7 +89,7 @@ def a_module_that_no_trainer_runs(ground: Ground) -> None:
     ground.module().print("hello")
 
 
-# checkpoints ------------------------------------------------------------------------------------------------------------
+# checkpoints ----------------------------------------------------------------------------------------------------------
 def from_path(ground: Ground, path: Any, module: Module | None = None, **options: Any) -> None:
     ground.trainer().fit(module or ground.module(), loader(), ckpt_path=path, **options)
 

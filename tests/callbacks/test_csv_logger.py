@@ -7,13 +7,12 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from programs import run_program
 
 from leyden.callbacks.csv_logger import CSVLogger
 from leyden.strategies.errors import ConfigurationError
@@ -196,7 +195,7 @@ for step in range(1, 200):
 def test_a_killed_run_goes_on_with_whole_rows(tmp_path: Path) -> None:
     import ast
 
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = run_program(["-c", KILLED, tmp_path])
     assert done.returncode == -signal.SIGKILL, done.stderr
     logger = CSVLogger(tmp_path)
     logger.load_state_dict(ast.literal_eval(done.stdout))

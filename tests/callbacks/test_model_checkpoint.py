@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 from torch import Tensor, nn
 
 from leyden.callbacks import model_checkpoint
@@ -115,7 +114,7 @@ def _no_warnings() -> Iterator[None]:
         yield
 
 
-# what is kept -------------------------------------------------------------------------------------------------------------
+# what is kept ---------------------------------------------------------------------------------------------------------
 def test_by_default_the_newest_is_kept(tmp_path: Path) -> None:
     callback = ModelCheckpoint()
     trainer = fit(tmp_path, callback, max_epochs=3)
@@ -203,7 +202,7 @@ def test_weights_only(tmp_path: Path) -> None:
     assert not any("optimizer" in name or "rank" in name or "callbacks" in name for name in files)
 
 
-# the last one -------------------------------------------------------------------------------------------------------------
+# the last one ---------------------------------------------------------------------------------------------------------
 def test_last_is_a_link_to_the_newest(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", save_last=True)
     seen: list[list[str]] = []
@@ -258,7 +257,7 @@ def test_the_links_name_is_a_template(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "newest of the run -> epoch=0-step=4"]
 
 
-# names --------------------------------------------------------------------------------------------------------------------
+# names ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("template", "insert", "name"),
     [
@@ -332,7 +331,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     assert (mine / "note").read_text() == "mine"
 
 
-# when ---------------------------------------------------------------------------------------------------------------------
+# when -----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "options", "expected"),
     [
@@ -421,7 +420,7 @@ def test_the_interval_in_time_goes_on_after_a_resume(tmp_path: Path) -> None:
     assert time.monotonic() - again._saved_at == pytest.approx(1800, abs=60)
 
 
-# metrics that are missing -------------------------------------------------------------------------------------------------
+# metrics that are missing ---------------------------------------------------------------------------------------------
 def test_a_metric_that_nobody_logs(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"ModelCheckpoint monitors 'vla', which was not logged\. Did you mean 'val'\?"
@@ -438,7 +437,7 @@ def test_before_the_first_validation_there_is_nothing_to_rank(tmp_path: Path) ->
     assert steps(tmp_path / "checkpoints") == [6]
 
 
-# errors while saving ------------------------------------------------------------------------------------------------------
+# errors while saving --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("counter", [True, False])
 def test_a_save_that_fails_changes_nothing(tmp_path: Path, counter: bool) -> None:
     filename = None if counter else "model"
@@ -488,7 +487,7 @@ def test_one_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: 
     assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
 
 
-# the books in the checkpoint ----------------------------------------------------------------------------------------------
+# the books in the checkpoint ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arguments", [{}, {"filename": "model", "enable_version_counter": False, "save_last": True}])
 def test_the_old_one_is_there_until_the_new_one_is(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Also where it is replaced under its own name."""
@@ -583,8 +582,7 @@ def test_a_kill_between_the_commit_and_the_deletion_leaves_nothing_behind(
     """The next run does what was left to do, and ends with the same checkpoints."""
     whole = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path / "whole", whole)
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "cut"), str(step), str(Path(__file__).parent)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_program(["-c", KILLED, tmp_path / "cut", step, Path(__file__).parent])
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert steps(tmp_path / "cut" / "checkpoints") == left
     resumed = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
@@ -660,7 +658,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "saved" not in capsys.readouterr().out
 
 
-# arguments ----------------------------------------------------------------------------------------------------------------
+# arguments ------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

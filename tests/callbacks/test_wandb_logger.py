@@ -199,7 +199,7 @@ def test_wandb_is_not_imported_before_the_first_write() -> None:
     assert done.returncode == 0, done.stderr
 
 
-# several ranks ------------------------------------------------------------------------------------------------------------
+# several ranks --------------------------------------------------------------------------------------------------------
 def fit_on_a_rank(folder: str) -> tuple[str | None, list[str | None]]:
     from leyden import Callback, Trainer, TrainModule
 

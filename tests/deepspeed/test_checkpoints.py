@@ -1,4 +1,4 @@
-"""DeepSpeed's runs are saved as every other: bit for bit on as many ranks, and gone on with by any strategy, and from any."""
+"""A DeepSpeed run resumes bit for bit on as many ranks, and under any other strategy; it resumes theirs, too."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ KILLED_QUICK = ("stage 3", "bf16 stage 2")
 
 
 class Net(TrainModule):
-    """Odd sizes, so that stretches begin and end within rows; a frozen layer, a buffer, and two groups of the optimizer."""
+    """Odd sizes, so that fragments begin and end within rows; a frozen layer, a buffer and two parameter groups."""
 
     def __init__(self, layout: Layout, die_at: int | None = None, rate: float = 0.005) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def check_identical(rest: list[dict[str, Any]], straight: list[dict[str, Any]]) 
 
 
 def again_and_again(paths: list[str], folder: str) -> dict[str, list[Any]]:
-    """One Trainer for several checkpoints: the loss of each without training, and a fit that begins in the middle of the last."""
+    """One Trainer for several checkpoints: the loss of each without training, and a fit from the middle of the last."""
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     found: dict[str, list[Any]] = {}
@@ -273,7 +273,7 @@ def pass_on(straight: Runs, folder: Path) -> Runs:
 
 
 def resume(straight: Runs, passed_on: Runs, folder: Path) -> Runs:
-    """What goes on on two ranks, in one launch: each where it was saved and killed, the chain, and weights of a file."""
+    """What resumes on two ranks, in one launch: each run where it was killed, the chain, weights of a file."""
     runs: dict[str, tuple[Any, ...]] = {
         name: (name, f"{folder}/resumed {name}", END, END, saved(straight, name)) for name in straight
     }

@@ -1,4 +1,4 @@
-"""`leyden launch` with an Accelerate DeepSpeed file: the same losses as DDP's, from a loop of one's own and from a Trainer."""
+"""`leyden launch` with an Accelerate DeepSpeed file: DDP's losses, from the user's own loop and from a Trainer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ for epoch in range(2):
             optimizer.zero_grad()
         accelerator.print(f"loss {float(accelerator.reduce(loss.detach(), 'mean')):.7f}")
 plugin = accelerator.state.deepspeed_plugin
-accelerator.print(f"type {accelerator.distributed_type.value} stage {plugin and plugin.zero_stage} steps {accelerator.steps}")
+kind = accelerator.distributed_type.value
+accelerator.print(f"type {kind} stage {plugin and plugin.zero_stage} steps {accelerator.steps}")
 """
 )
 TRAINER = (

@@ -1,4 +1,4 @@
-"""DeepSpeed through the Accelerator: a loop of one's own has DDP's losses, norms and rates, and one owner for each setting."""
+"""DeepSpeed through the Accelerator: DDP's losses, norms and rates in the user's loop; one owner for each setting."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def run_loop(
 
 
 def by_config() -> dict[str, Any]:
-    """The optimizer and the scheduler are the config's, the script has stand-ins; accumulation and clipping are the plugin's."""
+    """The config makes optimizer and scheduler, the script has stand-ins; the plugin accumulates and clips."""
     found: dict[str, Any] = {}
     model, _, _ = build()
     plugin = DeepSpeedPlugin(CONFIG, gradient_accumulation_steps=2, gradient_clipping=0.3)

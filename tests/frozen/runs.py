@@ -1,7 +1,7 @@
 """The runs whose checkpoints are frozen in this folder, in arithmetic that has no rounding before the optimizer.
 
-The loss is linear in the weights, and samples and drawn numbers are small integers: a batch's gradient is the same number on
-every machine, in whatever order it is summed. So `continued` can say what AdamW must make of a checkpoint.
+The loss is linear in the weights, and samples and drawn numbers are small integers: a batch's gradient is the same
+number on every machine, in whatever order it is summed. So `continued` can say what AdamW must make of a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Public names and signatures, as a tree that JSON holds: `python tests/frozen/signatures.py` writes them to signatures.json.
+"""Public names and signatures as JSON: `python tests/frozen/signatures.py` writes them to signatures.json.
 
 Public is what `leyden` and its three rooms export, and whatever the docs and examples import from them.
 """
@@ -38,7 +38,7 @@ def public_names() -> list[str]:
 
 
 def described(name: str) -> dict[str, str]:
-    """The signatures behind a public name: its own under "", and those of its public methods; "property" for properties.
+    """The signatures behind a public name: its own under "", its public methods', and "property" for a property.
 
     A method of a strategy is no entry: the contract that strategies fulfil has a conformance test of its own.
 

@@ -1,4 +1,4 @@
-"""Wrote this folder's checkpoints, and what their runs did after them, under Leyden at 2a2da38: python tests/frozen/write.py FOLDER.
+"""Wrote this folder's checkpoints, and what their runs did next, with Leyden 2a2da38: tests/frozen/write.py FOLDER.
 
 Kept to show how they were made. They are not to be written anew: every later version must resume these.
 """

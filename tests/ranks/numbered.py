@@ -1,4 +1,4 @@
-"""Samples with a number each, and a net of which each rank notes the batches: so runs on other ranks can be compared."""
+"""Numbered samples, and a net that records each rank's batches: so runs on other numbers of ranks can be compared."""
 
 from __future__ import annotations
 

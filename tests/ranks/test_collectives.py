@@ -73,7 +73,7 @@ def test_collectives() -> None:
     assert first["any"] == (True, False)
     assert first["nested"] == {"a": [0, 1], "b": [[0.0, 0.0], [1.0, 1.0]]}
     assert "reduction='medium' is not known" in first["unknown"]
-    # Both ranks' losses are the whole one, whose gradient comes back to each rank's part twice, and DDP takes the mean over two.
+    # Each rank's loss is the whole one: each part gets the gradient twice, and DDP takes the mean over two.
     torch.manual_seed(0)
     net = Contrast().net
     net(torch.cat([batch(0), batch(1)])).pow(3).sum().backward()

@@ -1,4 +1,4 @@
-"""Training on ranks: one global order, each sample exactly once, and the weights of one process with the batch multiplied."""
+"""Training on ranks: one global order, each sample exactly once, the weights of one process with a larger batch."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_weights_equal_one_process_with_the_batch_multiplied(ranks: int) -> None
             assert case.get("drop_last") or sorted(seen) == list(range(case.get("samples", SAMPLES)))
 
 
-# loaders of every kind ---------------------------------------------------------------------------------------------------
+# loaders of every kind ------------------------------------------------------------------------------------------------
 class Streamed(IterableDataset[Any]):
     """The samples in order; of several workers each gives whole batches of eight in its turn."""
 
@@ -236,7 +236,7 @@ def test_any_loader_gives_each_sample_once_and_the_weights_of_one_process(ranks:
     assert {results[rank]["DistributedSampler"][1] for rank in range(ranks)} == {104}
 
 
-# steps that a rank without a sample has to take part in ------------------------------------------------------------------
+# steps that a rank without a sample has to take part in ---------------------------------------------------------------
 class TwoHeads(Regression):
     """Uses one of two heads in each batch, so that DDP must find out which."""
 

@@ -161,7 +161,7 @@ def test_a_signal_ends_all_ranks_at_the_same_step() -> None:
 
 
 def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
-    """A signal comes to one rank; the checkpoint of the interruption is written by both, at the step that they agreed on."""
+    """One rank gets the signal; both write the checkpoint of the interruption, at the step that they agree on."""
     checkpoint = ModelCheckpoint(f"{folder}/{rank}", every_n_train_steps=100, save_on_exception=True)
     settings = QUIET | {"enable_checkpointing": True}
     trainer = Trainer(**settings, callbacks=[At("on_train_batch_end", rank, 2, terminate), checkpoint])

@@ -82,7 +82,7 @@ def test_one_process_may_unfreeze() -> None:
     assert not torch.equal(before, module.first.weight)
 
 
-# manual optimisation ------------------------------------------------------------------------------------------------------
+# manual optimisation --------------------------------------------------------------------------------------------------
 class Manual(Net):
     """Its own optimisation, with a plain backward in some batches."""
 
@@ -125,7 +125,7 @@ def test_a_plain_backward_is_told_once() -> None:
     assert fit_by_hand({2}, "single_device")[1] == []
 
 
-# buffers ------------------------------------------------------------------------------------------------------------------
+# buffers --------------------------------------------------------------------------------------------------------------
 class Normalised(Net):
     """Batch norm, whose statistics each rank gathers from its own samples; notes them in a validation."""
 

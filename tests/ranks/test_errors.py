@@ -1,4 +1,4 @@
-"""When a rank fails: its error once, with rank and step; every rank gone within seconds; nobody left behind; the last checkpoint whole."""
+"""When a rank fails: its error once, with rank and step; all ranks gone within seconds; the last checkpoint whole."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class Module(TrainModule):
 
 hangs = sys.argv[1] in ("sleep", "stop")
 trainer = Trainer(
-    devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=8)) if hangs else "ddp", accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False,
+    devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=8)) if hangs else "ddp", accelerator="cpu", max_epochs=1,
+    logger=False, enable_progress_bar=False,
     callbacks=ModelCheckpoint(every_n_train_steps=1, save_top_k=-1),
 )
 trainer.fit(Module())

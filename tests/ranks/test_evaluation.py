@@ -82,7 +82,7 @@ def in_group(function: Any) -> Any:
         dist.destroy_process_group()
 
 
-# each sample once --------------------------------------------------------------------------------------------------------
+# each sample once -----------------------------------------------------------------------------------------------------
 def evaluate_all() -> list[Any]:
     def run() -> list[Any]:
         found = []
@@ -114,7 +114,7 @@ def test_each_sample_is_seen_once(ranks: int) -> None:
                 assert result[0]["mean"] == pytest.approx(alone, abs=1e-6), (size, stage)
 
 
-# predict -----------------------------------------------------------------------------------------------------------------
+# predict --------------------------------------------------------------------------------------------------------------
 def predict_variants() -> Any:
     def run() -> Any:
         trainer = Trainer(strategy="ddp", **QUIET)
@@ -139,7 +139,7 @@ def test_predictions_of_several_loaders_and_on_the_main_rank_alone() -> None:
             assert [index for batch in main for index in batch] == list(range(21))
 
 
-# strategies whose forward passes wait for each other ---------------------------------------------------------------------
+# strategies whose forward passes wait for each other ------------------------------------------------------------------
 class InStep(DDPStrategy):
     """Every forward pass of an evaluation needs all ranks, as FSDP's does."""
 
@@ -182,7 +182,7 @@ def test_ranks_that_must_keep_in_step_run_batches_that_leave_no_trace() -> None:
     assert fillers == 1 + 1 + 1 + 3
 
 
-# a signal ----------------------------------------------------------------------------------------------------------------
+# a signal -------------------------------------------------------------------------------------------------------------
 class Interrupted(Counting):
     """Rank 1 gets a signal at its third batch. How soon the others hear of it is tested in test_decisions.py."""
 

@@ -104,9 +104,9 @@ def trainer_of(kind: str, strategy: Any = None, **arguments: Any) -> Trainer:
     return Trainer(strategy=strategy or strategy_of(kind), devices=place()[1], **settings)
 
 
-# by hand ----------------------------------------------------------------------------------------------------------------
+# by hand --------------------------------------------------------------------------------------------------------------
 def by_hand(kind: str) -> dict[str, Any]:
-    """The script that a user of torchao and torch would write. Its layer knows of CUDA's autocast alone, so inputs are cast here."""
+    """A script of torchao and torch alone. Its layer knows no autocast but CUDA's, so inputs are cast here."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     module = build()
@@ -159,7 +159,7 @@ def compared(kind: str) -> tuple[list[str], list[str], bool]:
     return differ(found, expected), converted, len(differ(found, before)) == len(before)
 
 
-# saved and resumed ------------------------------------------------------------------------------------------------------
+# saved and resumed ----------------------------------------------------------------------------------------------------
 class StopAt(Callback):
     def __init__(self, path: Path) -> None:
         self.path, self.saved = path, False
@@ -172,7 +172,7 @@ class StopAt(Callback):
 
 
 def resumed(kind: str, folder: str) -> tuple[list[str], list[str], dict[str, Any]]:
-    """What differs from the run that was not stopped; keys that are others than a plain module's; the weights at the stop."""
+    """What differs from the run that was not stopped; keys that a plain module lacks; the weights at the stop."""
     path = Path(folder) / kind
     full, part, again = build(), build(), build()
     trainer_of(kind).fit(full, batches(), batches(1))
@@ -188,7 +188,7 @@ def resumed(kind: str, folder: str) -> tuple[list[str], list[str], dict[str, Any
     )
 
 
-# what FSDP sends, and other ways through it -------------------------------------------------------------------------------
+# what FSDP sends, and other ways through it ---------------------------------------------------------------------------
 def gathered_bytes(kind: str) -> int:
     """Bytes that go into all-gathers on this rank and come out, in one training step."""
     found = []
@@ -298,7 +298,7 @@ def test_a_resumed_run_is_the_whole_one(answers: Answers, folder: Path, kind: st
 def test_fsdp_gathers_half_of_the_bytes(answers: Answers) -> None:
     [bf16, fsdp, gather] = [answers("gathered_bytes", kind)[0] for kind in ("bf16", "fsdp", "gather")]
     assert fsdp == bf16
-    # The matrices of two blocks, one byte less for each value that goes in (a half) or comes out, in forward and in backward.
+    # The matrices of two blocks: one byte less for each value, in forward and in backward.
     values = 2 * (2 * 32 * 64)
     assert bf16 - gather == (values // 2 + values) * 2
 

@@ -1,4 +1,4 @@
-"""FSDP with activation checkpointing, and with torch.compile of the blocks and of the whole module, on two real ranks."""
+"""FSDP with activation checkpointing, and with torch.compile of the blocks and the whole module, on two real ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_activations_are_computed_again() -> None:
 
 
 def compile_the_blocks(backend: str) -> tuple[list[str], int, float]:
-    """What compiled blocks train otherwise than those of a script that compiles them, and than plain ones at the most."""
+    """How far compiled blocks train from those of a script that compiles them, and from plain ones."""
     import torch._dynamo
 
     data = batches(3, *place())

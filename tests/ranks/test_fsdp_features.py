@@ -87,7 +87,7 @@ def answers() -> Answers:
     return of
 
 
-# bytes that are sent ------------------------------------------------------------------------------------------------------
+# bytes that are sent --------------------------------------------------------------------------------------------------
 class Sent(TorchDispatchMode):
     """Counts the bytes that collectives are given, by their kind."""
 
@@ -127,7 +127,7 @@ def test_no_gradient_bytes_inside_a_window(answers: Answers) -> None:
         assert all(gathered > 0 for _, _, gathered in found)
 
 
-# runs one after the other -------------------------------------------------------------------------------------------------
+# runs one after the other ---------------------------------------------------------------------------------------------
 def run_again() -> tuple[list[str], bool]:
     data = batches(3, *place())
     torch.manual_seed(0)
@@ -149,8 +149,9 @@ def test_a_module_runs_again(answers: Answers) -> None:
 
 
 def fail_midway(accumulate: int) -> list[str]:
-    """A window whose last batch fails between forward and backward of a block, then the same module trained; against one that
-    never failed.
+    """Fails between a block's forward and backward in a window's last batch, then fits the module again.
+
+    Returns what differs from a module that never failed.
     """
     modules = []
     for fails in (True, False):
@@ -199,7 +200,7 @@ def test_at_most_six_frames(answers: Answers) -> None:
         assert found[0] == "fit" and len(found) <= 6, found
 
 
-# saving by mistake --------------------------------------------------------------------------------------------------------
+# saving by mistake ----------------------------------------------------------------------------------------------------
 def save_by_mistake() -> list[Any]:
     torch.manual_seed(0)
     module, run = Regression(), trainer()
@@ -236,9 +237,9 @@ def test_shards_are_not_saved_by_mistake(answers: Answers) -> None:
         assert all("trainer.save_checkpoint(path)" in word and "full_state_dict(module)" in word for word in words)
 
 
-# parameters that stay whole, and norms over both kinds --------------------------------------------------------------------
+# parameters that stay whole, and norms over both kinds ----------------------------------------------------------------
 def ignore_a_module(clip: float | None, algorithm: str) -> list[str]:
-    """Trains with a whole module beside the shards, and by hand with every gradient averaged; gives back what differs."""
+    """Trains with a whole module beside the shards, and by hand with every gradient averaged; returns what differs."""
     rank, size = place()
     torch.manual_seed(0)
     module, plain = Regression(), Regression()
@@ -275,7 +276,7 @@ def test_ignored_modules_are_averaged_and_clipped_with_the_shards(
     assert answers("ignore_a_module", clip, algorithm) == [[], []]
 
 
-# manual optimisation ------------------------------------------------------------------------------------------------------
+# manual optimisation --------------------------------------------------------------------------------------------------
 class Two(Regression):
     """Two networks, an optimizer each, as a GAN has them."""
 
@@ -341,7 +342,7 @@ def test_manual_optimisation_with_two_optimizers(answers: Answers) -> None:
         run_world(2, manual_with_a_parameter)
 
 
-# dtypes -------------------------------------------------------------------------------------------------------------------
+# dtypes ---------------------------------------------------------------------------------------------------------------
 def overflow_on_one_rank() -> tuple[float, list[int], str]:
     """fp16: the second batch of rank 1 alone overflows; both ranks skip that step and halve the scale."""
     rank, size = place()
@@ -383,7 +384,7 @@ def test_precisions(answers: Answers, precision: str) -> None:
     assert answers("true_dtypes", precision) == [[dtype, True, dtype]] * 2
 
 
-# ways to write a module -----------------------------------------------------------------------------------------------------
+# ways to write a module -----------------------------------------------------------------------------------------------
 class ByForward(Regression):
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -439,7 +440,7 @@ def test_tied_blocks_stay_tied(answers: Answers) -> None:
         assert details.startswith("1 Block + root") and "2 left in the root, being tied" in details
 
 
-# ranks without samples ----------------------------------------------------------------------------------------------------
+# ranks without samples ------------------------------------------------------------------------------------------------
 class Summed(Regression):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", (self.net(batch[0]) - batch[1]).square().mean())
@@ -470,7 +471,7 @@ def test_a_rank_without_samples_stays_in_step(answers: Answers, accumulate: int,
         assert differ == [] and apart < 1e-6
 
 
-# what is refused ----------------------------------------------------------------------------------------------------------
+# what is refused ------------------------------------------------------------------------------------------------------
 REFUSED = {
     "Adafactor": "Adafactor takes means over rows and columns",
     "Muon": "Muon orthogonalises whole matrices",
@@ -554,7 +555,7 @@ def test_the_optimizers_of_torch(answers: Answers) -> None:
         assert apart == dict.fromkeys(OPTIMIZERS, 0.0)
 
 
-# optimizers made before ---------------------------------------------------------------------------------------------------
+# optimizers made before -----------------------------------------------------------------------------------------------
 def repoint() -> list[str]:
     """An optimizer that was made, and stepped, before the module is sharded goes on with the shards."""
     rank, size = place()

@@ -84,7 +84,7 @@ def tokens(count: int = 3) -> list[Tensor]:
 
 
 def built(late: bool, precision: str) -> tuple[bool, list[str], list[str]]:
-    """Whether it was on meta, what differs from a plain build, and what differs after training from a model built whole."""
+    """Whether it was on meta; what differs from a plain build, and from a model built whole after training."""
     dist.init_process_group("gloo")
     torch.manual_seed(4)
     whole_one = Language(late=False)
@@ -116,12 +116,12 @@ def built(late: bool, precision: str) -> tuple[bool, list[str], list[str]]:
 
 @pytest.mark.parametrize(("late", "precision"), [(True, "64-true"), (False, "bf16-mixed")])
 def test_the_values_of_a_plain_build(late: bool, precision: str) -> None:
-    """With draws that depend on values (trunc_normal_), everything drawn anew at the end, buffers, and a tied weight."""
+    """With draws that depend on values (trunc_normal_), everything drawn anew at the end, buffers and a tied weight."""
     assert run_world(2, built, late, precision) == [(True, [], [])] * 2
 
 
 def peak_above(build: str) -> tuple[float, float]:
-    """The peak of resident memory above the start, and the size of the whole model, in MB; after setting up two ranks."""
+    """The peak of resident memory above the start, and the size of the whole model, in MB, after the set-up."""
     torch.manual_seed(0)
     # Memory that is freed goes back at once, and does not stay with the allocator (M_MMAP_THRESHOLD).
     assert ctypes.CDLL(None).mallopt(-3, 1 << 20) == 1
@@ -168,7 +168,7 @@ class Bare(nn.Module):
 
 
 def by_hand_on_meta(kind: str) -> dict[str, Any]:
-    """Modules that were put on meta by the user: reset_parameters fills them, or what rank 0 holds does, or nothing can."""
+    """Modules that the user put on meta: reset_parameters fills them, or rank 0's values do, or nothing can."""
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     rank_0_has_it = kind == "first rank" and dist.get_rank() == 0
@@ -197,7 +197,7 @@ def test_modules_that_the_user_put_on_meta() -> None:
 
 
 def resume_on_meta(folder: str) -> list[str]:
-    """Goes on, in a module that was never whole, from the middle of a run; gives back what a straight run has otherwise."""
+    """Resumes a run in a module that was never whole; returns what differs from a run that was not stopped."""
     trainers = [
         Trainer(strategy=FSDPStrategy(), max_epochs=2, max_steps=steps, default_root_dir=folder, **QUIET)
         for steps in (-1, 4, -1)

@@ -1,4 +1,4 @@
-"""self.all_gather in a step: right where every rank has as much, an error that names the fix where one has less or nothing."""
+"""self.all_gather in a step: right where all ranks hold as much, and an error with the fix where one holds less."""
 
 from __future__ import annotations
 

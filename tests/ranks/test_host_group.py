@@ -1,4 +1,4 @@
-"""Where the process group is not gloo's, as with NCCL, ranks have a group of gloo's beside it: what goes through which of them."""
+"""Beside a process group that is not gloo's, such as NCCL's, ranks have one of gloo: what goes through which."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def firsts(seen: list[int], kind: str) -> Iterator[int]:
     return (number for number in seen if number in starts)
 
 
-# a rank that has nothing at all -----------------------------------------------------------------------------------------
+# a rank that has nothing at all ---------------------------------------------------------------------------------------
 def fit_with_an_empty_rank(name: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
     loader = Untold(batches([3, 3] if rank == 0 else [], 0))
@@ -216,7 +216,7 @@ def test_a_rank_without_any_batch() -> None:
     assert told[0] == 1 and "a rank without a single sample of its own cannot take part in an FSDP run" in told[1]
 
 
-# lengths that cannot be meant ---------------------------------------------------------------------------------------------
+# lengths that cannot be meant -----------------------------------------------------------------------------------------
 def fit_with_lengths(first: int, second: int) -> list[str]:
     import warnings
 

@@ -159,7 +159,7 @@ def fit_and_tell(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, flo
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        # Of 5 samples two ranks have 3 and 2, and of 7 the second has none of the last, yet all see the values of one process.
+        # Of 5 samples two ranks have 3 and 2; of 7, the second has none of the last. All see the values of one process.
         pytest.param(
             2, [(False, SAMPLES), (False, 5), (False, 1), (True, SAMPLES), (True, 23), (True, 7), (True, 1)], id="2"
         ),

@@ -1,4 +1,4 @@
-"""What callbacks and DataModules keep per rank comes back on each rank; of everything else a checkpoint holds rank 0's, and says so."""
+"""What callbacks and DataModules keep per rank comes back on each rank; of all else a checkpoint holds rank 0's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchdata's StatefulDataLoader on ranks: each sample once, and a resume in the middle of an epoch with the next one."""
+"""torchdata's StatefulDataLoader on ranks: each sample once, and a mid-epoch resume goes on with the next one."""
 
 from __future__ import annotations
 

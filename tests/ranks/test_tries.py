@@ -47,7 +47,8 @@ def main(how="backward"):
 
     found = train()
     ranks = accelerator.reduce(torch.tensor(1.0), "sum")
-    sys.stdout.write(f"RANK {accelerator.process_index} {found} {ranks:.0f} {accelerator.gradient_accumulation_steps}\\n")
+    steps = accelerator.gradient_accumulation_steps
+    sys.stdout.write(f"RANK {accelerator.process_index} {found} {ranks:.0f} {steps}\\n")
 
 if __name__ == "__main__":
     if sys.argv[1] in ("fork", "spawn"):

@@ -24,7 +24,7 @@ class FusedStrategy(SingleDeviceStrategy):
     """An engine that runs forward, backward, clipping and step as one call, as pipelines and DeepSpeed do.
 
     Gradients live in buffers of its own and are seen by nobody; clipping is its own setting. What the Trainer asks for
-    after the call has been done by then, except where a loader ends before it said, so that no forward pass closes the window.
+    after the call has been done by then, unless a loader ends early, so that no forward pass closes the window.
     """
 
     name = "fused"
@@ -405,7 +405,7 @@ def test_what_a_strategy_must_say() -> None:
         Strategy()  # type: ignore[abstract]
 
 
-# several ranks --------------------------------------------------------------------------------------------------------------
+# several ranks --------------------------------------------------------------------------------------------------------
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 

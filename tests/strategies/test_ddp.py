@@ -230,7 +230,7 @@ def compare_manual() -> tuple[list[int], str]:
     ours = list(module.state_dict().values())
     parameters = {name: value.detach() for name, value in module.named_parameters()}
     wrong = [i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(one, other)]
-    # What was held back of `other` goes along with the next backward that is synced, whatever it is of: averaged twice, which
+    # What was held back of `other` goes along with the next synced backward, whatever it is of: averaged twice, which
     # rounds in another way.
     assert all(
         torch.allclose(one, other, rtol=1e-6, atol=1e-7) for one, other in zip(ours[-2:], theirs[-2:], strict=True)

@@ -92,7 +92,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-# which layers -----------------------------------------------------------------------------------------------------------
+# which layers ---------------------------------------------------------------------------------------------------------
 BLOCKS = ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"]
 
 
@@ -130,7 +130,7 @@ def test_an_entry_that_fits_nothing_is_refused() -> None:
         Float8Precision(skip=["block"]).convert_module(Net())
 
 
-# what they compute ------------------------------------------------------------------------------------------------------
+# what they compute ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "recipe",
     ["tensorwise", pytest.param("rowwise", marks=BY_ROWS), pytest.param("rowwise_with_gw_hp", marks=BY_ROWS)],
@@ -198,7 +198,7 @@ def test_evaluation_in_fp8_and_in_bf16(tmp_path: Path) -> None:
     assert not torch.equal(results[True], plain.evaluated[0])
 
 
-# the Trainer ------------------------------------------------------------------------------------------------------------
+# the Trainer ----------------------------------------------------------------------------------------------------------
 class StopAt(Callback):
     """Ends the run at a step, as a kill does, with a checkpoint."""
 
@@ -256,7 +256,7 @@ def test_compiled(tmp_path: Path) -> None:
         assert torch.allclose(value, plain.state_dict()[name], atol=2e-3), name
 
 
-# it learns --------------------------------------------------------------------------------------------------------------
+# it learns ------------------------------------------------------------------------------------------------------------
 def example() -> ModuleType:
     """The module examples/lm.py."""
     spec = importlib.util.spec_from_file_location("lm", Path(__file__).parents[2] / "examples" / "lm.py")
@@ -309,7 +309,7 @@ def test_a_gpt_learns_by_the_other_recipes(recipe: Any, tmp_path: Path) -> None:
     check_learned(trained(Float8Precision(recipe), tmp_path), trained("bf16-mixed", tmp_path))
 
 
-# refusals ---------------------------------------------------------------------------------------------------------------
+# refusals -------------------------------------------------------------------------------------------------------------
 def test_devices_without_fp8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("mps", "xla"):
         with pytest.raises(
@@ -374,7 +374,7 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         Trainer(precision="transformer-engine")
 
 
-# the keys of fp8_config -------------------------------------------------------------------------------------------------
+# the keys of fp8_config -----------------------------------------------------------------------------------------------
 def test_the_keys_of_torchao() -> None:
     made = precision_of_config({"backend": "ao", "pad_inner_dim": False, "fp8_enable_fsdp_float8_all_gather": True})
     assert isinstance(made, Float8Precision) and (made.pad_inner_dim, made.gathers) == (False, True)
@@ -396,7 +396,7 @@ def test_keys_that_cannot_be() -> None:
     ]
 
 
-# Transformer Engine, by a stand-in with its documented names -------------------------------------------------------------
+# Transformer Engine, by a stand-in with its documented names ----------------------------------------------------------
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What is asked of Transformer Engine, which needs a GPU: the names are those of its documentation."""

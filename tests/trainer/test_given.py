@@ -1,4 +1,4 @@
-"""What a caller gave by name: real defaults in the signature, what was left out is known, wrong names get the nearest."""
+"""Named arguments: real defaults in the signature, omitted ones are known, a wrong name gets the nearest."""
 
 from __future__ import annotations
 

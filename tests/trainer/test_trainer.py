@@ -28,7 +28,7 @@ from leyden.callbacks import (
 from leyden.callbacks.silent import SilentLogger
 
 
-# how much is read -------------------------------------------------------------------------------------------------------
+# how much is read -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("limit", "count"), [(1.0, 8), (0.5, 4), (0.3, 2), (3, 3), (100, 8), (1, 1)])
 def test_limit_train_batches(Tiny: Any, fit: Any, batches: Any, limit: Any, count: int) -> None:
     module = Tiny()
@@ -191,7 +191,7 @@ def test_no_sanity_check_without_validation(Tiny: Any, fit: Any, batches: Any) -
     assert calls == ["start"]
 
 
-# how long ---------------------------------------------------------------------------------------------------------------
+# how long -------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "steps", "epoch"),
     [
@@ -290,7 +290,7 @@ def test_estimated_stepping_batches(Tiny: Any, fit: Any, batches: Any) -> None:
         assert module.loaded == 1
 
 
-# what a run tells of itself ---------------------------------------------------------------------------------------------
+# what a run tells of itself -------------------------------------------------------------------------------------------
 def test_properties(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
     logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("x")
     quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}
@@ -395,7 +395,7 @@ def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
     assert told == (name == "early stopping")
 
 
-# evaluation -------------------------------------------------------------------------------------------------------------
+# evaluation -----------------------------------------------------------------------------------------------------------
 def test_what_validate_and_test_return(Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
     class Logging(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -445,7 +445,7 @@ def test_evaluation_gives_each_part_its_mode_back(Tiny: Any, fit: Any, batches: 
     assert module.training and not module.frozen.training and not module.frozen[0].training
 
 
-# torch's switches -------------------------------------------------------------------------------------------------------
+# torch's switches -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("given", "during"), [(True, (True, False)), ("warn", (True, True)), (False, (False, False))])
 def test_deterministic_during_the_run_alone(Tiny: Any, fit: Any, batches: Any, given: Any, during: Any) -> None:
     seen: list[Any] = []
@@ -494,7 +494,7 @@ def test_detect_anomaly_names_the_operation(Tiny: Any, fit: Any, batches: Any) -
     assert bool(module.net.weight.isnan().all())
 
 
-# errors -----------------------------------------------------------------------------------------------------------------
+# errors ---------------------------------------------------------------------------------------------------------------
 def test_out_of_memory_says_where_and_what_to_try(Tiny: Any, fit: Any, batches: Any) -> None:
     class Large(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -657,7 +657,7 @@ def test_a_compiled_module(backend: str, quiet: Any) -> None:
         assert torch.allclose(weight, compiled.get_parameter(name))
 
 
-# what Lightning's users set and read on a Trainer ------------------------------------------------------------------------
+# what Lightning's users set and read on a Trainer ---------------------------------------------------------------------
 def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(Tiny: Any, quiet: Any, batches: Any) -> None:
     trainer = Trainer(**quiet, max_epochs=1)
     trainer.fit_loop.max_epochs = 3

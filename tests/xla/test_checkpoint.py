@@ -16,7 +16,7 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks import Callback
 
 STEP = 2
-"""A checkpoint is asked for in a window of two batches, and written at its end: after four of an epoch's five batches."""
+"""A checkpoint requested inside a window of two batches is written at its end: after four batches of five."""
 CPU = {"accelerator": "cpu"}
 ONE = {"accelerator": "xla", "devices": 1}
 SHARDED = {"accelerator": "xla", "strategy": "xla_fsdp", "devices": 4}
@@ -57,7 +57,7 @@ def losses(module: Regression) -> list[float]:
 
 
 def one_device(root: Path) -> dict[str, Any]:
-    """Saves and goes on with dropout, which draws on the device; then without it, from its own checkpoint and the CPU's."""
+    """Saves and resumes with dropout, drawn on the device; then without, from its own checkpoint and from the CPU's."""
     straight = run(ONE, root, save=root / "drawn", dropout=0.5)
     resumed = run(ONE, root, path=root / "drawn", dropout=0.5)
     run(ONE, root, save=root / "one")

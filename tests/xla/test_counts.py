@@ -22,7 +22,7 @@ SHARDED = {"accelerator": "xla", "strategy": "xla_fsdp", "devices": 4}
 
 
 class Counts(Callback):
-    """From the end of one batch to that of the next: programs compiled, transfers to the host, and operations left to the CPU."""
+    """From batch end to batch end: programs compiled, transfers to the host, and operations left to the CPU."""
 
     def __init__(self) -> None:
         self.before = (0, 0, 0)

@@ -1,4 +1,4 @@
-"""What cannot be on XLA is refused with words that say what to do; what a run leaves behind does not hinder the next."""
+"""What XLA cannot do is refused with the fix in the message; what a run leaves behind does not hinder the next."""
 
 from __future__ import annotations
 

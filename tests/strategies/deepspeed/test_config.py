@@ -1,4 +1,4 @@
-"""ZeRO's config: each contradiction is an error that names both sides, or has the winner that the docs state. Needs no DeepSpeed."""
+"""ZeRO's config: a contradiction is an error that names both sides, or the docs state the winner."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_a_contradiction_is_an_error_that_names_both_sides(name: str) -> None:
         assert word in str(caught.value)
 
 
-# winners ----------------------------------------------------------------------------------------------------------------
+# winners --------------------------------------------------------------------------------------------------------------
 def test_what_belongs_to_the_run_is_filled_in_and_the_rest_stays() -> None:
     given = {
         "gradient_accumulation_steps": "auto",
@@ -319,7 +319,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ZeroConfig(str(tmp_path / "ds.json"))
 
 
-# names ------------------------------------------------------------------------------------------------------------------
+# names ----------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "number", "optimizer", "parameters"),
     [
@@ -352,7 +352,7 @@ def test_every_plain_argument_lands_in_its_place() -> None:
     }
 
 
-# before training --------------------------------------------------------------------------------------------------------
+# before training ------------------------------------------------------------------------------------------------------
 class Net(TrainModule):
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Ranks that are forked or spawned from a test, a REPL or a notebook: what comes back to the caller, and how it ends."""
+"""Ranks that a test, a REPL or a notebook forks or spawns: what comes back to the caller, and how a run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks meet: who is missing is said, nobody waits without a limit, and ranks of one machine listen on the loopback device."""
+"""How ranks meet: missing ranks are named, no wait is without a limit, and one machine uses the loopback device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from programs import start_program
 from ranks.world import free_port
 from torch.distributed import PrefixStore, TCPStore
 
@@ -58,7 +59,9 @@ meet(RankEnvironment(0, 0, 3, 1, starter="hand"), timedelta(minutes=30))
 """
 
 
-def test_a_rank_0_that_ends_before_all_are_there_is_told(by_hand: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_ends_before_all_are_there_is_named(
+    by_hand: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(meeting, "STORE_OPENS", timedelta(minutes=2))
     found: list[BaseException] = []
 
@@ -68,7 +71,7 @@ def test_a_rank_0_that_ends_before_all_are_there_is_told(by_hand: int, monkeypat
         except BaseException as error:
             found.append(error)
 
-    rank_0 = subprocess.Popen([sys.executable, "-c", RANK_0])
+    rank_0 = start_program(["-c", RANK_0], tmp_path, tmp_path / "printed.txt", tmp_path / "printed.txt")
     try:
         waits = threading.Thread(target=rank_1)
         waits.start()
@@ -77,7 +80,7 @@ def test_a_rank_0_that_ends_before_all_are_there_is_told(by_hand: int, monkeypat
         PrefixStore("leyden/ranks/0", store).wait(["here/1"])
     finally:
         rank_0.kill()
-        rank_0.wait()
+        rank_0.join()
     waits.join(60.0)
     [error] = found
     assert isinstance(error, LeydenError) and "before all ranks were there: rank 0" in str(error)

@@ -1,7 +1,8 @@
-"""Ranks that a plain script starts: which process runs which lines, exit codes, breakpoints, `-m`, torchrun; two machines."""
+"""Ranks that a plain script starts: who runs which lines, exit codes, breakpoints, `-m`, torchrun; two machines."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import signal
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ranks.world import free_port
+import torch
+from ranks.world import free_port, run_world
 
-from leyden import ConfigurationError
+from leyden import ConfigurationError, Trainer
 from leyden.strategies.launch.script import machines_of
 
 MODULE = """
@@ -49,7 +51,8 @@ def batches(count=5):
     return [torch.randn(3, 4, generator=generator) for _ in range(count)]
 
 QUIET = dict(
-    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False
+    accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    use_distributed_sampler=False,
 )
 
 def weights(module):
@@ -204,8 +207,10 @@ Machines = list[tuple[list[str], dict[str, str]]]
 
 @pytest.fixture
 def machines() -> Iterator[Machines]:
-    """For each of two machines a command's prefix and its variables: network namespaces with a cable between them, or, where those
-    are refused, two agents on the loopback device."""
+    """For each of two machines a command's prefix and its variables.
+
+    Network namespaces with a cable between them or, where those are refused, two agents on the loopback device.
+    """
     port = str(free_port())
     names = [f"leyden{os.getpid()}{end}" for end in "ab"]
     made = make_namespaces(names)
@@ -266,9 +271,19 @@ def ranks_of(output: str) -> dict[int, tuple[list[str], str]]:
     found = {}
     for line in output.splitlines():
         if line.startswith("RANK "):
-            place, weights = line.split(" [")
-            found[int(place.split()[1])] = place.split()[2:], weights
+            place, bracket, weights = line.partition("[")
+            found[int(place.split()[1])] = place.split()[2:], bracket + weights
     return found
+
+
+def on_one_machine(folder: str) -> list[float]:
+    """The script's weights on a rank of one machine that has them all."""
+    sys.path.insert(0, folder)
+    of_test = importlib.import_module("of_test")
+    torch.manual_seed(0)
+    module = of_test.Module()
+    Trainer(strategy="ddp", max_epochs=1, **of_test.QUIET).fit(module, of_test.batches())
+    return of_test.weights(module)  # type: ignore[no-any-return]
 
 
 def test_two_machines_of_two_ranks_have_the_weights_of_four_on_one(folder: Path, machines: Machines) -> None:
@@ -295,10 +310,8 @@ def test_two_machines_of_two_ranks_have_the_weights_of_four_on_one(folder: Path,
     assert {rank: place for rank, (place, _) in found.items()} == {
         rank: [str(rank // 2), str(rank % 2), "4", "2"] for rank in range(4)
     }
-    one = run(["script.py", "1"], folder)
-    expected = ranks_of(one.stdout)
-    assert {weights for _, weights in found.values()} == {weights for _, weights in expected.values()}, one.stderr
-    assert len(expected) == 4 and len({weights for _, weights in expected.values()}) == 1
+    [expected] = {str(weights) for weights in run_world(4, on_one_machine, str(folder))}
+    assert {weights for _, weights in found.values()} == {expected}
 
 
 @pytest.mark.parametrize(

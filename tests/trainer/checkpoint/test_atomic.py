@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from programs import run_program
 
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -28,14 +27,7 @@ HERE = Path(__file__).parent
 def run(code: str, *args: object) -> str:
     """Runs code in a process of its own; returns what it printed."""
     path = os.pathsep.join([str(HERE.parents[2]), str(HERE), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *map(str, args)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_program(["-c", textwrap.dedent(code), *args], environ={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Fragments: an engine's stretches of flat memory are written and read as shards, whoever wrote or reads the other side."""
+"""Fragments, an engine's stretches of flat memory, are written and read as shards, whoever wrote or reads them."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_fragments_that_do_not_fill_a_tensor_are_refused(tmp_path: Path) -> None
 
 
 def test_where_an_engine_offloads_to_is_its_own_matter() -> None:
-    """A parameter elsewhere, its state on the CPU: whoever goes on has that state beside its parameter, and not on the CPU."""
+    """A parameter elsewhere with its state on the CPU: who resumes has the state beside the parameter."""
     parameter = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
 
     class Engine:

@@ -105,7 +105,7 @@ def test_the_table_has_all_of_torchs_optimizers() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    # torch's fused SGD on bfloat16 gives another momentum from run to run on the CPU by itself (torch 2.13: 535 of 3000).
+    # torch's fused SGD on bfloat16 gives another momentum from run to run on the CPU (torch 2.13: 535 of 3000).
     [
         pytest.param(kind, dtype, id=f"{kind}-{dtype}")
         for kind in OPTIMIZERS

@@ -1,4 +1,4 @@
-"""Sharded models: each rank writes and reads its own part, whatever number of ranks and strategy wrote the checkpoint."""
+"""Sharded models: each rank writes and reads its own part, whatever ranks and strategy wrote the checkpoint."""
 
 from __future__ import annotations
 

@@ -18,9 +18,11 @@ GPUS = Machine(cpus=8, gpus=2, bf16=True, fp8=True, numa_nodes=1, slurm=False)
 COMMON = "compute_environment: LOCAL_MACHINE\nnum_processes: 2\nnum_machines: 1\nmachine_rank: 0\nuse_cpu: false\n"
 FILES = {
     "ddp": "distributed_type: MULTI_GPU\nmixed_precision: bf16\ndebug: true",
-    "fp16": "distributed_type: MULTI_GPU\nmixed_precision: fp16\ndynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: "
-    "max-autotune, dynamo_use_dynamic: true, dynamo_use_fullgraph: false, dynamo_use_regional_compilation: true}",
-    "fp8": "distributed_type: MULTI_GPU\nmixed_precision: fp8\nfp8_config: {backend: AO, pad_inner_dim: true, override_linear_precision: [true, false, false]}",
+    "fp16": "distributed_type: MULTI_GPU\nmixed_precision: fp16\n"
+    "dynamo_config: {dynamo_backend: INDUCTOR, dynamo_mode: max-autotune, "
+    "dynamo_use_dynamic: true, dynamo_use_fullgraph: false, dynamo_use_regional_compilation: true}",
+    "fp8": "distributed_type: MULTI_GPU\nmixed_precision: fp8\n"
+    "fp8_config: {backend: AO, pad_inner_dim: true, override_linear_precision: [true, false, false]}",
     "fsdp": "distributed_type: FSDP\nmixed_precision: bf16\nfsdp_config: {}",
     "fsdp1": "distributed_type: FSDP\nfsdp_config: {fsdp_version: 1, fsdp_sharding_strategy: SHARD_GRAD_OP, "
     "fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 2000, fsdp_backward_prefetch: BACKWARD_PRE, "
@@ -30,9 +32,11 @@ FILES = {
     "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP, fsdp_transformer_layer_cls_to_wrap: 'GPT2Block,Other', "
     "fsdp_state_dict_type: SHARDED_STATE_DICT, fsdp_activation_checkpointing: true, fsdp_ignored_modules: null}",
     "deepspeed": "distributed_type: DEEPSPEED\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: 3, "
-    "gradient_accumulation_steps: 4, gradient_clipping: 1.0, offload_optimizer_device: cpu, offload_param_device: none, "
-    "zero3_init_flag: true, zero3_save_16bit_model: true, deepspeed_moe_layer_cls_names: Block}",
-    "megatron": "distributed_type: MEGATRON_LM\nmegatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 1, "
+    "gradient_accumulation_steps: 4, gradient_clipping: 1.0, offload_optimizer_device: cpu, "
+    "offload_param_device: none, zero3_init_flag: true, zero3_save_16bit_model: true, "
+    "deepspeed_moe_layer_cls_names: Block}",
+    "megatron": "distributed_type: MEGATRON_LM\n"
+    "megatron_lm_config: {megatron_lm_tp_degree: 2, megatron_lm_pp_degree: 1, "
     "megatron_lm_sequence_parallelism: true, megatron_lm_recompute_activations: false}",
 }
 # They come from the library's own defaults where a file does not have them.
@@ -114,11 +118,13 @@ data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(16
 dtypes = []
 model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: dtypes.append(str(output.dtype)))
 quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
-trainer = Trainer(model, TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, **quiet), train_dataset=data)
+arguments = TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, **quiet)
+trainer = Trainer(model, arguments, train_dataset=data)
 trainer.train()
 found = {
-    "size": size, "dtype": dtypes[0], "wrapped": type(trainer.model_wrapped).__name__, "steps": trainer.state.global_step,
-    "ranks": trainer.args.world_size, "weights": float(sum(p.detach().double().sum() for p in trainer.model.parameters())),
+    "size": size, "dtype": dtypes[0], "wrapped": type(trainer.model_wrapped).__name__,
+    "steps": trainer.state.global_step, "ranks": trainer.args.world_size,
+    "weights": float(sum(p.detach().double().sum() for p in trainer.model.parameters())),
 }
 json.dump(found, open(f"rank-{rank}.json", "w"))
 """

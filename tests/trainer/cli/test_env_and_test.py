@@ -46,7 +46,10 @@ def test_env_shows_no_secret(here: Any, environ: dict[str, str], monkeypatch: An
 
 
 CONFIG = "use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\n"
-FSDP = "use_fsdp: true\nfsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 100, fsdp_sharding_strategy: 1}\n"
+FSDP = """\
+use_fsdp: true
+fsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP, fsdp_min_num_params: 100, fsdp_sharding_strategy: 1}
+"""
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])

@@ -1,4 +1,4 @@
-"""`leyden launch` with fp8 files as Accelerate writes them: on torchao for real, Transformer Engine named, MS-AMP refused."""
+"""`leyden launch` with Accelerate's fp8 files: torchao runs, Transformer Engine is named, MS-AMP is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`leyden launch` with real ranks: what they are told, how a failure is shown, restarts, machines, and SLURM's tasks."""
+"""`leyden launch` with real ranks: their variables, how a failure is shown, restarts, machines, SLURM's tasks."""
 
 from __future__ import annotations
 
@@ -109,7 +109,8 @@ class Net(TrainModule):
         super().__init__()
         self.layer = torch.nn.Linear(4, 1)
     def training_step(self, batch, batch_idx):
-        if self.trainer.global_step == 5 and self.trainer.global_rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and "--kill" in sys.argv:
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        if self.trainer.global_step == 5 and self.trainer.global_rank == 1 and first and "--kill" in sys.argv:
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.nn.functional.dropout(self.layer(batch), 0.3).pow(2).mean()
     def configure_optimizers(self):
@@ -118,7 +119,10 @@ class Net(TrainModule):
 seed_everything(7)
 data = torch.utils.data.DataLoader(torch.randn(24, 4), batch_size=2, shuffle=True)
 net = Net()
-trainer = Trainer(max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=sys.argv[1], callbacks=ModelCheckpoint(every_n_train_steps=2))
+trainer = Trainer(
+    max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=sys.argv[1],
+    callbacks=ModelCheckpoint(every_n_train_steps=2),
+)
 trainer.fit(net, data, ckpt_path="auto")
 if trainer.is_global_zero:
     torch.save(net.state_dict(), sys.argv[1] + "/weights.pt")
@@ -286,7 +290,10 @@ def test_a_flag_that_says_false_is_false(here: Any) -> None:
 def test_help_names_the_families_and_imports_no_torch(here: Any, environ: dict[str, str]) -> None:
     text = here("launch", "--help").stdout
     assert all(name in text for name in ("FSDP:", "DeepSpeed:", "Megatron-LM:", "--rdzv_backend", "--monitor_interval"))
-    program = "import sys\nfrom leyden.trainer.cli.main import main\nmain(['--help'])\nprint('torch' in sys.modules, 'click' in sys.modules)"
+    program = (
+        "import sys\nfrom leyden.trainer.cli.main import main\nmain(['--help'])\n"
+        "print('torch' in sys.modules, 'click' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "False True"
     assert "Did you mean 'launch'?" in here("lunch").stderr

@@ -32,8 +32,8 @@ def test_arguments_left_open_are_filled(capsys: pytest.CaptureFixture[str]) -> N
     assert trainer.arguments.gradient_clip_val == 0.5
     assert trainer.given == {"logger"}
     assert capsys.readouterr().out.splitlines() == [
-        "leyden launch fills accelerator='cpu', precision='bf16-mixed', accumulate_grad_batches=4, gradient_clip_val=0.5 "
-        "(from config.yaml)"
+        "leyden launch fills accelerator='cpu', precision='bf16-mixed', accumulate_grad_batches=4, "
+        "gradient_clip_val=0.5 (from config.yaml)"
     ]
 
 

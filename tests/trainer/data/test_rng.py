@@ -150,7 +150,7 @@ class Gpus:
 
 
 def test_a_ranks_gpu_goes_on_under_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run on cuda:2 that goes on as cuda:0, on another machine or of another starter, draws what it would have drawn."""
+    """A run on cuda:2 that resumes as cuda:0, on another machine or under another starter, draws the same numbers."""
     gpus = Gpus(monkeypatch, current=2)
     state = rng_state()
     gpus.states = {index: torch.full((16,), 9, dtype=torch.uint8) for index in range(3)}

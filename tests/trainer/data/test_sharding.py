@@ -283,7 +283,7 @@ class Noise(Indices):
         return torch.rand(())
 
 
-# streams -----------------------------------------------------------------------------------------------------------------
+# streams --------------------------------------------------------------------------------------------------------------
 class Stream(IterableDataset[Tensor]):
     """Gives 0, 1, … in an order drawn from the global generators as it goes; knows its place."""
 

@@ -6,7 +6,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import time
 from multiprocessing.process import BaseProcess
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data._utils as data_utils
+from programs import run_program
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
@@ -122,12 +122,8 @@ if __name__ == "__main__":
 )
 def test_workers_end_when_their_main_process_is_killed(context: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(KILLED)
-    with open(tmp_path / "out", "w") as out:
-        # Workers hold on to standard output, so a pipe would be waited for.
-        done = subprocess.run([sys.executable, "script.py", context], cwd=tmp_path, stdout=out, timeout=120)
-    workers = [
-        int(line.split()[1]) for line in (tmp_path / "out").read_text().splitlines() if line.startswith("WORKER")
-    ]
+    done = run_program(["script.py", context], tmp_path)
+    workers = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("WORKER")]
     deadline = time.monotonic() + 30.0
     left = workers
     while left and time.monotonic() < deadline:

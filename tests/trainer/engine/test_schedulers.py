@@ -88,7 +88,7 @@ def scaled(precision: str) -> Any:
     return MixedPrecision("16", init_scale=64.0) if precision == "16-mixed" else precision
 
 
-# schedulers -------------------------------------------------------------------------------------------------------------
+# schedulers -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "counts"),
     [
@@ -240,7 +240,7 @@ def test_a_scheduler_of_ones_own_and_lr_scheduler_step(Tiny: Any, fit: Any, batc
     assert trainer.lr_scheduler_configs[0].name == "mine" and "stepping" in trainer.callback_metrics
 
 
-# several optimizers, overrides ------------------------------------------------------------------------------------------
+# several optimizers, overrides ----------------------------------------------------------------------------------------
 class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -565,7 +565,7 @@ def test_gradients_of_parameters_that_come_later_are_cleared_too(Tiny: Any, fit:
     assert module.late.item() == -(2 + 1 + 1)
 
 
-# what Lightning's scripts do in manual optimisation ----------------------------------------------------------------------
+# what Lightning's scripts do in manual optimisation -------------------------------------------------------------------
 def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(Tiny: Any, fit: Any, batches: Any) -> None:
     class ByHand(Tiny):
         def __init__(self, as_dict: bool) -> None:

@@ -1,4 +1,4 @@
-"""The order of hooks: recorded runs against the pseudocode in the docstring of `leyden.trainer.events.hooks`, which is executed."""
+"""The order of hooks: recorded runs against the executed pseudocode in `leyden.trainer.events.hooks`'s docstring."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GROUPS["closing"] = ("closing",)
 HOOK = re.compile(r"(?:(\w+)\.)?(\w+)$")
 
 
-# the pseudocode ---------------------------------------------------------------------------------------------------------
+# the pseudocode -------------------------------------------------------------------------------------------------------
 @dataclass
 class Line:
     """A line of the docstring: what must hold, then a loop or names; and what lies inside."""
@@ -164,9 +164,10 @@ def _run(lines: list[Line], section: str, plan: Plan) -> Iterator[Event]:
             )
 
 
-# the recording ----------------------------------------------------------------------------------------------------------
+# the recording --------------------------------------------------------------------------------------------------------
 def hooks_of(base: type) -> set[str]:
-    wanted = r"(on_|setup|teardown|(load_)?state_dict|configure_|prepare_data|optimizer_|lr_scheduler_step|transfer_|backward)"
+    wanted = r"(on_|setup|teardown|(load_)?state_dict|configure_|prepare_data|optimizer_|lr_scheduler_step|transfer_|"
+    wanted += "backward)"
     more = r"|.*_(step|dataloader)$"
     return {name for name, value in vars(base).items() if inspect.isfunction(value) and re.match(wanted + more, name)}
 

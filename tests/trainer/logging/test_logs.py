@@ -341,7 +341,7 @@ def test_manual_optimisation_logs_each_step_once(Tiny: Any, quiet: Any, batches:
     assert [(row["step"], row["x"]) for row in rows(trainer)] == [(1, 2.0), (2, 5.0)]
 
 
-# metrics ----------------------------------------------------------------------------------------------------------------
+# metrics --------------------------------------------------------------------------------------------------------------
 def test_metric_objects(Tiny: Any, fit: Any, batches: Any) -> None:
     from torchmetrics import MeanMetric, MetricCollection, SumMetric
 

@@ -210,7 +210,7 @@ def test_minus_one_validates_once(Tiny: Any, fit: Any, batches: Any) -> None:
     assert module.validated_at == [2, 4, 6, 8]
 
 
-# a step that draws by itself --------------------------------------------------------------------------------------------
+# a step that draws by itself ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("count", "steps"), [(4, 2), (5, 2)])
 def test_a_step_that_draws_two_batches(Tiny: Any, fit: Any, batches: Any, count: int, steps: int) -> None:
     class Drawing(Tiny):
@@ -230,7 +230,7 @@ def test_a_step_that_draws_two_batches(Tiny: Any, fit: Any, batches: Any, count:
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-# DataModule -------------------------------------------------------------------------------------------------------------
+# DataModule -----------------------------------------------------------------------------------------------------------
 class Numbers(DataModule):
     """All hooks, recorded."""
 
@@ -320,7 +320,7 @@ def test_the_state_of_a_datamodule(Tiny: Any, quiet: Any, tmp_path: Any) -> None
     assert other.position == 7
 
 
-# transfer ---------------------------------------------------------------------------------------------------------------
+# transfer -------------------------------------------------------------------------------------------------------------
 def test_the_transfer_hooks(Tiny: Any, quiet: Any, batches: Any) -> None:
     calls: list[Any] = []
 
@@ -384,7 +384,7 @@ def test_nothing_is_drawn_beyond_a_limit(Tiny: Any, fit: Any, batches: Any) -> N
 def test_samples_count_once_where_a_resume_repeats_a_window(
     Tiny: Any, fit: Any, quiet: Any, tmp_path: Path, at: int
 ) -> None:
-    """Saved after any batch of windows of 4, 4 and 2: the counters of the end are those of a run that was not broken off."""
+    """Saved after any batch of windows of 4, 4 and 2: the final counters are those of a run that was not stopped."""
     batches = [torch.full((size, 2), 1.0) for size in (3, 1, 2, 2, 3, 1, 1, 2, 3, 2)]
 
     class Saves(Callback):

@@ -1,4 +1,4 @@
-"""Evaluation runs in eval mode and leaves every part in the mode that it was in, whatever its hooks are overridden with."""
+"""Evaluation runs in eval mode and restores the mode of every part, whatever its hooks are overridden with."""
 
 from __future__ import annotations
 

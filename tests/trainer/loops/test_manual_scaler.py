@@ -1,4 +1,4 @@
-"""Manual optimisation in 16-mixed: every gradient is unscaled by the scale that it was scaled with, as in the plain loop."""
+"""Manual optimisation in 16-mixed: every gradient is unscaled by its own scale, as in the plain loop."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class SkipsSteps(TrainModule):
 
 
 def test_a_window_whose_step_the_user_leaves_out(tmp_path: Path) -> None:
-    """Its gradients are unscaled once, and so are those of the next window: hooks see the same norms as without a scaler."""
+    """Its gradients are unscaled once, and so are the next window's: hooks see the norms of a run without a scaler."""
     norms = []
     for precision in ("32-true", MixedPrecision("16", **SCALER)):
         module = SkipsSteps()

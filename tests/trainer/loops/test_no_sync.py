@@ -146,7 +146,7 @@ def assert_few(readings: Readings, seconds: float) -> None:
     steps = [step for step, _ in readings.others if 0 < step < STEPS - 1]
     # The logger is given values of the last batch of every 50: nothing else reads between the first and the last step.
     assert {step % EVERY for step in steps} <= {0}, readings.others
-    # The bar reads when it draws, which is by the clock: ten times a second at most, the first time and the last besides.
+    # The bar reads when it draws, by the clock: ten times a second at most, and the first and the last time.
     assert readings.by_bar <= 2 * (seconds / DRAW_SECONDS + 4)
 
 

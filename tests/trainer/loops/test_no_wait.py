@@ -1,4 +1,4 @@
-"""Nothing in a step waits for the device: neither by reading a value, nor by a copy to it. On a device that has no values."""
+"""Nothing in a step waits for the device, neither by reading a value nor by a copy: on a device without values."""
 
 from __future__ import annotations
 

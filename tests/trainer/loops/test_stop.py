@@ -1,4 +1,4 @@
-"""A run that `should_stop` ends inside an epoch: what it leaves is validated, and a resume goes on as if it had not stopped."""
+"""`should_stop` inside an epoch: what the run leaves is validated, and a resume goes on as if it had not stopped."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# paths from a checkpoint --------------------------------------------------------------------------------------------------
+# paths from a checkpoint ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("entry", ["recent", "doomed", "best_k_models", "last_model_path"])
 @pytest.mark.parametrize("kind", ["absolute", "upwards", "link"])
 def test_a_checkpoint_deletes_nothing_outside_of_its_folder(folder: Path, entry: str, kind: str) -> None:
@@ -163,7 +163,7 @@ def test_a_logger_goes_to_no_folder_outside_of_its_own(folder: Path, version: An
     assert everything_in(other) == before
 
 
-# what each owner checks ---------------------------------------------------------------------------------------------------
+# what each owner checks -----------------------------------------------------------------------------------------------
 def state_of_callback(kind: str, key: str, value: Any) -> Callable[[Any], None]:
     def change(tree: Any) -> None:
         next(state for name, state in tree["tree"].items() if name.startswith(kind))[key] = value
@@ -227,7 +227,7 @@ FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
 def test_each_owner_refuses_what_it_cannot_have_saved(
     folder: Path, name: str, change: Callable[[Any], None], message: str
 ) -> None:
-    """The error names file and entry; except for the optimizers', which are made later, not even the weights have changed."""
+    """The error names file and entry. Unless it is an optimizer's, which is made later, the weights are unchanged."""
     forge(saved(folder), name, change)
     module = Module()
     before = {key: value.clone() for key, value in module.state_dict().items()}

@@ -194,7 +194,7 @@ def vouch(folder: Path, name: str, data: bytes) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, "hparams.json")])
 def test_a_pickle_that_the_manifest_vouches_for(run_folder: Path, name: str) -> None:
-    """Checksums are no signature: what is no JSON and no safetensors is refused for itself, before the weights change."""
+    """A checksum is no signature: a file that is no JSON or no safetensors is refused before the weights change."""
     vouch(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))
     module, run = Module(), trainer(run_folder, epochs=4)
     before = everything(module, run)[0]
@@ -251,7 +251,7 @@ def test_a_pickle_file_needs_trust(tmp_path: Path) -> None:
     assert torch.equal(module.state_dict()["net.0.weight"], before)
 
 
-# saving that fails --------------------------------------------------------------------------------------------------------
+# saving that fails ----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
     """A limit on the size of files, which the kernel enforces on this process as a full disk would."""
