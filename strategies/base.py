@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.masters import Masters
+from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
 from leyden.strategies.settings import RunSettings
@@ -55,6 +57,8 @@ class Strategy(ABC):
 
     def __init__(self, precision: Precision | None = None, ranks: Ranks | None = None) -> None:
         self.ranks = ranks if ranks is not None else Ranks()
+        self.masters = Masters()
+        self.own_loop = OwnLoop()
         self.precision = precision if precision is not None else Precision()
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -99,8 +103,13 @@ class Strategy(ABC):
         """Reports an error to the other ranks; returns False if it only follows from another rank's, which the user sees."""
         return self.ranks.report_failure(error, where)
 
+    def release(self) -> None:
+        """Drops modules, optimizers, and what the user's own loop had wrapped."""
+        self.modules, self.optimizers = [], []
+        self.own_loop.release()
+
     def teardown(self) -> None:
-        """Lets go of modules and optimizers. May be called twice; the process group stays for the next run."""
+        """Ends a run, and drops its modules and optimizers. May be called twice; ranks stay joined for the next run."""
         self.modules, self.optimizers = [], []
         self.ranks.end_run()
 
@@ -142,10 +151,6 @@ class Strategy(ABC):
         """
         return []
 
-    def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        """The module's parameters that each group of an optimizer steps, also where it holds flat copies in their place."""
-        return [list(group["params"]) for group in optimizer.param_groups]
-
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
         return step_fn
@@ -158,13 +163,6 @@ class Strategy(ABC):
 
     def synchronize_batchnorm(self) -> None:
         """Asks for the statistics of batch norm over all ranks, before modules are set up. One device sees every sample anyway."""
-
-    def wrap_forward(self, module: nn.Module) -> nn.Module:
-        """What the user's own loop calls in place of a module that was set up: DDP returns its wrapper."""
-        return module
-
-    def forget_wrapped(self) -> None:
-        """Lets go of what `wrap_forward` made, and of its hold on the process group."""
 
     def to_device(self, batch: T) -> T:
         """Brings a batch of any nested structure to this rank's device, in the precision of the inputs."""
@@ -359,9 +357,6 @@ class Strategy(ABC):
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
-    def clip_each_step(self, value: float) -> None:
-        """A launch's configuration asks that each step of the user's own loop clips to a norm. An engine does; loops clip themselves."""
-
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps one optimizer, which is handed the keyword arguments; False where the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure, **kwargs)
@@ -369,11 +364,6 @@ class Strategy(ABC):
     def end_step(self) -> None:
         """After all optimizers of a window: the scaler takes its new scale."""
         self.precision.end_step()
-
-    def end_turn(self) -> None:
-        """One turn of the user's own loop is over: a prepared loader is asked for the next batch, or an optimizer stepped where none
-        is read. A strategy that collects operations hands them to the device.
-        """
 
     # for users, by Lightning's names: everything in Leyden goes by `ranks` ------------------------------------------------
     @property
@@ -429,28 +419,6 @@ class Strategy(ABC):
         else:
             load_weights(module, reader.model(), strict)
 
-    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
-        """Once optimizers are set up: reads what an engine made of the weights for itself, as copies in float32.
-
-        `load_module` came before these were there, and gave the module weights of its own dtype.
-        """
-
-    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
-        """By name, the parameters that an optimizer's state belongs to, for the reader: DTensors and Fragments are read in part.
-
-        None where that is not known before `setup_optimizers`: the state is read after it.
-        """
-        return dict(module.named_parameters())
-
-    def saved_form(self, optimizer: Optimizer) -> Any:
-        """The optimizer as a checkpoint knows it: the module's parameters in its groups, and its state by them.
-
-        An engine that has flat memory in their place gives an object with torch's `param_groups`, `state_dict` and
-        `load_state_dict`, in whose state Fragments stand for its part of the memory; and with `dtypes`, of what is stepped in
-        the place of each parameter, where that has another.
-        """
-        return optimizer
-
     def state_dict(self) -> dict[str, Any]:
         """What the strategy itself counts, beside modules and optimizers: numbers and small tensors, the same on all ranks."""
         return {}
@@ -478,10 +446,6 @@ class Strategy(ABC):
     def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
         """Within it, backward sends gradients, though the forward pass of a wrapped module was run without sync."""
         return self.gradient_sync(True)
-
-    def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Within it, ranks that have no more batches take part in what the others exchange."""
-        return nullcontext()
 
 
 def _not_zero(num_items: Tensor | float) -> Tensor | float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -14,10 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.window import Window, read_loss
 
 T = TypeVar("T")
+D = TypeVar("D", bound=DistributedDataParallel)
 OWN = ("module", "device_ids", "output_device", "dim", "process_group")
 """Arguments of DistributedDataParallel that the strategy itself decides."""
 
@@ -58,7 +60,7 @@ class DDPStrategy(ProcessGroupStrategy):
         **kwargs: Any,
     ) -> None:
         theirs = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self", *OWN}
-        self.ddp_arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in theirs}
+        arguments: dict[str, Any] = {name: kwargs.pop(name) for name in list(kwargs) if name in theirs}
         known = [name for name in inspect.signature(ProcessGroupStrategy.__init__).parameters if name != "self"]
         for name in kwargs:
             if name in OWN:
@@ -68,14 +70,22 @@ class DDPStrategy(ProcessGroupStrategy):
                     f"DDPStrategy has no argument {name!r}. {nearest(name, sorted({*theirs, *known}))}"
                 )
         super().__init__(**kwargs)
-        self.comm_hook = find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
+        self._wrapping = Wrapping(arguments, find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper))
+        self.own_loop: DDPLoop = DDPLoop(self._wrapping)
         self.ddp: DistributedDataParallel | None = None
         self._sent: set[int] = set()
-        self.wrapped: list[DistributedDataParallel] = []
-        """The modules that the user's own loop calls."""
         self.sync_batchnorm = False
         self._holds_back = False
         self._manual = False
+
+    @property
+    def ddp_arguments(self) -> dict[str, Any]:
+        """The arguments of DistributedDataParallel that the user has given."""
+        return self._wrapping.arguments
+
+    def configure_ddp(self, arguments: Mapping[str, Any], hook: tuple[Any, Any] | None) -> None:
+        """Takes further arguments of DistributedDataParallel, and how gradients are sent, before a module is wrapped."""
+        self._wrapping.extend(arguments, hook)
 
     # modules ----------------------------------------------------------------------------------------------------------
     def synchronize_batchnorm(self) -> None:
@@ -110,21 +120,17 @@ class DDPStrategy(ProcessGroupStrategy):
         if getattr(step_fn, "__name__", "") != "training_step" or not trains:
             return step_fn
         self._manual = not getattr(module, "automatic_optimization", True)
-        arguments = dict(self.ddp_arguments)
-        if self._manual:
-            arguments.setdefault("find_unused_parameters", True)
-            if arguments.get("static_graph"):
-                raise ConfigurationError(
-                    "static_graph=True cannot be used with manual optimisation, where each step may have another graph."
-                )
+        if self._manual and self.ddp_arguments.get("static_graph"):
+            raise ConfigurationError(
+                "static_graph=True cannot be used with manual optimisation, where each step may have another graph."
+            )
         stepped = _Stepped(module, step_fn)
         if self._manual:
             stepped.register_forward_pre_hook(self._expect_no_backward)
-        self.ddp = ddp = DistributedDataParallel(stepped, **arguments)
+        more = {"find_unused_parameters": True} if self._manual else {}
+        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, stepped, **more)
         self.before_forward = self._choose_sync
         self._sent = {id(p) for p in module.parameters() if p.requires_grad}
-        if self.comm_hook is not None:
-            ddp.register_comm_hook(*self.comm_hook)
         return ddp
 
     def check_trained(self) -> None:
@@ -143,7 +149,7 @@ class DDPStrategy(ProcessGroupStrategy):
             for name in ("reducer", "logger"):
                 self.ddp.__dict__.pop(name, None)
         self.ddp = self.before_forward = None
-        self.forget_wrapped()
+        self.own_loop.release()
         super().teardown()
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -227,27 +233,10 @@ class DDPStrategy(ProcessGroupStrategy):
     def _gradient_sync(self, enabled: bool) -> Iterator[None]:
         before, self._holds_back = self._holds_back, not enabled
         try:
-            with _without_sync([] if enabled else self.wrapped):
+            with _without_sync([] if enabled else self.own_loop.wrapped):
                 yield
         finally:
             self._holds_back = before
-
-    # the user's own loop ----------------------------------------------------------------------------------------------
-    def wrap_forward(self, module: nn.Module) -> nn.Module:
-        if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module
-        wrapped = WrappedModule(module, **self.ddp_arguments)
-        if self.comm_hook is not None:
-            wrapped.register_comm_hook(*self.comm_hook)
-        self.wrapped.append(wrapped)
-        return wrapped
-
-    def forget_wrapped(self) -> None:
-        for wrapped in self.wrapped:
-            # The user's script may hold on to the wrapper, and its reducer to the process group.
-            vars(wrapped).pop("reducer", None)
-            vars(wrapped).pop("logger", None)
-        self.wrapped = []
 
     @contextmanager
     def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
@@ -262,6 +251,51 @@ class DDPStrategy(ProcessGroupStrategy):
             yield
         finally:
             module.require_backward_grad_sync, module.require_forward_param_sync = before
+
+
+class Wrapping:
+    """How modules are wrapped in DDP.
+
+    Attributes:
+        arguments: of DistributedDataParallel.
+        hook: sends the gradients, with its state; torch's own way if None.
+    """
+
+    def __init__(self, arguments: dict[str, Any], hook: tuple[Any, Any] | None) -> None:
+        self.arguments, self.hook = arguments, hook
+
+    def extend(self, arguments: Mapping[str, Any], hook: tuple[Any, Any] | None) -> None:
+        """Adds arguments, and replaces the hook."""
+        self.arguments |= arguments
+        self.hook = hook
+
+    def wrap(self, kind: type[D], module: nn.Module, **more: Any) -> D:
+        """Wraps a module, with more arguments where the user has left them out."""
+        wrapped = kind(module, **{**more, **self.arguments})
+        if self.hook is not None:
+            wrapped.register_comm_hook(*self.hook)
+        return wrapped
+
+
+class DDPLoop(OwnLoop):
+    """The modules that a loop of the user's own calls, each in its DDP wrapper."""
+
+    def __init__(self, wrapping: Wrapping) -> None:
+        self._wrapping = wrapping
+        self.wrapped: list[DistributedDataParallel] = []
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module
+        self.wrapped.append(self._wrapping.wrap(WrappedModule, module))
+        return self.wrapped[-1]
+
+    def release(self) -> None:
+        for wrapped in self.wrapped:
+            # The user's script may hold on to the wrapper, and its reducer to the process group.
+            vars(wrapped).pop("reducer", None)
+            vars(wrapped).pop("logger", None)
+        self.wrapped = []
 
     def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         from torch.distributed.algorithms.join import Join

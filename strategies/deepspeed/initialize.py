@@ -110,6 +110,13 @@ class Stepped(nn.Module):
         return outputs
 
 
+class Called(Stepped):
+    """What the engine takes for its model if a loop calls the model itself."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
 def make_engine(deepspeed: Any, stepped: Stepped, config: dict[str, Any], optimizer: Optimizer | None) -> Any:
     """DeepSpeed's engine of a module. All ranks call it.
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import logging
-import multiprocessing.util
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,24 +18,11 @@ from torch.optim import Optimizer
 
 from leyden.strategies.base import ClipAlgorithm
 from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
-from leyden.strategies.deepspeed.engine_state import (
-    NamedOptimizer,
-    counters,
-    pieces_of,
-    refresh,
-    release,
-    restore_counters,
-    weights,
-)
-from leyden.strategies.deepspeed.initialize import (
-    close_engine,
-    device_number,
-    import_deepspeed,
-    join_group,
-    make_engine,
-    make_scheduler,
-)
-from leyden.strategies.deepspeed.own_loop import OwnLoop
+from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
+from leyden.strategies.deepspeed.engine_state import counters, pieces_of, refresh, release, restore_counters, weights
+from leyden.strategies.deepspeed.initialize import device_number, join_group, make_scheduler
+from leyden.strategies.deepspeed.masters import ZeroMasters
+from leyden.strategies.deepspeed.own_loop import ZeroLoop
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.precision import HalfPrecision
 from leyden.strategies.process_group import ProcessGroupStrategy
@@ -44,11 +30,15 @@ from leyden.strategies.settings import RunSettings
 from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 T = TypeVar("T")
+OFFLOADS = {"optimizer": "offload_optimizer", "param": "offload_parameters"}
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 
 
-class DeepSpeedStrategy(OwnLoop):
+class DeepSpeedStrategy(ProcessGroupStrategy):
     """DeepSpeed's ZeRO engine.
 
     Needs the extra `leyden[deepspeed]`. What belongs to whom where a DeepSpeed config and the run both have a setting stands in
@@ -79,6 +69,7 @@ class DeepSpeedStrategy(OwnLoop):
 
     name = "deepspeed"
     supports_closure = False
+    drives_one = True
 
     def __init__(
         self,
@@ -123,23 +114,53 @@ class DeepSpeedStrategy(OwnLoop):
         self.zero3_init_flag = zero3_init_flag
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.logging_level = logging_level
-        self.settings = RunSettings()
-        self._deepspeed: Any = None
-        self._engines: list[Any] = []
-        self._groups: list[list[Tensor]] = []
-        self._frozen: set[int] = set()
-        self._told_of_skip = False
+        self.zero = ZeroEngine(self.config)
+        self.masters = ZeroMasters(self.zero)
+        self.own_loop: ZeroLoop = ZeroLoop(self.zero)
+        self._warned_of_skip = False
         self._failed = False
+
+    @classmethod
+    def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> Self:
+        """The strategy that the `deepspeed_config` of an Accelerate YAML file describes.
+
+        Args:
+            config: the mapping under `deepspeed_config`, as the file has it.
+            **kwargs: further arguments of ours.
+
+        Raises:
+            ConfigurationError: if a key contradicts `deepspeed_config_file`.
+        """
+        left = dict(config)
+        clip, steps = left.pop("gradient_clipping", None), left.pop("gradient_accumulation_steps", None)
+        given: dict[str, Any] = {
+            "config": left.pop("deepspeed_config_file", None),
+            "stage": left.pop("zero_stage", None),
+            "zero3_init_flag": left.pop("zero3_init_flag", False),
+            "stage3_gather_16bit_weights_on_model_save": left.pop("zero3_save_16bit_model", None),
+        }
+        for part, argument in OFFLOADS.items():
+            device, path = left.pop(f"offload_{part}_device", None), left.pop(f"offload_{part}_nvme_path", None)
+            if device not in (None, "none"):
+                given[argument] = {"device": device, **({"nvme_path": path} if device == "nvme" and path else {})}
+        names = left.pop("deepspeed_moe_layer_cls_names", None)
+        if left:
+            raise ConfigurationError(f"deepspeed_config: {sorted(left)[0]!r} has no meaning here: leave it out.")
+        strategy = cls(**{**given, **kwargs})
+        asked = {"gradient_clipping": clip, "gradient_accumulation_steps": steps}
+        strategy.config.fill({name: value for name, value in asked.items() if value is not None})
+        if names:
+            strategy.own_loop = ZeroLoop(strategy.zero, [name.strip() for name in names.split(",")])
+        return strategy
 
     @property
     def engine(self) -> Any:
         """DeepSpeed's engine; None until optimizers are set up. It stays for a run that goes on or evaluates."""
-        return self._engines[0] if self._engines else None
+        return self.zero.engine
 
     # environment ------------------------------------------------------------------------------------------------------
     def check_settings(self, settings: RunSettings) -> None:
-        self.config.check(settings, self.ranks.world_size)
-        self.settings = settings
+        self.zero.check(settings, self.ranks.world_size)
 
     def setup_environment(self) -> None:
         lower = self.config.lower_weights(self.precision.name)
@@ -150,9 +171,9 @@ class DeepSpeedStrategy(OwnLoop):
         self.final_config(complete=False)
         number = device_number(self.root_device, self.ranks.local_rank)
         self.ranks.use_device()
-        self._deepspeed = import_deepspeed(self.root_device, self.logging_level)
+        library = self.zero.load_library(self.root_device, self.logging_level)
         super().setup_environment()
-        join_group(self._deepspeed, number)
+        join_group(library, number)
 
     def final_config(self, complete: bool = True) -> dict[str, Any]:
         """What DeepSpeed is given.
@@ -163,12 +184,8 @@ class DeepSpeedStrategy(OwnLoop):
         Raises:
             ConfigurationError: for what contradicts precision or device.
         """
-        return self.config.build(
-            precision=self.precision.name,
-            device=self.root_device.type,
-            micro_batch=self.settings.batch_size,
-            complete=complete,
-        )
+        self.zero.run_on(self.precision, self.root_device)
+        return self.zero.final_config(complete)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         self._failed = True
@@ -182,8 +199,8 @@ class DeepSpeedStrategy(OwnLoop):
         super().teardown()
 
     def close_engine(self) -> None:
-        """Lets go of the engine, and with it of masters and optimizer state."""
-        _close(self._engines)
+        """Closes the engine, which frees masters and optimizer state."""
+        self.zero.close()
 
     @property
     def details(self) -> str:
@@ -207,7 +224,7 @@ class DeepSpeedStrategy(OwnLoop):
             yield
             return
         # Not by its argument dtype: on a device without float16 it takes bfloat16 for every other.
-        with self._deepspeed.zero.Init(config_dict_or_path=self.final_config(complete=False)):
+        with self.zero.library.zero.Init(config_dict_or_path=self.final_config(complete=False)):
             yield
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -244,64 +261,27 @@ class DeepSpeedStrategy(OwnLoop):
                 dist.broadcast(buffer, 0)
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        if self.engine is not None and optimizers and self.engine.basic_optimizer is optimizers[0]:
-            # A fit that goes on.
-            self.optimizers = list(optimizers)
-            return self.optimizers
-        self.close_engine()
         [module] = modules
-        trained: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._groups = [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups] or [
-            trained
-        ]
-        if optimizers:
-            self.config.check_optimizer(optimizers[0])
-        self._frozen = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
-        self._make_engine(module, optimizers[0] if optimizers else None)
-        self.optimizers = [self.engine.basic_optimizer]
+        self.optimizers = self.zero.set_up(module, optimizers)
         return self.optimizers
 
-    def _make_engine(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        self._engines.append(make_engine(self._deepspeed, self._root(module), self.final_config(), optimizer))
-        # Before the process group is left (see ProcessGroupStrategy), or with this strategy.
-        multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
-
     def check_trained(self) -> None:
-        if self.engine is None:
-            return
         for module in self.modules:
-            for name, parameter in module.named_parameters():
-                if parameter.requires_grad and id(parameter) in self._frozen:
-                    raise ConfigurationError(
-                        f"{name} was frozen when DeepSpeed's engine was made and is trained now, which the engine would not do: leave "
-                        "it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
-                    )
-        if len(self.engine.basic_optimizer.param_groups) != len([group for group in self._groups if group]):
-            raise ConfigurationError(
-                "a parameter group was added after DeepSpeed's engine was made, which would not step it: give the optimizer all groups "
-                "in configure_optimizers."
-            )
+            self.zero.check_trained(module)
 
     def make_schedulers(self) -> list[Any]:
         section = self.config.scheduler
         return [] if section is None else [make_scheduler(self.engine.basic_optimizer, section)]
 
-    def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        return self._groups
-
     # the step ---------------------------------------------------------------------------------------------------------
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
-        engine = self.engine
-        engine.set_gradient_accumulation_boundary(window.closes)
-        engine.module.step = self._in_precision(partial(step_fn, batch, *extra))
-        loss = engine()
-        outputs = engine.module.take()
+        loss, outputs = self.zero.forward(self._in_precision(partial(step_fn, batch, *extra)), window.closes)
         for hook in hooks.on_before_backward:
             hook(loss)
         num_items = outputs.get("num_items") if isinstance(outputs, Mapping) else None
-        engine.backward(self.loss_to_backward(loss, num_items, window))
+        self.engine.backward(self.loss_to_backward(loss, num_items, window))
         for after in hooks.on_after_backward:
             after()
         return outputs
@@ -324,21 +304,17 @@ class DeepSpeedStrategy(OwnLoop):
                 "a rank without a single sample of its own cannot take part in a DeepSpeed run, whose engine reduces gradients in "
                 "the order of a real backward: use a larger data set, a smaller batch_size or fewer ranks."
             )
-        engine = self.engine
-        engine.set_gradient_accumulation_boundary(window.closes)
-        engine.module.step = self._in_precision(partial(step_fn, filler, *extra))
-        loss = engine()
-        engine.module.take()
+        loss, _ = self.zero.forward(self._in_precision(partial(step_fn, filler, *extra)), window.closes)
         # Not loss * 0, which is nan where the loss is.
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         self.skip_items(window)
-        engine.backward(zero)
+        self.engine.backward(zero)
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         if self.stage < 3:
             return super().evaluate(step_fn, batch, extra)
         if self.engine is None:
-            self._make_engine(self.modules[0], None)
+            self.zero.make(self.modules[0], None)
         root = self.engine.module
         root.step = partial(step_fn, batch, *extra)
         context = self.precision.forward_context
@@ -353,21 +329,14 @@ class DeepSpeedStrategy(OwnLoop):
             "were to come: give the loader its right length, or none at all."
         )
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        self.own_loop.backward(loss, *args, **kwargs)
+
+    def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
+        return self.zero.closing(enabled)
+
     def scale_gradients(self, factor: Tensor | float) -> None:
-        sharded = self.engine.optimizer
-        if sharded is self.engine.basic_optimizer:
-            grads = [p.grad for group in self._groups for p in group if p.grad is not None]
-            torch._foreach_mul_(grads, factor)
-        elif hasattr(sharded, "custom_loss_scaler"):
-            # Its step divides by the loss scale what lies in flat buffers, in several forms, and knows the norm by it.
-            # As a number, since what is offloaded is on another device; the step reads back what it has found anyway.
-            sharded.external_loss_scale = sharded.loss_scale / float(factor)
-            sharded.custom_loss_scaler = True
-        else:
-            raise ConfigurationError(
-                f"num_items in an accumulation window cannot go with DeepSpeed's {type(sharded).__name__}: leave "
-                "data_types.grad_accum_dtype out of the config."
-            )
+        self.zero.scale_gradients(factor)
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Nothing: the engine's step brings gradients to their true scale."""
@@ -376,11 +345,12 @@ class DeepSpeedStrategy(OwnLoop):
         """Clips in the step that follows, as the engine does; the norm is known after it (`engine.get_global_grad_norm`)."""
         if algorithm == "value":
             raise ConfigurationError("DeepSpeed clips gradients by their norm alone: use the algorithm 'norm'.")
-        sharded = self.engine.optimizer
-        if sharded is self.engine.basic_optimizer:
-            return nn.utils.clip_grad_norm_([p for group in self._groups for p in group], value)
-        sharded.clip_grad = value
-        return None
+        return self.zero.clip(value)
+
+    def clip_parameters(
+        self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        return self.own_loop.clip(parameters, value, algorithm, norm_type)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if kwargs:
@@ -388,16 +358,9 @@ class DeepSpeedStrategy(OwnLoop):
                 f"optimizer.step({', '.join(f'{name}=…' for name in kwargs)}): DeepSpeed's engine makes the step and hands no "
                 "arguments on to the optimizer. Call optimizer.step() alone, or use another strategy."
             )
-        engine, self._reduced = self.engine, False
-        engine.step()
-        sharded = engine.optimizer
-        if sharded is not engine.basic_optimizer:
-            sharded.clip_grad = engine.gradient_clipping()
-            if getattr(sharded, "custom_loss_scaler", False):
-                sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
-        stepped = bool(engine.was_step_applied())
-        if not stepped and not self._told_of_skip and not self.config.scales_loss(self.precision.name):
-            self._told_of_skip = True
+        stepped = self.zero.step()
+        if not stepped and not self._warned_of_skip and not self.config.scales_loss(self.precision.name):
+            self._warned_of_skip = True
             warnings.warn(
                 "DeepSpeed skipped a step whose gradients are not finite, where other strategies would go on with nan: look at the loss, "
                 "or use detect_anomaly=True.",
@@ -415,7 +378,7 @@ class DeepSpeedStrategy(OwnLoop):
         state: dict[str, Any] = {}
         for name, value in module.state_dict(keep_vars=True).items():
             partitioned = is_partitioned(value)
-            with self._deepspeed.zero.GatheredParameters([value], enabled=partitioned):
+            with self.zero.library.zero.GatheredParameters([value], enabled=partitioned):
                 taken = value.detach() if isinstance(value, Tensor) else value
                 if not rank0_only:
                     state[name] = taken.clone() if partitioned else taken
@@ -441,40 +404,12 @@ class DeepSpeedStrategy(OwnLoop):
         else:
             release(module)
 
-    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
-        pieces = {key: piece for key, piece in pieces_of(self.engine).items() if piece.is_copy}
-        stored = set(reader.names()) if pieces else ()
-        named = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
-        if named:
-            reader.fill({name: fragment for name, fragment in named.items() if name in stored})
-            refresh(self.engine)
-
-    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
-        if self.engine is None:
-            return None
-        pieces = pieces_of(self.engine)
-        return {name: pieces[id(p)].fragment() if id(p) in pieces else p for name, p in module.named_parameters()}
-
-    def saved_form(self, optimizer: Optimizer) -> Any:
-        pieces = pieces_of(self.engine)
-        return NamedOptimizer(optimizer, self._groups, pieces) if pieces else optimizer
-
     def state_dict(self) -> dict[str, Any]:
         return {} if self.engine is None else counters(self.engine)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self.engine is not None:
             restore_counters(self.engine, state_dict)
-
-
-def is_partitioned(tensor: Tensor) -> bool:
-    """True for a parameter that DeepSpeed's stage 3 holds: its own data is empty outside of a forward."""
-    return hasattr(tensor, "ds_id")
-
-
-def _close(engines: list[Any]) -> None:
-    while engines:
-        close_engine(engines.pop())
 
 
 __all__ = ["DeepSpeedStrategy"]

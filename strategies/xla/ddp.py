@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 
 from leyden.strategies.precision import Precision
 from leyden.strategies.process_group import GroupRanks, remember
+from leyden.strategies.ranks import Ranks
 from leyden.strategies.window import Window
 from leyden.strategies.xla import runtime
-from leyden.strategies.xla.strategy import KINDS, XLA_DEVICE, XLAStrategy
+from leyden.strategies.xla.strategy import KINDS, XLA_DEVICE, XLALoop, XLAStrategy
 
 
 class XLARanks(GroupRanks):
@@ -94,6 +95,7 @@ class XLADDPStrategy(XLAStrategy):
         super().__init__(precision=precision)
         self.ranks = XLARanks(devices, num_nodes, timeout, start_method)
         self._averaged: set[int] = set()
+        self.own_loop = XLADDPLoop(self.ranks, self._averaged)
 
     # its place --------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
@@ -117,15 +119,7 @@ class XLADDPStrategy(XLAStrategy):
 
     # modules ----------------------------------------------------------------------------------------------------------
     def synchronize(self, module: nn.Module) -> None:
-        if self.ranks.world_size > 1:
-            from torch_xla.core import xla_model
-
-            xla_model.broadcast_master_param(module)
-
-    def wrap_forward(self, module: nn.Module) -> nn.Module:
-        # There is no wrapper that would, as DDP's does when it is made.
-        self.synchronize(module)
-        return module
+        _broadcast(module, self.ranks)
 
     def synchronize_buffers(self) -> None:
         buffers = [buffer for module in self.modules for buffer in module.buffers()]
@@ -150,11 +144,6 @@ class XLADDPStrategy(XLAStrategy):
         self._averaged.discard(id(optimizer))
         return super().step(optimizer, closure, **kwargs)
 
-    def end_turn(self) -> None:
-        # If the user's own loop clips and then leaves out the step, the next step must still exchange.
-        self._averaged.clear()
-        super().end_turn()
-
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         """Nothing is exchanged before the step, for which this rank's gradients must be there."""
         self._cut(window)
@@ -163,3 +152,33 @@ class XLADDPStrategy(XLAStrategy):
             for parameter in module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+class XLADDPLoop(XLALoop):
+    """A loop of the user's own with a rank for each XLA device.
+
+    Args:
+        ranks: of the strategy.
+        averaged: the optimizers, by id, whose gradients this step has averaged already.
+    """
+
+    def __init__(self, ranks: Ranks, averaged: set[int]) -> None:
+        self._ranks, self._averaged = ranks, averaged
+
+    def wrap(self, module: nn.Module) -> nn.Module:
+        # DDP's wrapper broadcasts the weights when it is made; there is no wrapper here.
+        _broadcast(module, self._ranks)
+        return module
+
+    def end_turn(self) -> None:
+        # If the loop clips and then leaves out the step, the next step must still exchange.
+        self._averaged.clear()
+        super().end_turn()
+
+
+def _broadcast(module: nn.Module, ranks: Ranks) -> None:
+    """Gives every rank the weights and buffers of rank 0."""
+    if ranks.world_size > 1:
+        from torch_xla.core import xla_model
+
+        xla_model.broadcast_master_param(module)

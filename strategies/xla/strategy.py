@@ -18,6 +18,7 @@ from leyden.strategies.devices import parse_devices
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.strategies.window import Window
@@ -33,6 +34,13 @@ KINDS = {"cpu": "CPU", "tpu": "TPU"}
 """What the Trainer's accelerator means to XLA's runtime; for any other the runtime takes the best there is."""
 XLA_DEVICE = torch.device("xla", 0)
 OTHERS = ("gpu", "cuda", "mps")
+
+
+class XLALoop(OwnLoop):
+    """A loop of the user's own on XLA: each turn of it is a program."""
+
+    def end_turn(self) -> None:
+        runtime.sync()
 
 
 class XLAStrategy(Strategy):
@@ -78,6 +86,7 @@ class XLAStrategy(Strategy):
         precision: Precision | None = None,
     ) -> None:
         super().__init__(precision)
+        self.own_loop = XLALoop()
         self._given = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
         self.layout = Layout(mesh, shard, batch)
@@ -194,9 +203,6 @@ class XLAStrategy(Strategy):
         outputs = self.forward(step_fn, batch, extra)
         runtime.sync()
         return outputs
-
-    def end_turn(self) -> None:
-        runtime.sync()
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:

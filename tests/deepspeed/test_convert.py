@@ -34,7 +34,7 @@ def save(folder: str) -> dict[str, dict[str, Any]]:
             "zero_allow_untested_optimizer": True,
         }
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-        engine = strategy._deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        engine = strategy.zero.library.initialize(model=model, optimizer=optimizer, config=config)[0]
         engine.backward(engine(torch.ones(2, 5, dtype=torch.bfloat16 if lower else torch.float32)).float().sum())
         engine.step()
         engine.save_checkpoint(f"{folder}/stage {stage}", "pytorch_model")

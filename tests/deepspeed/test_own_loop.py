@@ -389,7 +389,7 @@ def refusals() -> dict[str, str]:
     frozen = accelerator.prepare_model(build()[0], evaluation_mode=True)
     x, y = next(iter(loader))
     assert frozen(x).shape == y.shape
-    refused("joined", lambda: accelerator.strategy.joining([model]))
+    refused("joined", lambda: accelerator.strategy.own_loop.joining([model]))
     accelerator.backward(F.mse_loss(model(x), y))
     refused("clip", lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
     refused("clip value", lambda: accelerator.clip_grad_value_(model.parameters(), 0.1))
@@ -454,7 +454,7 @@ def in_trouble(folder: str) -> dict[str, Any]:
         optimizer.zero_grad()
 
     def state(accelerator: Accelerator, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-        entries = accelerator.strategy.saved_form(optimizer.optimizer).state_dict()["state"].values()
+        entries = accelerator.strategy.masters.saved_form(optimizer.optimizer).state_dict()["state"].values()
         moments = [part.flat.tolist() for entry in entries for part in entry.values() if isinstance(part, Fragment)]
         return moments, [value.tolist() for value in accelerator.get_state_dict(model).values()]
 

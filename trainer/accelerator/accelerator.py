@@ -943,5 +943,5 @@ def _leave(accelerator: weakref.ref[Accelerator]) -> None:
     """Ends gloo's threads before the interpreter does; wrapped models hold on to them."""
     found = accelerator()
     if found is not None:
-        found.strategy.forget_wrapped()
+        found.strategy.release()
         found.strategy.teardown()

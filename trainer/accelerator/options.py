@@ -136,7 +136,7 @@ class Options:
         if self.mesh is not None:
             self.mesh.check(strategy.ranks.world_size)
         if self._clips_to is not None:
-            strategy.clip_each_step(self._clips_to)
+            strategy.own_loop.clip_each_step(self._clips_to)
         if self.deepspeed is None:
             self.deepspeed = plugin_for(strategy)
         if self.accumulation.sync_each_batch and strategy.drives_one:
@@ -150,13 +150,10 @@ class Options:
         group = self.handlers.get(InitProcessGroupKwargs)
         if group is not None and strategy.ranks.world_size > 1:
             strategy.ranks.configure_group(group.backend, group.timeout)
+        strategy.setup_environment()
         ddp = self.handlers.get(DistributedDataParallelKwargs)
-        if ddp is not None and hasattr(strategy, "ddp_arguments"):
-            strategy.ddp_arguments.update(ddp.arguments())
-            strategy.setup_environment()
-            strategy.comm_hook = ddp.hook()  # type: ignore[attr-defined]
-        else:
-            strategy.setup_environment()
+        if ddp is not None and hasattr(strategy, "configure_ddp"):
+            strategy.configure_ddp(ddp.arguments(), ddp.hook())
 
 
 def _fill(given: dict[str, Any]) -> None:

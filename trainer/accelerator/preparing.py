@@ -137,7 +137,7 @@ class Preparing:
         context = strategy.precision.forward_context
         if context is not None:
             run_in_context(bare, context, options.converts_outputs(strategy))
-        prepared = bare if evaluation_mode else strategy.wrap_forward(bare)
+        prepared = bare if evaluation_mode else strategy.own_loop.wrap(bare)
         if options.backend is not None:
             strategy.check_compiled()
             prepared = torch.compile(prepared, backend=options.backend, **options.compile_options)  # type: ignore[assignment]

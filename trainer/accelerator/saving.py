@@ -186,7 +186,7 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
         kept = _run_save_hooks(accelerator, models, writer)
         whole = together(models)
         names = parameter_names(whole)
-        optimizers = [to_named(strategy.saved_form(optimizer), names) for optimizer in accelerator.optimizers]
+        optimizers = [to_named(strategy.masters.saved_form(optimizer), names) for optimizer in accelerator.optimizers]
         strategy.save(writer, together(kept) if kept else nn.Module(), optimizers)
         writer.state("schedulers", _schedulers(accelerator))
         writer.state("user", _user(accelerator))
@@ -331,10 +331,10 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
                 whole.add_module(f"model_{number}", model)
         accelerator.strategy.load_module(reader, whole, strict and len(left) == len(models))
     names = parameter_names(together(models))
-    optimizers = reader.optimizers(like=accelerator.strategy.state_parts(together(models)))
+    optimizers = reader.optimizers(like=accelerator.strategy.masters.parts(together(models)))
     for number, (optimizer, state) in enumerate(zip(accelerator.optimizers, optimizers, strict=True)):
         with blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
-            from_named(accelerator.strategy.saved_form(optimizer), state, names)
+            from_named(accelerator.strategy.masters.saved_form(optimizer), state, names)
     with blame(reader.path / "schedulers.json"):
         for scheduler, state in zip(accelerator.prepared_schedulers, schedulers["schedulers"], strict=True):
             scheduler.load_state_dict(state)

@@ -87,8 +87,7 @@ class Stepping(Engine):
     def release(self) -> None:
         """Lets go of models, optimizers and loaders."""
         self.flush_scaler()
-        self.strategy.modules, self.strategy.optimizers = [], []
-        self.strategy.forget_wrapped()
+        self.strategy.release()
         for held in (self.prepared_models, self.bare_models, self.prepared_optimizers, self.reading):
             held.clear()
         self.continue_after(self.steps)
@@ -107,7 +106,7 @@ class Stepping(Engine):
 
     def end_turn(self) -> None:
         """A prepared loader is asked for its next batch, so the last one is done with."""
-        self.strategy.end_turn()
+        self.strategy.own_loop.end_turn()
         self.run_waiting()
 
     @property
@@ -187,7 +186,7 @@ class Stepping(Engine):
     @contextmanager
     def joining(self, models: Sequence[Any]) -> Iterator[None]:
         """Ranks that have fewer batches than others take part in their exchange of gradients, within the block."""
-        with self.strategy.joining(models) if self.strategy.ranks.world_size > 1 else nullcontext():
+        with self.strategy.own_loop.joining(models) if self.strategy.ranks.world_size > 1 else nullcontext():
             self._joins = True
             try:
                 yield
@@ -238,7 +237,7 @@ class Stepping(Engine):
         else:
             self._counted.add(id(prepared))
         if not self.reading:
-            self.strategy.end_turn()
+            self.strategy.own_loop.end_turn()
         return stepped
 
     def zero_grad(self, prepared: PreparedOptimizer, set_to_none: bool = True) -> None:
@@ -275,7 +274,7 @@ class Stepping(Engine):
             self._settle()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
-                groups = self.strategy.parameter_groups(optimizer)
+                groups = self.strategy.masters.groups(optimizer)
                 if any(id(parameter) in wanted for group in groups for parameter in group):
                     self.strategy.before_step(optimizer)
         return chosen

@@ -267,7 +267,7 @@ def check_composable(trainer: Trainer) -> None:
     """
     state = compose(trainer)
     for optimizer in trainer.optimizers if trainer.checkpoint_callbacks else ():
-        trainer.strategy.saved_form(optimizer)
+        trainer.strategy.masters.saved_form(optimizer)
     for name, tree in state.items():
         check_encodable(tree, where=name)
 
@@ -300,7 +300,7 @@ def save(
         else:
             state = compose(trainer)
             names = parameter_names(trainer.module)
-            optimizers = [strategy.saved_form(optimizer) for optimizer in trainer.optimizers]
+            optimizers = [strategy.masters.saved_form(optimizer) for optimizer in trainer.optimizers]
             strategy.save(writer, trainer.module, [to_named(optimizer, names) for optimizer in optimizers])
             writer.state("schedulers", _schedulers(trainer))
             warn_of_difference(trainer, state, ranks)
@@ -395,7 +395,7 @@ def _read(trainer: Trainer, reader: Reader, goal: Goal) -> Saved:
         callbacks, user = with_own(trainer, reader, rank, callbacks, user or {})
     steps = "optimizers" in goal.parts
     # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
-    parts = None if trainer.strategy.drives_one else trainer.strategy.state_parts(trainer.module)
+    parts = None if trainer.strategy.drives_one else trainer.strategy.masters.parts(trainer.module)
     return Saved(
         user,
         callbacks,
@@ -484,13 +484,13 @@ def restore_run(trainer: Trainer, saved: Saved, goal: Goal) -> dict[str, Any] | 
         What the fit loop takes: loader state, sums of logged values and random numbers; None to start anew.
     """
     if saved.reader is not None and "weights" in goal.parts:
-        trainer.strategy.load_masters(saved.reader, trainer.module)
+        trainer.strategy.masters.load(saved.reader, trainer.module)
     if saved.rank is None:
         return None
     if saved.schedulers is not None:
         optimizers = saved.optimizers
         if optimizers is None and isinstance(saved.reader, CheckpointReader):
-            optimizers = saved.reader.optimizers(like=trainer.strategy.state_parts(trainer.module))
+            optimizers = saved.reader.optimizers(like=trainer.strategy.masters.parts(trainer.module))
         assert saved.reader is not None
         _restore_optimizers(trainer, optimizers or [], saved.schedulers, saved.reader.path)
     if saved.progress is not None:
@@ -519,7 +519,9 @@ def _restore_optimizers(trainer: Trainer, saved: list[dict[str, Any]], state: di
                 "'optimizers' out of restore."
             )
     names = parameter_names(trainer.module)
-    pairs = [(trainer.strategy.saved_form(optimizer), own) for optimizer, own in zip(optimizers, saved, strict=True)]
+    pairs = [
+        (trainer.strategy.masters.saved_form(optimizer), own) for optimizer, own in zip(optimizers, saved, strict=True)
+    ]
     for number, (optimizer, own) in enumerate(pairs):
         with blame(folder / OPTIMIZERS, f"optimizers[{number}]"):
             check_named(optimizer, own, names)

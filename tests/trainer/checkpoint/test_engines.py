@@ -15,9 +15,32 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.deepspeed.engine_state import NamedOptimizer, Piece, weights
+from leyden.strategies.masters import Masters
 from leyden.strategies.single import SingleDeviceStrategy
 from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.trainer.checkpoint.reader import CheckpointReader
+
+
+class RowMasters(Masters):
+    """The masters of an InARow."""
+
+    def __init__(self, strategy: InARow) -> None:
+        self.strategy = strategy
+
+    def groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        return self.strategy.groups
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        return NamedOptimizer(optimizer, self.strategy.groups, self.strategy.pieces)
+
+    def parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        pieces = self.strategy.pieces
+        return {name: pieces[id(p)].fragment() for name, p in module.named_parameters()} if pieces else None
+
+    def load(self, reader: WeightReader, module: nn.Module) -> None:
+        pieces = self.strategy.pieces
+        reader.fill({name: pieces[id(p)].fragment() for name, p in module.named_parameters()})
+        self.strategy.copy_back()
 
 
 class InARow(SingleDeviceStrategy):
@@ -28,6 +51,7 @@ class InARow(SingleDeviceStrategy):
 
     def __init__(self) -> None:
         super().__init__()
+        self.masters = RowMasters(self)
         self.pieces: dict[int, Piece] = {}
         self.groups: list[list[Tensor]] = []
 
@@ -41,9 +65,6 @@ class InARow(SingleDeviceStrategy):
                 place = sum(other.numel() for other in own[:number])
                 self.pieces[id(p)] = Piece(p, p.shape, flat, place, 0, p.numel(), optimizer)  # type: ignore[arg-type]
         return super().setup_optimizers(modules, optimizers)
-
-    def parameter_groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
-        return self.groups
 
     def step(self, optimizer: Optimizer, closure: Any = None) -> bool:
         for group, own in zip(optimizer.param_groups, self.groups, strict=True):
@@ -65,18 +86,6 @@ class InARow(SingleDeviceStrategy):
         writer.model(weights(module, self.pieces))
         if optimizers is not None:
             writer.optimizers(optimizers)
-
-    def load_masters(self, reader: WeightReader, module: nn.Module) -> None:
-        reader.fill({name: self.pieces[id(p)].fragment() for name, p in module.named_parameters()})
-        self.copy_back()
-
-    def state_parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
-        if not self.pieces:
-            return None
-        return {name: self.pieces[id(p)].fragment() for name, p in module.named_parameters()}
-
-    def saved_form(self, optimizer: Optimizer) -> Any:
-        return NamedOptimizer(optimizer, self.groups, self.pieces)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}

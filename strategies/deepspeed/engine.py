@@ -1,0 +1,212 @@
+"""DeepSpeed's engine of one module: how it is made from the run's settings, driven and closed."""
+
+from __future__ import annotations
+
+import multiprocessing.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies.deepspeed.config import ZeroConfig
+from leyden.strategies.deepspeed.initialize import Called, Stepped, close_engine, import_deepspeed, make_engine
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.precision import Precision
+from leyden.strategies.settings import RunSettings
+
+
+class ZeroEngine:
+    """Holds DeepSpeed's engine, of which there is one at most, and what the run has settled for it.
+
+    `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasters` names its memory.
+
+    Args:
+        config: what DeepSpeed is asked for.
+
+    Attributes:
+        library: the module deepspeed, once the environment is set up.
+        groups: the parameters that each group of the optimizer steps.
+        is_reduced: the gradients of a user's own loop are complete, and the engine has not stepped yet.
+    """
+
+    def __init__(self, config: ZeroConfig) -> None:
+        self.config = config
+        self.library: Any = None
+        self.groups: list[list[Tensor]] = []
+        self.is_reduced = False
+        self._root: type[Stepped] = Stepped
+        # The next backward of a user's own loop ends a window: gradients are complete after it.
+        self._closes = True
+        self._settings = RunSettings()
+        self._precision, self._device = "32-true", "cpu"
+        self._frozen: set[int] = set()
+        self._engines: list[Any] = []
+
+    @property
+    def engine(self) -> Any:
+        """DeepSpeed's own engine; None until optimizers are set up. It stays for a run that goes on or evaluates."""
+        return self._engines[0] if self._engines else None
+
+    @property
+    def sharded(self) -> Any:
+        """DeepSpeed's optimizer around the one that steps; None at stage 0, where there is nothing around it."""
+        engine = self.engine
+        return None if engine.optimizer is engine.basic_optimizer else engine.optimizer
+
+    def load_library(self, device: torch.device, level: int) -> Any:
+        """Imports deepspeed for this kind of device."""
+        self.library = import_deepspeed(device, level)
+        return self.library
+
+    # its settings -----------------------------------------------------------------------------------------------------
+    def check(self, settings: RunSettings, world_size: int) -> None:
+        """Takes what the run asks for.
+
+        Raises:
+            ConfigurationError: if the config contradicts it.
+        """
+        self.config.check(settings, world_size)
+        self._settings = settings
+
+    def run_on(self, precision: Precision, device: torch.device) -> None:
+        """Takes the precision and the kind of device that the config is completed with."""
+        self._precision, self._device = precision.name, device.type
+
+    def final_config(self, complete: bool = True) -> dict[str, Any]:
+        """Returns the config that DeepSpeed is given.
+
+        Args:
+            complete: nothing may be "auto" any more.
+
+        Raises:
+            ConfigurationError: if precision or device contradicts the config.
+        """
+        return self.config.build(
+            precision=self._precision,
+            device=self._device,
+            micro_batch=self._settings.batch_size,
+            complete=complete,
+        )
+
+    # from its making to its end ---------------------------------------------------------------------------------------
+    def set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Makes the engine that trains a module, unless it is there from an earlier fit; returns the optimizer that it steps."""
+        if self.engine is not None and optimizers and self.engine.basic_optimizer is optimizers[0]:
+            return list(optimizers)
+        self.close()
+        trained: list[Tensor] = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        groups = [list(group["params"]) for optimizer in optimizers for group in optimizer.param_groups]
+        self.groups = groups or [trained]
+        if optimizers:
+            self.config.check_optimizer(optimizers[0])
+        self._frozen = {id(parameter) for parameter in module.parameters() if not parameter.requires_grad}
+        self.make(module, optimizers[0] if optimizers else None)
+        return [self.engine.basic_optimizer]
+
+    def make(self, module: nn.Module, optimizer: Optimizer | None) -> None:
+        """Makes an engine; without an optimizer it only gathers parameters for forward passes."""
+        self._engines.append(make_engine(self.library, self._root(module), self.final_config(), optimizer))
+        # Before the process group is left (see GroupRanks), or with this object.
+        multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
+
+    def close(self) -> None:
+        """Closes the engine, which frees masters and optimizer state."""
+        _close(self._engines)
+        self.is_reduced = False
+
+    def check_trained(self, module: nn.Module) -> None:
+        """Raises ConfigurationError if parameters or groups are trained now that the engine was made without."""
+        if self.engine is None:
+            return
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and id(parameter) in self._frozen:
+                raise ConfigurationError(
+                    f"{name} was frozen when DeepSpeed's engine was made and is trained now, which the engine would not do: leave "
+                    "it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
+                )
+        if len(self.engine.basic_optimizer.param_groups) != len([group for group in self.groups if group]):
+            raise ConfigurationError(
+                "a parameter group was added after DeepSpeed's engine was made, which would not step it: give the optimizer all groups "
+                "in configure_optimizers."
+            )
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    def forward(self, step: Callable[[], Any], closes: bool) -> tuple[Tensor, Any]:
+        """Runs a training step as the engine's forward pass; returns its loss and all that it returned.
+
+        Args:
+            step: the training step, with its batch.
+            closes: its backward ends the accumulation window.
+        """
+        engine = self.engine
+        engine.set_gradient_accumulation_boundary(closes)
+        engine.module.step = step
+        loss = engine()
+        return loss, engine.module.take()
+
+    def serve_calls(self) -> None:
+        """Engines that are made from now on have a forward pass that takes the model's own arguments, for a loop that calls it."""
+        self._root = Called
+
+    @contextmanager
+    def closing(self, closes: bool) -> Iterator[None]:
+        """Within it, `backward` ends a window or does not."""
+        before, self._closes = self._closes, closes
+        try:
+            yield
+        finally:
+            self._closes = before
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backward of a loss of the user's own loop."""
+        self.engine.set_gradient_accumulation_boundary(self._closes)
+        self.engine.backward(loss, **kwargs)
+        self.is_reduced = self._closes
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiplies the gradients of the step that follows."""
+        sharded = self.sharded
+        if sharded is None:
+            grads = [p.grad for group in self.groups for p in group if p.grad is not None]
+            torch._foreach_mul_(grads, factor)
+        elif hasattr(sharded, "custom_loss_scaler"):
+            # Its step divides flat buffers of several forms by the loss scale, and derives the norm from it.
+            # As a number, since what is offloaded is on another device; the step reads back what it has found anyway.
+            sharded.external_loss_scale = sharded.loss_scale / float(factor)
+            sharded.custom_loss_scaler = True
+        else:
+            raise ConfigurationError(
+                f"num_items in an accumulation window cannot go with DeepSpeed's {type(sharded).__name__}: leave "
+                "data_types.grad_accum_dtype out of the config."
+            )
+
+    def clip(self, value: float) -> Tensor | None:
+        """Clips in the step that follows; returns the norm only where the gradients are the parameters' own (stage 0)."""
+        if self.sharded is None:
+            return nn.utils.clip_grad_norm_([p for group in self.groups for p in group], value)
+        self.sharded.clip_grad = value
+        return None
+
+    def step(self) -> bool:
+        """Steps; returns False if DeepSpeed skipped it, since gradients are not finite."""
+        engine, sharded = self.engine, self.sharded
+        self.is_reduced = False
+        engine.step()
+        if sharded is not None:
+            sharded.clip_grad = engine.gradient_clipping()
+            if getattr(sharded, "custom_loss_scaler", False):
+                sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
+        return bool(engine.was_step_applied())
+
+
+def is_partitioned(tensor: Any) -> bool:
+    """True for a parameter that DeepSpeed's stage 3 holds: its own data is empty outside of a forward pass."""
+    return hasattr(tensor, "ds_id")
+
+
+def _close(engines: list[Any]) -> None:
+    while engines:
+        close_engine(engines.pop())

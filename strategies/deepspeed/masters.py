@@ -1,0 +1,42 @@
+"""The copies that DeepSpeed's engine steps, by the names of the parameters they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies.deepspeed.engine import ZeroEngine
+from leyden.strategies.deepspeed.engine_state import NamedOptimizer, pieces_of, refresh
+from leyden.strategies.masters import Masters
+from leyden.strategies.weights import WeightReader
+
+
+class ZeroMasters(Masters):
+    """The engine's flat stretches of float32 weights, of which each rank holds its part."""
+
+    def __init__(self, zero: ZeroEngine) -> None:
+        self._zero = zero
+
+    def groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
+        return self._zero.groups
+
+    def saved_form(self, optimizer: Optimizer) -> Any:
+        pieces = pieces_of(self._zero.engine)
+        return NamedOptimizer(optimizer, self._zero.groups, pieces) if pieces else optimizer
+
+    def parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
+        if self._zero.engine is None:
+            return None
+        pieces = pieces_of(self._zero.engine)
+        return {name: pieces[id(p)].fragment() if id(p) in pieces else p for name, p in module.named_parameters()}
+
+    def load(self, reader: WeightReader, module: nn.Module) -> None:
+        pieces = {key: piece for key, piece in pieces_of(self._zero.engine).items() if piece.is_copy}
+        stored = set(reader.names()) if pieces else ()
+        named = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
+        if named:
+            reader.fill({name: fragment for name, fragment in named.items() if name in stored})
+            refresh(self._zero.engine)
