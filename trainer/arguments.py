@@ -193,7 +193,8 @@ def _check_validation(arguments: Arguments) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(
-            f"val_check_interval={value!r}: use a fraction of an epoch, a number of batches, or a time as '00:00:30:00'."
+            f"val_check_interval={value!r}: use a fraction of an epoch, a number of batches, or a time as "
+            "'00:00:30:00'."
         )
     if isinstance(value, float) and not 0.0 < value <= 1.0:
         raise ConfigurationError(
@@ -203,7 +204,8 @@ def _check_validation(arguments: Arguments) -> None:
         raise ConfigurationError(f"val_check_interval={value!r}: use a whole number of batches from 1.")
     if arguments.check_val_every_n_epoch is None and isinstance(value, float):
         raise ConfigurationError(
-            f"check_val_every_n_epoch=None counts batches over epochs: give val_check_interval as a whole number, not {value!r}."
+            "check_val_every_n_epoch=None counts batches over epochs: give val_check_interval as a whole number, not "
+            f"{value!r}."
         )
 
 
@@ -232,7 +234,8 @@ def _check_choices(arguments: Arguments) -> None:
     parse_devices(arguments.devices)
     if "://" in str(arguments.default_root_dir):
         raise ConfigurationError(
-            f"default_root_dir={str(arguments.default_root_dir)!r}: this version writes to local and mounted folders only."
+            f"default_root_dir={str(arguments.default_root_dir)!r}: this version writes to local and mounted folders "
+            "only."
         )
     # Imported here, since a time is the rare case.
     from leyden.callbacks.timer import parse_duration

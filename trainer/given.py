@@ -1,4 +1,4 @@
-"""What a caller gave by name: told from what is left at its default; and a name that is no argument gets the nearest that is one."""
+"""Arguments by name: which ones a caller gave, and which one was meant by an unknown name."""
 
 from __future__ import annotations
 

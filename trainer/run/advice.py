@@ -1,4 +1,4 @@
-"""What an error that ends a run says beyond its own words: where in the run, with which batch, and what to try."""
+"""Adds to an error that ends a run where it happened, with which batch, and what to try."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def where(run: Run) -> str:
 
 
 def annotate(run: Run, error: BaseException, place: str) -> None:
-    """Adds to an error, whose type and words stay, where it happened, the shapes of the batch, and what to try.
+    """Adds notes to an error: where it happened, the shapes of the batch, and what to try.
 
     Args:
         run: what it ends.
@@ -65,18 +65,19 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
 SUGGESTIONS = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)",
-        r"a Linear layer made for \3 features got \2: change its in_features, or bring the batch (its shape stands above) into the "
-        "shape that it takes, say by flatten(1).",
+        r"a Linear layer made for \3 features got \2: change its in_features, or bring the batch (its shape stands above) "
+        "into the shape that it takes, say by flatten(1).",
     ),
     (
-        r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype|same dtype",
-        "the batch has another dtype than the weights: return float32 from the data set (x.float()), class numbers as int64 "
-        "(y.long()), and set precision=… for all the rest.",
+        r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype|"
+        r"same dtype",
+        "the batch has another dtype than the weights: return float32 from the data set (x.float()), class numbers as "
+        "int64 (y.long()), and set precision=… for all the rest.",
     ),
     (
         r"Target -?\d+ is out of bounds|nll_loss.*Assertion `t >= 0",
-        "a class number is beyond the outputs of the model: classes count from 0, and the last layer needs as many outputs as there "
-        "are classes.",
+        "a class number is beyond the outputs of the model: classes count from 0, and the last layer needs as many "
+        "outputs as there are classes.",
     ),
     (
         r"index out of range in self",
@@ -84,27 +85,27 @@ SUGGESTIONS = (
     ),
     (
         r"Expected input batch_size|must match the size of tensor|shape mismatch|size mismatch|Expected target size|"
-        r"input and target|is invalid for input of size|expected input\[.*to have \d+ channels|must match the existing size|"
-        r"Sizes of tensors must match",
-        "compare the two shapes with that of the batch above: a DataLoader puts the samples in front, (samples, …), and images "
-        "are (samples, channels, height, width).",
+        r"input and target|is invalid for input of size|expected input\[.*to have \d+ channels|"
+        r"must match the existing size|Sizes of tensors must match",
+        "compare the two shapes with that of the batch above: a DataLoader puts the samples in front, (samples, …), and "
+        "images are (samples, channels, height, width).",
     ),
     (
         r"stack expects each tensor to be equal size",
-        "the samples of a batch differ in shape: bring them to one in the data set (pad, crop), or give the DataLoader a collate_fn "
-        "that pads.",
+        "the samples of a batch differ in shape: bring them to one in the data set (pad, crop), or give the DataLoader a "
+        "collate_fn that pads.",
     ),
     (
         r"returned nan values in its|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b|Found NaN|input contains NaN",
-        "look for a division, log or sqrt of 0 there (add an eps), try a lower learning rate, gradient_clip_val=1.0, and "
-        "precision='bf16-mixed' or '32-true' in place of '16-mixed'.",
+        "look for a division, log or sqrt of 0 there (add an eps), try a lower learning rate, gradient_clip_val=1.0, "
+        "and precision='bf16-mixed' or '32-true' in place of '16-mixed'.",
     ),
 )
-"""What torch's words mean, and what to try. A shape that does not fit and a NaN are what a first script meets most."""
+"""What torch's words mean, and what to try. First scripts meet shapes that do not fit and NaNs most often."""
 
 
 def _suggestion(error: Exception) -> str | None:
-    """What to try against an error of torch's; None where its words say it, or nothing is known."""
+    """What to try against an error of torch's; None where its own words suffice, or nothing is known."""
     if isinstance(error, LeydenError):
         return None
     text = str(error)
@@ -134,7 +135,7 @@ def out_of_memory(run: Run, error: BaseException) -> BaseException:
     try:
         return type(error)(message)
     except TypeError:
-        # A class of somebody's own, with arguments of its own.
+        # A subclass with other arguments.
         return RuntimeError(message)
 
 
@@ -159,21 +160,21 @@ def _hint(error: BaseException) -> str | None:
         )
     if "got mixed torch.Tensor and DTensor" in text:
         return (
-            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it from "
-            "training_step, validation_step, … or forward of the module itself."
+            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it "
+            "from training_step, validation_step, … or forward of the module itself."
         )
     if isinstance(error, RuntimeError) and (
         "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
     ):
         return (
-            "Some tensors are on another device than the module. Batches are moved for you unless transfer_batch_to_device is "
-            "overridden; create new tensors with device=self.device, and register constants by self.register_buffer."
+            "Some tensors are on another device than the module. Batches are moved for you unless "
+            "transfer_batch_to_device is overridden; create new tensors with device=self.device, and register constants by self.register_buffer."
         )
     return None
 
 
 def checked_for_nan(training_step: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
-    """The training step, with a look at each loss; reads every one back, which is why only detect_anomaly asks for it."""
+    """The training step, followed by a look at its loss. It waits for the device, so only detect_anomaly asks for it."""
 
     def checked(*args: Any) -> Any:
         outputs = training_step(*args)

@@ -34,12 +34,13 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def precision_of(arguments: Arguments) -> Any:
-    """The precision, from its own argument or from plugins; None to leave a given strategy's own."""
+    """The precision, from its own argument or from plugins; None leaves the one that a given strategy has."""
     plugins = _as_list(arguments.plugins)
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
-                f"plugins: {kind_of(plugin)} is no plugin that this version knows: {ported(plugin, 'give a Precision')}."
+                f"plugins: {kind_of(plugin)} is no plugin that this version knows: "
+                f"{ported(plugin, 'give a Precision')}."
             )
     if len(plugins) + (arguments.precision is not None) > 1:
         raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
@@ -70,7 +71,8 @@ def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
     found = [callback for callback in callbacks if isinstance(callback, GradientAccumulation)]
     if len(found) > 1 or (found and arguments.accumulate_grad_batches > 1):
         raise ConfigurationError(
-            "accumulation was asked for more than once: give accumulate_grad_batches or one GradientAccumulation callback."
+            "accumulation was asked for more than once: give accumulate_grad_batches or one GradientAccumulation "
+            "callback."
         )
     if arguments.accumulate_grad_batches > 1:
         callbacks.append(GradientAccumulation(arguments.accumulate_grad_batches))
@@ -105,14 +107,20 @@ def check_loggers(loggers: Sequence[Any], where: str) -> None:
 
 
 def with_loggers(callbacks: Sequence[Callback], loggers: Sequence[Logger], silent: bool) -> list[Callback]:
-    """The callbacks with other loggers in place of those among them; with silent ones in a run that writes nothing."""
+    """The callbacks, with their loggers replaced.
+
+    Args:
+        callbacks: loggers and others.
+        loggers: the new ones.
+        silent: the run writes nothing, so they are replaced in turn by silent ones.
+    """
     check_loggers(loggers, "trainer.logger")
     others = [callback for callback in callbacks if not isinstance(callback, Logger)]
     return list(in_order(others + ([SilentLogger() for _ in loggers] if silent else list(loggers))))
 
 
 def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
-    """Imported here: a run without them does not pay for them."""
+    """Adds checkpoints, progress bar and summary. They are imported here: a run without them does not pay for them."""
     if arguments.enable_checkpointing or arguments.callbacks:
         from leyden.callbacks.model_checkpoint import ModelCheckpoint
 
@@ -127,8 +135,8 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
         if len(bars) > 1:
             raise ConfigurationError(
-                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would draw over "
-                "each other: give one."
+                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would "
+                "draw over each other: give one."
             )
         if not bars:
             callbacks.append(TQDMProgressBar())
@@ -140,7 +148,9 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
 
 
 def unwrapped(model: Any) -> tuple[TrainModule, Any]:
-    """The module itself, and the `torch.compile` wrapper around it, if any: the module's steps are compiled with its options.
+    """The module itself, and the `torch.compile` wrapper around it, if any.
+
+    The module's steps are compiled with the options of the wrapper.
 
     Raises:
         ConfigurationError: if it is no TrainModule.
@@ -157,7 +167,11 @@ def unwrapped(model: Any) -> tuple[TrainModule, Any]:
 
 
 def check_datamodule(datamodule: object, stage: str, *loaders: object) -> None:
-    """Refuses what is no DataModule, and one beside loaders, before anything runs."""
+    """Refuses anything but a DataModule, and a DataModule beside loaders, before anything runs.
+
+    Raises:
+        ConfigurationError: says what to give.
+    """
     if datamodule is not None and any(loader is not None for loader in loaders):
         raise ConfigurationError(f"{stage} was given loaders and a datamodule: give one of them.")
     if datamodule is not None and not isinstance(datamodule, DataModule):
@@ -181,7 +195,11 @@ def to_evaluate(former: Run, stage: str, model: Any, loaders: Any, datamodule: A
 
 
 def check_steps(module: TrainModule, stage: str) -> None:
-    """Finds a missing step of the module before anything runs."""
+    """Finds a missing step of the module before anything runs.
+
+    Raises:
+        ConfigurationError: names the step.
+    """
     name = type(module).__name__
     if stage == "fit":
         for method in ("training_step", "configure_optimizers"):
@@ -198,18 +216,18 @@ def check_steps(module: TrainModule, stage: str) -> None:
 
 
 def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None:
-    """Warns of a fit that changes no weight, which may be meant."""
+    """Warns of a fit that changes no weight, which may be intended."""
     if not optimizers:
         warnings.warn(
-            f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return one, such as "
-            "torch.optim.AdamW(self.parameters(), lr=1e-3).",
+            f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return one, "
+            "such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
             stacklevel=4,
         )
 
 
 @contextmanager
 def runtime_settings(arguments: Arguments) -> Iterator[None]:
-    """Sets torch's switches (deterministic, benchmark, …) for the duration of a run, and puts them back afterwards."""
+    """Sets torch's switches (deterministic, benchmark, …) within the block, and restores them afterwards."""
     variable = os.environ.get(CUBLAS)
     was = (
         torch.are_deterministic_algorithms_enabled(),

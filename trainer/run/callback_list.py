@@ -1,4 +1,4 @@
-"""Who takes part in a run: the Trainer's callbacks, the module's, and those that were added in between."""
+"""Keeps the list of callbacks: the Trainer's, those of the module that runs, and those that users add."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class CallbackList:
     """The callbacks of a Trainer from run to run. `trainer.callbacks` is a plain list that its user may change.
 
-    A callback that was added to that list before a run, or in a `setup` of it, takes part in it and in later ones; the callbacks of
-    a module's `configure_callbacks` take part in that module's runs alone.
+    A callback that was added to that list before a run, or in a `setup` of it, takes part in it and in later ones. The
+    callbacks of a module's `configure_callbacks` take part in that module's runs alone.
 
     Args:
         callbacks: those that the Trainer was made with.
@@ -77,9 +77,9 @@ class CallbackList:
             callback._log_through(None)
 
     def note_states(self) -> None:
-        """Remembers how callbacks stood before the Trainer's first fit, as far as they can say.
+        """Remembers the states of callbacks before the Trainer's first fit.
 
-        One that makes its state in `on_train_start` may raise before: another fit leaves it as it is then.
+        One that makes its state in `on_train_start` may raise here: another fit then leaves it as it is.
         """
         for callback in () if self._initial else self._lasting:
             try:
@@ -91,14 +91,14 @@ class CallbackList:
                 self._initial[callback.state_key] = state
 
     def start_over(self) -> None:
-        """A callback that served an earlier fit starts as it did then; a logger, whose state was not noted, keeps its run folder."""
+        """Callbacks that served an earlier fit start as they did then. Loggers have no state noted and keep their folder."""
         for callback in self._lasting:
             if callback.state_key in self._initial:
                 callback.load_state_dict(copy.deepcopy(self._initial[callback.state_key]))
 
 
 def check_callbacks(callbacks: Iterable[Any], where: str) -> None:
-    """Refuses what is no callback.
+    """Refuses anything but callbacks.
 
     Raises:
         ConfigurationError: names the first one.
@@ -110,7 +110,8 @@ def check_callbacks(callbacks: Iterable[Any], where: str) -> None:
             )
         if not isinstance(callback, Callback):
             raise ConfigurationError(
-                f"{where} holds {kind_of(callback)}, which is no Callback: {ported(callback, 'subclass leyden.Callback')}."
+                f"{where} holds {kind_of(callback)}, which is no Callback: "
+                f"{ported(callback, 'subclass leyden.Callback')}."
             )
 
 

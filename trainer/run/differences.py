@@ -79,11 +79,15 @@ def check_optimizers(engine: Engine, module: nn.Module, schedulers: Iterable[Sch
 
 
 def check_batches(ranks: Ranks, count: int | None) -> None:
-    """Compares the number of batches in an epoch."""
+    """Compares the number of batches in an epoch.
+
+    Raises:
+        ConfigurationError: on every rank, if it differs.
+    """
     if ranks.world_size > 1:
         fix = (
-            "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, or set "
-            "use_distributed_sampler=False where each has a share of its own."
+            "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, or "
+            "set use_distributed_sampler=False where each has a share of its own."
         )
         agree(ranks, [f"{'an unknown number of' if count is None else count} training batches"], fix)
 

@@ -1,4 +1,4 @@
-"""Where a fit ends: after how many epochs and steps, and before which of them nobody can stop it."""
+"""Limits of a fit: the epochs, steps and seconds after which it ends, and those before which nothing stops it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 class FitLimits:
     """The limits of a fit. A Trainer has them as `trainer.fit_loop`, where Lightning's users set them.
 
-    What is set here holds from now on, in a run that is under way and in later ones. What is given to `fit` holds for that fit.
+    What is set here holds from now on, in a run that is under way and in later ones. What is given to `fit` holds for
+    that fit alone.
 
     Args:
         arguments: the Trainer's.

@@ -1,4 +1,4 @@
-"""The loaders of a run, from arguments, DataModule or module: checked, limited, sharded, and wrapped in a LoaderCursor."""
+"""The loaders of a run, from arguments, DataModule or module: checked, limited, sharded, each with a cursor."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Loaders:
         """Batches of each kind of loader, as limited, once they were fetched."""
         self.train_loader: Any = None
         self.fetched: dict[str, Any] = {}
-        """What the loaders of each kind are from, as it was given."""
+        """The loaders of each kind, as they were given or returned."""
 
     def has(self, kind: str) -> bool:
         """True if there are loaders of that kind, and a step for them."""
@@ -80,7 +80,8 @@ class Loaders:
         if owner is None:
             stage, module = STAGES[kind], type(self._module).__name__
             raise ConfigurationError(
-                f"there is no {kind} loader: give one to Trainer.{stage}, or write {kind}_dataloader in {module} or a DataModule."
+                f"there is no {kind} loader: give one to Trainer.{stage}, or write {kind}_dataloader in {module} or a "
+                "DataModule."
             )
         loaders = self._given[kind] if owner is self._given else getattr(owner, f"{kind}_dataloader")()
         if loaders is None:
@@ -118,11 +119,14 @@ class Loaders:
         return shard(loader, DataRanks.of(strategy, even, whole), foreign, asks=trains or not strategy.replicates)
 
     def limited(self, length: int) -> int | None:
-        """How many of so many training batches `limit_train_batches` leaves."""
+        """How many training batches `limit_train_batches` leaves of an epoch of that length."""
         return batches_of(self._arguments.limit_train_batches, length, "limit_train_batches")
 
     def evaluation(self, kind: str) -> list[tuple[LoaderCursor, int | None]]:
-        """The loaders of an evaluation, each with its limit; none where it is not wanted, or a validation in fit has no step."""
+        """The loaders of an evaluation, each with its limit.
+
+        There are none where the limit is 0, and where a validation in fit has no loader or no step.
+        """
         self.sizes[kind] = []
         optional = kind == "val" and self._fits
         name = f"limit_{kind}_batches"
@@ -179,6 +183,6 @@ def _check_iterable(kind: str, loader: Any) -> None:
         )
     if isinstance(loader, Dataset) and not hasattr(type(loader), "__iter__"):
         raise ConfigurationError(
-            f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: give "
-            "DataLoader(dataset, batch_size=…)."
+            f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: "
+            "give DataLoader(dataset, batch_size=…)."
         )

@@ -23,8 +23,8 @@ BLOCK = 100
 def send_rows(loggers: Sequence[Logger], rows: Sequence[Row], epoch: int, nans: Nans) -> None:
     """Sends rows, each a step with its values, to the loggers, with one read-back for all of them.
 
-    A value that the user logged as "step" is the step itself, as in Lightning, and one logged as "epoch" stands in the place of
-    the run's own.
+    A value that the user logged as "step" is the step itself, as in Lightning, and one logged as "epoch" replaces the
+    run's own.
 
     Raises:
         ConfigurationError: if the value logged as "step" is no number that a step could have.
