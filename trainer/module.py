@@ -31,8 +31,8 @@ T = TypeVar("T")
 class TrainModule(Hyperparameters, nn.Module):
     """The model, its steps and its optimizer.
 
-    Write `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and any hook. The
-    order in which hooks are called is given in `leyden.trainer.events.hooks`. A hook that you do not override is never called.
+    Write `training_step` and `configure_optimizers`; add `validation_step`, `test_step`, `predict_step` and any hook.
+    `leyden.trainer.events.hooks` gives the order of hooks. A hook that you do not override is never called.
 
     Example:
         >>> import torch
@@ -81,7 +81,7 @@ class TrainModule(Hyperparameters, nn.Module):
         raise _unwritten(self)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """`validation_step(batch, batch_idx, dataloader_idx=0)`: one batch of validation; runs without gradients, in eval mode."""
+        """`validation_step(batch, batch_idx, dataloader_idx=0)`: one batch of validation, in eval mode."""
         raise _unwritten(self)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,21 +98,22 @@ class TrainModule(Hyperparameters, nn.Module):
 
         Returns:
             An optimizer; a list of them; `([optimizers], [schedulers])` or `([optimizers], scheduler)`; a dict
-            `{"optimizer": …, "lr_scheduler": …}`; a list of such dicts; or None to train without one. A scheduler may be a
-            dict `{"scheduler": …, "interval": "epoch" | "step", "frequency": 1, "monitor": "val_loss", "strict": True,
-            "name": None}`.
+            `{"optimizer": …, "lr_scheduler": …}`; a list of such dicts; or None to train without one. A scheduler may
+            be a dict `{"scheduler": …, "interval": "epoch" | "step", "frequency": 1, "monitor": "val_loss",
+            "strict": True, "name": None}`.
         """
         raise _unwritten(self)
 
     def configure_model(self) -> None:
-        """Builds parts of the model in the strategy's context (the meta device where it shards). Called once per stage."""
+        """Builds parts of the model in the strategy's context, on the meta device where it shards. Called per stage."""
 
     def run_identity(self) -> Any:
-        """What tells this run from another one, for `ckpt_path="auto"`, which continues no other run's checkpoint.
+        """What distinguishes this run from others, for `ckpt_path="auto"`, which continues no other run's checkpoint.
 
         Returns:
-            Any plain value, such as the name of a trial: a checkpoint that recorded the same one is this run's, and nothing else is
-            compared. None, the default, compares the module's class, the saved hyperparameters and the optimizers' options.
+            Any plain value, such as the name of a trial: a checkpoint that recorded the same one is this run's, and
+            nothing else is compared. None, the default, compares the module's class, the saved hyperparameters and the
+            optimizers' options.
         """
         return None
 
@@ -139,7 +140,7 @@ class TrainModule(Hyperparameters, nn.Module):
         """The prediction loaders, where none are given to `predict`."""
         raise _unwritten(self)
 
-    # hooks, in the order of leyden.trainer.events.hooks -------------------------------------------------------------------------
+    # hooks, in the order of leyden.trainer.events.hooks ---------------------------------------------------------------
     def setup(self, stage: str) -> None: ...
     def teardown(self, stage: str) -> None: ...
     def on_fit_start(self) -> None: ...
@@ -292,7 +293,8 @@ class TrainModule(Hyperparameters, nn.Module):
         """The optimizer, or the list of them, to be stepped in manual optimisation.
 
         Args:
-            use_prepared_optimizer: False for the optimizers themselves, whose steps know nothing of precision and strategy.
+            use_prepared_optimizer: False for the optimizers themselves, whose steps know nothing of precision and
+                strategy.
             use_pl_optimizer: Lightning's name of the same.
         """
         if use_pl_optimizer is not None:
@@ -367,8 +369,8 @@ class TrainModule(Hyperparameters, nn.Module):
             on_epoch: reduced over the epoch, weighted by batch size. Default: True in evaluation and epoch hooks.
             reduce_fx: "mean", "sum", "max", "min", or a function of the stacked values.
             enable_graph: keep the autograd graph of the value of this step.
-            sync_dist: epoch values are reduced over the ranks unless this is False. Step values are this rank's own in any
-                case, unlike Lightning's for True: no step waits for a logger.
+            sync_dist: epoch values are reduced over the ranks unless this is False. Step values are this rank's own in
+                any case, unlike Lightning's for True: no step waits for a logger.
             sync_dist_group: process group to reduce in; None for all ranks that see different data.
             add_dataloader_idx: append `/dataloader_idx_i` where there are several loaders.
             batch_size: weight of the value in a mean; found from the batch if left out.
@@ -376,7 +378,8 @@ class TrainModule(Hyperparameters, nn.Module):
             rank_zero_only: log on rank 0 only; no other rank knows the value.
 
         Raises:
-            ConfigurationError: if the value is no single number, the hook belongs to no epoch, or the arguments changed.
+            ConfigurationError: if the value is no single number, the hook belongs to no epoch, or the arguments
+                changed.
         """
         logs = self._logs
         if logs is None:
@@ -402,8 +405,8 @@ class TrainModule(Hyperparameters, nn.Module):
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """Records several values with the same arguments as `log`; takes a torchmetrics.MetricCollection too."""
-        items = dictionary.items(keep_base=False) if hasattr(dictionary, "compute_groups") else dictionary.items()  # type: ignore[call-arg]
-        for name, value in items:
+        items: Any = dictionary.items
+        for name, value in items(keep_base=False) if hasattr(dictionary, "compute_groups") else items():
             self.log(name, value, **kwargs)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -418,7 +421,7 @@ class TrainModule(Hyperparameters, nn.Module):
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Within the block `trainer` is None, and no error, outside of a run: torch.jit reads every attribute of a module."""
+        """Lets torch.jit, which reads every attribute, read `trainer` outside of a run within the block: it is None."""
         parts = [part for part in self.modules() if isinstance(part, TrainModule)]
         for part in parts:
             part._is_traced = True
@@ -555,19 +558,20 @@ class TrainModule(Hyperparameters, nn.Module):
 
         Args:
             checkpoint_path: a checkpoint folder; or a file of another trainer, which needs `trust=True`.
-            map_location: device of the loaded module, or what else torch.load takes; the CPU if left out. A checkpoint's tensors
-                are read to the CPU, so of a dict its entry "cpu" counts.
+            map_location: device of the loaded module, or what else torch.load takes; the CPU if left out. A
+                checkpoint's tensors are read to the CPU, so of a dict its entry "cpu" counts.
             hparams_file: a JSON file of hyperparameters in place of the checkpoint's.
-            strict: raise on names that do not fit; the module's `strict_loading` if left out. False warns of them, and raises
-                where nothing fits.
-            weights_only: concerns pickle files of other trainers alone, as in `Trainer.fit`; True runs no code, trusted or not.
+            strict: raise on names that do not fit; the module's `strict_loading` if left out. False warns of them, and
+                raises where nothing fits.
+            weights_only: for pickle files of other trainers alone, as in `Trainer.fit`; True runs no code, trusted or
+                not.
             trust: load a foreign pickle file, which may run code if torch's safe loader cannot read it.
             **kwargs: arguments of `__init__`, before those that were saved. One that it does not take is warned of.
 
         Raises:
             CheckpointError: if the checkpoint is damaged or not a checkpoint.
-            ConfigurationError: if the weights do not fit, an argument of `__init__` was not saved, or it is called on an instance,
-                which it would leave as it is.
+            ConfigurationError: if the weights do not fit, an argument of `__init__` was not saved, or it is called on
+                an instance, which it would leave as it is.
         """
         from leyden.trainer.checkpoint.module import load_module
 
@@ -576,7 +580,7 @@ class TrainModule(Hyperparameters, nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        # The run that a module was in is no part of it: copies and pickles leave it behind.
+        # Copies and pickles leave behind the run that a module was in.
         return {**self.__dict__, "_trainer": None, "_logs": None, "_toggled": {}, "_toggled_for": None}
 
 

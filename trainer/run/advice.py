@@ -65,8 +65,8 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
 SUGGESTIONS = (
     (
         r"mat1 and mat2 shapes cannot be multiplied \((\d+)x(\d+) and (\d+)x(\d+)\)",
-        r"a Linear layer made for \3 features got \2: change its in_features, or bring the batch (its shape stands above) "
-        "into the shape that it takes, say by flatten(1).",
+        r"a Linear layer made for \3 features got \2: change its in_features, or bring the batch (its shape stands "
+        "above) into the shape that it takes, say by flatten(1).",
     ),
     (
         r"mat1 and mat2 must have the same dtype|expected scalar type|expected m1 and m2 to have the same dtype|"
@@ -87,13 +87,13 @@ SUGGESTIONS = (
         r"Expected input batch_size|must match the size of tensor|shape mismatch|size mismatch|Expected target size|"
         r"input and target|is invalid for input of size|expected input\[.*to have \d+ channels|"
         r"must match the existing size|Sizes of tensors must match",
-        "compare the two shapes with that of the batch above: a DataLoader puts the samples in front, (samples, …), and "
-        "images are (samples, channels, height, width).",
+        "compare the two shapes with that of the batch above: a DataLoader puts the samples in front, (samples, …), "
+        "and images are (samples, channels, height, width).",
     ),
     (
         r"stack expects each tensor to be equal size",
-        "the samples of a batch differ in shape: bring them to one in the data set (pad, crop), or give the DataLoader a "
-        "collate_fn that pads.",
+        "the samples of a batch differ in shape: bring them to one in the data set (pad, crop), or give the "
+        "DataLoader a collate_fn that pads.",
     ),
     (
         r"returned nan values in its|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b|Found NaN|input contains NaN",
@@ -168,13 +168,14 @@ def _hint(error: BaseException) -> str | None:
     ):
         return (
             "Some tensors are on another device than the module. Batches are moved for you unless "
-            "transfer_batch_to_device is overridden; create new tensors with device=self.device, and register constants by self.register_buffer."
+            "transfer_batch_to_device is overridden; create new tensors with device=self.device, and register "
+            "constants by self.register_buffer."
         )
     return None
 
 
 def checked_for_nan(training_step: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
-    """The training step, followed by a look at its loss. It waits for the device, so only detect_anomaly asks for it."""
+    """The training step, followed by a look at its loss, which waits for the device: for detect_anomaly alone."""
 
     def checked(*args: Any) -> Any:
         outputs = training_step(*args)

@@ -135,8 +135,8 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
         if len(bars) > 1:
             raise ConfigurationError(
-                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would "
-                "draw over each other: give one."
+                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which "
+                "would draw over each other: give one."
             )
         if not bars:
             callbacks.append(TQDMProgressBar())
@@ -219,8 +219,8 @@ def warn_if_untrained(module: TrainModule, optimizers: Sequence[object]) -> None
     """Warns of a fit that changes no weight, which may be intended."""
     if not optimizers:
         warnings.warn(
-            f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return one, "
-            "such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
+            f"{type(module).__name__}.configure_optimizers returned no optimizer, so this fit trains nothing: return "
+            "one, such as torch.optim.AdamW(self.parameters(), lr=1e-3).",
             stacklevel=4,
         )
 

@@ -91,7 +91,7 @@ class CallbackList:
                 self._initial[callback.state_key] = state
 
     def start_over(self) -> None:
-        """Callbacks that served an earlier fit start as they did then. Loggers have no state noted and keep their folder."""
+        """Callbacks that served an earlier fit start as they did then; loggers keep their folder."""
         for callback in self._lasting:
             if callback.state_key in self._initial:
                 callback.load_state_dict(copy.deepcopy(self._initial[callback.state_key]))

@@ -86,8 +86,8 @@ def check_batches(ranks: Ranks, count: int | None) -> None:
     """
     if ranks.world_size > 1:
         fix = (
-            "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, or "
-            "set use_distributed_sampler=False where each has a share of its own."
+            "Leyden shards one loader over the ranks, so it must be the same on each: give every rank the whole data, "
+            "or set use_distributed_sampler=False where each has a share of its own."
         )
         agree(ranks, [f"{'an unknown number of' if count is None else count} training batches"], fix)
 

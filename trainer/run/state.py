@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class Run:
     """One call of `fit`, `validate`, `test` or `predict`. The Trainer starts it, a loop drives it.
 
-    Three kinds of parts meet here. Some the Trainer lends to all of its runs. Some are made for one run. Some a run takes over
-    from the one before it (see `next`), so that a `validate` after a `fit` still knows its step.
+    Three kinds of parts meet here. Some the Trainer lends to all of its runs. Some are made for one run. Some a run
+    takes over from the one before it (see `next`), so that a `validate` after a `fit` still knows its step.
 
     Attributes:
         engine: strategy, accumulation window and optimizers. Lent, as are the next five.
@@ -204,7 +204,10 @@ class Run:
             send_rows(loggers, [row], self.progress.epoch, self.logs.nans)
 
     def announce(self) -> None:
-        """Prints the five lines, once the training data is there, and gives all ranks the folder that the first one writes to."""
+        """Prints the five lines, once the training data is loaded.
+
+        All ranks get to know the folder that the first one writes to.
+        """
         ranks, silent = self.strategy.ranks, self.arguments.barebones
         if ranks.world_size > 1 and not silent:
             if self.log_dir is None and ranks.is_global_zero:
