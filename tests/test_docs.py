@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import functools
 import importlib
+import importlib.util
 import pkgutil
 import re
 import sys
@@ -88,3 +89,10 @@ def test_every_class_that_a_document_names_has_its_import_line(document: Path) -
 def test_links_between_documents_lead_somewhere(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_dotted_name_that_a_document_gives_can_be_imported(document: Path) -> None:
+    for name in re.findall(r"`(leyden(?:\.\w+)+)(?:\(\))?`", document.read_text(encoding="utf-8")):
+        parent, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(parent), last) or importlib.util.find_spec(name) is not None, name

@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.checkpoint",),
     ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams"),
     ("leyden.callbacks",),
-    ("leyden.trainer.arguments", "leyden.trainer.given", "leyden.trainer.launch_settings", "leyden.trainer.profilers"),
+    ("leyden.trainer.arguments", "leyden.trainer.given", "leyden.trainer.launched", "leyden.trainer.profilers"),
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),
     ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.trainer.accelerator"),

@@ -5,7 +5,7 @@ into an optimizer step. `trainer.py` puts the parts of a run together.
 
     trainer.py view.py                       the Trainer and what callbacks read of it
     module.py datamodule.py hparams.py       what users subclass
-    arguments.py given.py launch_settings.py        the Trainer's arguments, and what `leyden launch` adds to them
+    arguments.py given.py launched.py        the Trainer's arguments, and what `leyden launch` adds to them
     run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
     events/                                  hooks, progress, signals, and the stage of a run

@@ -11,7 +11,7 @@ from typing import Any
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.given import UNSET
-from leyden.trainer.launch_settings import filled_by_launch
+from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
 """The one argument with a default other than None for which None is a value of its own."""

@@ -12,7 +12,7 @@ import torch
 from leyden.strategies.devices import find_devices
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import rank_environment
-from leyden.trainer.launch_settings import PRECISION, SOURCE
+from leyden.trainer.launched import PRECISION, SOURCE
 
 ACCELERATES = "ACCELERATE_MIXED_PRECISION"
 

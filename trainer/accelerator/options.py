@@ -29,7 +29,7 @@ from leyden.trainer.accelerator.plugins import (
     TorchDynamoPlugin,
 )
 from leyden.trainer.accelerator.ranks import check_started
-from leyden.trainer.launch_settings import read_launch_settings, with_recipe
+from leyden.trainer.launched import read_launched, with_recipe
 
 NOT_YET = {
     "torch_tp_plugin": "tensor parallelism",
@@ -158,7 +158,7 @@ class Options:
 
 def _fill(given: dict[str, Any]) -> None:
     """Fills arguments that the script left at their defaults with those of `leyden launch`."""
-    launched = read_launch_settings()
+    launched = read_launched()
     if launched is None:
         return
     plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")

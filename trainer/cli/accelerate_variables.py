@@ -7,7 +7,7 @@ from typing import Any
 
 from leyden.trainer.cli.keys import DEEPSPEED, FSDP
 from leyden.trainer.cli.settings import Settings
-from leyden.trainer.launch_settings import LaunchSettings
+from leyden.trainer.launched import LaunchSettings
 
 PRECISIONS = {None: "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8": "fp8"}
 FSDP_DEFAULTS = {

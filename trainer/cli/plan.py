@@ -17,7 +17,7 @@ from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.cli.zero import number, zero_of
-from leyden.trainer.launch_settings import LaunchSettings
+from leyden.trainer.launched import LaunchSettings
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 PORT = 29500

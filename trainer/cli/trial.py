@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden.strategies.errors import LeydenError
-from leyden.trainer.launch_settings import read_launch_settings
+from leyden.trainer.launched import read_launched
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
@@ -126,7 +126,7 @@ def main(folder: str) -> None:
     trained(resumed, data, PER_RANK, path=half)
     gap = largest_gap(resumed.told["weights"], net.told["weights"])
     say.check("resume", gap == 0.0, f"saved at step {STEPS // 2}, resumed, and the same weights at step {STEPS}")
-    launched = read_launch_settings()
+    launched = read_launched()
     precision = launched.precision if launched is not None and launched.precision else "32-true"
     if precision != "32-true":
         lower = Net()

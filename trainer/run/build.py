@@ -23,7 +23,7 @@ from leyden.strategies.precision import Precision
 from leyden.trainer.arguments import Arguments
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.launch_settings import as_launched, with_recipe
+from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.callback_list import check_callbacks
 

@@ -23,7 +23,7 @@ from leyden import (
 )
 from leyden.strategies.errors import MissingExtraError
 from leyden.strategies.precision import Float8Precision
-from leyden.trainer.launch_settings import LaunchSettings
+from leyden.trainer.launched import LaunchSettings
 
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 BATCHES = [(torch.randn(6, 16, generator=torch.Generator().manual_seed(n)), torch.ones(6, 16)) for n in range(5)]

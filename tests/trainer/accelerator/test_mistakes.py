@@ -190,7 +190,7 @@ def test_debug_mode_says_what_a_rank_is(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_leyden_launch_fills_what_is_left_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from leyden.trainer.launch_settings import LaunchSettings
+    from leyden.trainer.launched import LaunchSettings
 
     settings = LaunchSettings("a.yaml", accelerator="cpu", precision="bf16-mixed", accumulate_grad_batches=4)
     for name, value in settings.variables().items():

@@ -10,7 +10,7 @@ from leyden import ConfigurationError
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
 from leyden.trainer.cli.settings import parse
-from leyden.trainer.launch_settings import read_launch_settings
+from leyden.trainer.launched import read_launched
 
 CPU, GPUS = Machine(cpus=8), Machine(gpus=4, cpus=8, bf16=True)
 TASK = {
@@ -153,14 +153,14 @@ def test_what_scripts_are_told_comes_through_the_variables() -> None:
         "dynamo_config": {"dynamo_backend": "inductor", "dynamo_use_fullgraph": True},
     }
     made = plan(found)
-    launched = read_launch_settings(made.variables())
+    launched = read_launched(made.variables())
     assert launched == made.launched
     assert launched is not None
     assert (launched.strategy, launched.options) == ("deepspeed_stage_3", {"offload_param_device": "cpu"})
     assert (launched.precision, launched.accumulate_grad_batches, launched.gradient_clip_val) == ("bf16-mixed", 4, 0.5)
     assert launched.compile == {"backend": "inductor", "fullgraph": True}
     assert made.variables()["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"
-    assert read_launch_settings({}) is None
+    assert read_launched({}) is None
 
 
 def test_what_this_version_does_not_have_is_said_before_the_start() -> None:

@@ -11,7 +11,7 @@ from leyden import ConfigurationError
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, resolve
 from leyden.trainer.cli.settings import parse
-from leyden.trainer.launch_settings import read_launch_settings
+from leyden.trainer.launched import read_launched
 
 # As `accelerate config` writes it for a TPU host.
 FILE = """
@@ -40,7 +40,7 @@ def plan(**changes: Any) -> LaunchPlan:
 
 def test_a_rank_for_each_of_the_processes_that_a_file_names() -> None:
     found = plan()
-    launched = read_launch_settings(found.variables())
+    launched = read_launched(found.variables())
     assert launched is not None
     assert (found.per_machine, found.accelerator) == (8, "xla")
     assert (launched.accelerator, launched.strategy, launched.precision) == ("xla", "xla_ddp", "bf16-mixed")
@@ -48,11 +48,11 @@ def test_a_rank_for_each_of_the_processes_that_a_file_names() -> None:
 
 
 def test_one_process_drives_all_devices() -> None:
-    launched = read_launch_settings(plan(num_processes=1).variables())
+    launched = read_launched(plan(num_processes=1).variables())
     assert launched is not None
     assert launched.strategy == "xla"
     # An older name of the same kind.
-    launched = read_launch_settings(plan(distributed_type="TPU", num_processes=-1).variables())
+    launched = read_launched(plan(distributed_type="TPU", num_processes=-1).variables())
     assert launched is not None
     assert launched.strategy == "xla"
 

@@ -110,7 +110,7 @@ class LaunchSettings:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def read_launch_settings(environ: Mapping[str, str] | None = None) -> LaunchSettings | None:
+def read_launched(environ: Mapping[str, str] | None = None) -> LaunchSettings | None:
     """Reads what `variables` wrote; None in a process that `leyden launch` did not start."""
     environ = os.environ if environ is None else environ
     if SOURCE not in environ:
@@ -137,7 +137,7 @@ def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None
         given: the arguments that the script gives; they stand.
         environ: the variables; those of this process if left out.
     """
-    settings = read_launch_settings(environ)
+    settings = read_launched(environ)
     if settings is None:
         return {}
     names = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val")
@@ -178,7 +178,7 @@ def with_recipe(precision: Any) -> Any:
     Args:
         precision: a name or a Precision.
     """
-    launched = read_launch_settings()
+    launched = read_launched()
     if launched is None or not launched.fp8 or precision != "fp8":
         return precision
     from leyden.strategies.precision.fp8_config import precision_of_config
@@ -192,7 +192,7 @@ def as_launched(model: Any) -> Any:
     Args:
         model: what a run is given.
     """
-    launched = read_launch_settings()
+    launched = read_launched()
     if launched is None or not launched.compile or hasattr(model, "_orig_mod"):
         return model
     import torch

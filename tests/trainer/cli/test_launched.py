@@ -12,7 +12,7 @@ from torch import nn
 from leyden import Accelerator, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import GradientAccumulation
 from leyden.strategies import SingleDeviceStrategy
-from leyden.trainer.launch_settings import VARIABLES, LaunchSettings, filled_by_launch
+from leyden.trainer.launched import VARIABLES, LaunchSettings, filled_by_launch
 
 
 @pytest.fixture
