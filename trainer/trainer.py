@@ -33,8 +33,7 @@ from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keepin
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
-from leyden.trainer.run import differences, ending
-from leyden.trainer.run import saving as checkpoints
+from leyden.trainer.run import differences, ending, resuming, saving
 from leyden.trainer.run import summary as plan
 from leyden.trainer.run.build import (
     build_callbacks,
@@ -51,6 +50,7 @@ from leyden.trainer.run.callback_list import CallbackList
 from leyden.trainer.run.fit_limits import FitLimits
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders as RunLoaders
+from leyden.trainer.run.restoring import Restorer, kept_state
 from leyden.trainer.run.start_ranks import sent_back, start_ranks, take_over
 from leyden.trainer.run.state import Run
 from leyden.trainer.run.transfer import transfer_of
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
     from leyden.strategies.precision import Precision
+    from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any
@@ -260,7 +261,7 @@ class Trainer(TrainerView):
                 "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
-        goal = checkpoints.Goal(ckpt_path, checkpoints.wanted_parts(restore), trust, same_run, weights_only)
+        goal = resuming.Goal(ckpt_path, resuming.wanted_parts(restore), trust, same_run, weights_only)
         self._carry_out("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
     def validate(
@@ -325,7 +326,7 @@ class Trainer(TrainerView):
         """
         keeps = keeping(return_predictions, gather)
         module, loaders, datamodule = to_evaluate(self._run, "predict", model, dataloaders, datamodule)
-        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
+        goal = resuming.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         result: list[Any] | None = self._carry_out("predict", module, datamodule, goal, keeps=keeps, predict=loaders)
         return result
 
@@ -348,7 +349,7 @@ class Trainer(TrainerView):
             CheckpointError: if it cannot be written, or something else than a checkpoint is there; the previous one stays whole.
         """
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
-        self.last_checkpoint = checkpoints.save(self, self._fit, Path(os.path.expanduser(filepath)), **what)
+        self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -371,7 +372,7 @@ class Trainer(TrainerView):
         stage: str,
         model: nn.Module,
         datamodule: DataModule | None,
-        goal: checkpoints.Goal,
+        goal: resuming.Goal,
         keeps: str = "all",
         **loaders: Any,
     ) -> Any:
@@ -384,7 +385,7 @@ class Trainer(TrainerView):
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
         # Before signals are caught: a rank that waits here for one that failed must end by the first.
         self.strategy.setup_environment()
-        goal = checkpoints.settled(self, goal)
+        goal = resuming.settled(self, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: self._teardown(run, error))
@@ -393,13 +394,12 @@ class Trainer(TrainerView):
             stack.enter_context(runtime_settings(self.arguments))
             result = None
             try:
-                saved = self._set_up(run, goal)
+                restorer = self._set_up(run, goal)
                 if stage == "fit":
                     self._fit = loop = FitLoop(self)
-                    loop.restored = self._prepare_fit(run, goal, saved)
-                    loop.run()
+                    loop.run(self._prepare_fit(run, goal, restorer))
                     # What ckpt_path="current" resumes.
-                    self._kept = checkpoints.rank_state(self, loop, run.progress)
+                    self._kept = saving.rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
                 elif stage == "predict":
                     found = run.loaders.evaluation("predict")
@@ -443,7 +443,7 @@ class Trainer(TrainerView):
         stage: str,
         model: nn.Module,
         datamodule: DataModule | None,
-        goal: checkpoints.Goal,
+        goal: resuming.Goal,
         loaders: dict[str, Any],
     ) -> Run:
         module, compiled = unwrapped(model)
@@ -464,8 +464,8 @@ class Trainer(TrainerView):
         """The hooks of a run whose callbacks are not known yet."""
         return Hooks((), self, module, TrainModule, profiler.wrap if profiler is not None else None)
 
-    def _set_up(self, run: Run, goal: checkpoints.Goal) -> checkpoints.Saved:
-        """Everything up to the weights; returns the rest of the checkpoint that the run resumes."""
+    def _set_up(self, run: Run, goal: resuming.Goal) -> Restorer:
+        """Everything up to the weights; returns what restores the rest of the checkpoint that the run resumes."""
         stage, module, datamodule = run.state.stage, run.module, run.datamodule
         assert stage is not None
         run.callback_list.begin(module.configure_callbacks())
@@ -477,11 +477,11 @@ class Trainer(TrainerView):
         self.strategy.setup_environment()
         if debugging.is_debugging():
             debugging.begin(run.engine, run.accumulation.length(0) if run.accumulation is not None else 1)
-        reader, run.origin = checkpoints.open_reader(self, goal)
+        reader, run.origin = resuming.open_reader(self, goal)
         run.ckpt_path = None if reader is None else str(reader.path)
         if stage == "fit" and not goal.continues:
             run.identity = Identity.of(module, datamodule)
-            checkpoints.check_same_run(self, reader, goal)
+            resuming.check_same_run(self, reader, goal)
         check_steps(module, stage)
         warn_of_unheard(module, datamodule, *run.callbacks)
         if datamodule is not None:
@@ -499,9 +499,10 @@ class Trainer(TrainerView):
         run.engine.prepare_module(module)
         run.transfer = transfer_of(self.strategy, module, datamodule, run.profiler)
         differences.check_module(self.strategy.ranks, stage, self.arguments, run.callbacks, module)
-        saved = checkpoints.restore_weights(self, reader, goal)
+        restorer = Restorer(run, reader, goal)
+        restorer.restore_weights()
         self.strategy.synchronize(module)
-        return saved
+        return restorer
 
     def _set_up_added(self, run: Run, stage: str) -> None:
         """Sets up what a `setup` added to `trainer.callbacks`; from here on it takes part, and what was taken out does not."""
@@ -513,14 +514,14 @@ class Trainer(TrainerView):
         run.hooks.listen(run.callbacks)
         run.state.is_set_up = True
 
-    def _prepare_fit(self, run: Run, goal: checkpoints.Goal, saved: checkpoints.Saved) -> dict[str, Any] | None:
+    def _prepare_fit(self, run: Run, goal: resuming.Goal, restorer: Restorer) -> Unclaimed | None:
         """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
         module, engine, strategy = run.module, run.engine, run.strategy
         if self._kept is None:
             optimizers, run.schedulers = parse(module.configure_optimizers(), module.automatic_optimization)
             if run.identity is not None:
                 run.identity = run.identity.with_optimizers(optimizers)
-                checkpoints.check_same_run(self, saved.reader, goal)
+                resuming.check_same_run(self, restorer.reader, goal)
             strategy.check_settings(plan.settings_of(run, len(optimizers)))
             strategy.precision.reset()
             engine.prepare_optimizers([module], optimizers)
@@ -531,9 +532,8 @@ class Trainer(TrainerView):
         else:
             engine.prepare_optimizers([module], engine.optimizers)
         run.hooks.fire_all("on_fit_start")
-        restored, self._kept = self._kept, None
-        if restored is None:
-            restored = checkpoints.restore_run(self, saved, goal)
+        restored = restorer.restore_run() if self._kept is None else kept_state(run, self._kept)
+        self._kept = None
         if restored is None and not self.arguments.barebones:
             run.callback_list.note_states()
         hparams = hparams_to_log(run.datamodule, module) if run.loggers else {}
@@ -575,7 +575,7 @@ class Trainer(TrainerView):
         weights_only: Any,
     ) -> list[dict[str, float]]:
         module, loaders, datamodule = to_evaluate(self._run, stage, model, dataloaders, datamodule)
-        goal = checkpoints.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
+        goal = resuming.Goal(ckpt_path, frozenset({"weights"}), weights_only=weights_only)
         kind = "val" if stage == "validate" else "test"
         results: list[dict[str, float]] = self._carry_out(stage, module, datamodule, goal, **{kind: loaders}) or []
         for values in results if verbose else ():

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.dispatch import Filled, ListPart
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
+from leyden.trainer.data.places import check_place
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
 
@@ -233,6 +235,15 @@ class PreparedLoader:
             "place": self.cursor.state_dict(self.position) if inside else None,
             "rest": None if inside else self.cursor.rest_state(self._ended),
         }
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raises StateError for what `state_dict` cannot have returned."""
+        saved = SavedState(state)
+        saved.integer("iteration", least=0)
+        saved.value("rest")
+        if saved.value("place") is not None:
+            saved.integer("position", least=0)
+            check_place(saved.nested("place"))
 
     def load_state_dict(self, state: State) -> None:
         """Loads what `state_dict` returned."""

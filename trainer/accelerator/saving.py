@@ -4,50 +4,50 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.accelerate_folder import AccelerateFolder, is_folder
-from leyden.trainer.checkpoint.checks import check_schedulers
+from leyden.trainer.accelerator.tracking import LoggerTracker
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
-from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
+from leyden.trainer.checkpoint.owners import (
+    StateOwner,
+    Unclaimed,
+    collect_rank,
+    rank_file,
+    rank_path,
+    read_rank,
+)
 from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
-from leyden.trainer.checkpoint.regrouped import rank_seed, saved_ranks
+from leyden.trainer.checkpoint.steppers import SCHEDULERS, Steppers, check_count
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.data.places import check_place
-from leyden.trainer.data.rng import check_rng_state, rng_state, seeded_state, set_rng_state
+from leyden.trainer.data.rng import RandomNumbers
 from leyden.trainer.format.errors import CheckpointError, blame
-from leyden.trainer.format.manifest import OPTIMIZERS
 
 if TYPE_CHECKING:
+    from leyden.callbacks.logger import Logger
     from leyden.trainer.accelerator.accelerator import Accelerator
     from leyden.trainer.accelerator.loader import PreparedLoader
 
 KIND = "accelerator"
 """The entry of `user.json` by which a checkpoint of a loop of one's own is known."""
 NAME = re.compile(r"checkpoint_(\d+)")
+UNLIKE = "this Accelerator has {here}: prepare and register the same, in the same order, before load_state."
 
 
-class Models(nn.Module):
-    """Several models as one, for their names in a checkpoint; a single one keeps the names that it has."""
-
-    def __init__(self, models: list[nn.Module]) -> None:
-        super().__init__()
-        for number, model in enumerate(models):
-            self.add_module(f"model_{number}", model)
-
-
-def together(models: list[nn.Module]) -> nn.Module:
-    """The models as one module."""
-    return models[0] if len(models) == 1 else Models(models)
+def together(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Module:
+    """Some of several models as one module, each under its number; an only model keeps its own names."""
+    if len(models) == 1:
+        return models[0] if chosen else nn.Module()
+    numbered = enumerate(models)
+    return nn.ModuleDict({f"model_{n}": model for n, model in numbered if any(model is other for other in chosen)})
 
 
 class Handle:
@@ -175,22 +175,19 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
     """
     strategy = accelerator.strategy
     accelerator.flush_scaler()
-    for tracker in accelerator.trackers:
-        logger = getattr(tracker, "logger", None)
-        if logger is not None:
-            logger.save()
+    for logger in _loggers(accelerator).values():
+        logger.save()
     models = accelerator.bare_models
     ranks = Peers(strategy, path)
     overwrite = ranks.first(lambda: is_checkpoint(path))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
         kept = _run_save_hooks(accelerator, models, writer)
-        whole = together(models)
-        names = parameter_names(whole)
-        optimizers = [to_named(strategy.masters.saved_form(optimizer), names) for optimizer in accelerator.optimizers]
-        strategy.save(writer, together(kept) if kept else nn.Module(), optimizers)
-        writer.state("schedulers", _schedulers(accelerator))
+        _steppers(accelerator).save(writer, together(models, kept))
         writer.state("user", _user(accelerator))
-        writer.state(f"rank-{strategy.data_rank}", _rank(accelerator, asked), of_rank=True)
+        loaders = [_loader_state(loader, asked) for loader in accelerator.prepared_loaders]
+        # The random numbers last, since loaders may draw.
+        own = {"loaders": loaders, **collect_rank({"rng": RandomNumbers()})}
+        writer.state(rank_file(strategy.data_rank), own, of_rank=True)
         saved = writer.commit(
             progress=_progress(accelerator), world_size=strategy.ranks.world_size, strategy=strategy.name or "custom"
         )
@@ -199,6 +196,33 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
         config.iteration += 1
         ranks.first(lambda: _remove_old(saved.parent, config.total_limit))
     return saved
+
+
+def _steppers(accelerator: Accelerator) -> Steppers:
+    schedulers = [prepared.scheduler for prepared in accelerator.prepared_schedulers]
+    whole = together(accelerator.bare_models, accelerator.bare_models)
+    return Steppers(accelerator.strategy, whole, accelerator.optimizers, schedulers)
+
+
+def _loader_state(loader: PreparedLoader, asked: tuple[PreparedLoader, int] | None) -> dict[str, Any]:
+    state = loader.state_dict()
+    return {**state, "asked": asked[1]} if asked is not None and loader is asked[0] else state
+
+
+def _user(accelerator: Accelerator) -> dict[str, Any]:
+    loggers = _loggers(accelerator)
+    return {
+        "kind": KIND,
+        "models": len(accelerator.bare_models),
+        "steps": accelerator.steps,
+        "registered": [obj.state_dict() for obj in accelerator.registered],
+        "trackers": {name: state for name, logger in loggers.items() if (state := logger.state_dict())},
+    }
+
+
+def _loggers(accelerator: Accelerator) -> dict[str, Logger]:
+    """The loggers among the trackers, by the trackers' names."""
+    return {tracker.name: tracker.logger for tracker in accelerator.trackers if isinstance(tracker, LoggerTracker)}
 
 
 def _run_save_hooks(accelerator: Accelerator, models: list[nn.Module], writer: CheckpointWriter) -> list[nn.Module]:
@@ -212,39 +236,6 @@ def _run_save_hooks(accelerator: Accelerator, models: list[nn.Module], writer: C
         hook(list(models), weights, str(writer.folder))
     writer.adopt()
     return [owners[id(state)] for state in weights]
-
-
-def _schedulers(accelerator: Accelerator) -> dict[str, Any]:
-    return {
-        "schedulers": [scheduler.state_dict() for scheduler in accelerator.prepared_schedulers],
-        "precision": accelerator.precision.state_dict(),
-        "strategy": accelerator.strategy.state_dict(),
-    }
-
-
-def _user(accelerator: Accelerator) -> dict[str, Any]:
-    return {
-        "kind": KIND,
-        "models": len(accelerator.bare_models),
-        "steps": accelerator.steps,
-        "registered": [obj.state_dict() for obj in accelerator.registered],
-        "trackers": {
-            tracker.name: tracker.logger.state_dict()
-            for tracker in accelerator.trackers
-            if hasattr(tracker, "logger") and tracker.logger.state_dict()
-        },
-    }
-
-
-def _rank(accelerator: Accelerator, asked: tuple[PreparedLoader, int] | None) -> dict[str, Any]:
-    loaders = []
-    for loader in accelerator.prepared_loaders:
-        state = loader.state_dict()
-        if asked is not None and loader is asked[0]:
-            state["asked"] = asked[1]
-        loaders.append(state)
-    # The random numbers last, since everything before may draw.
-    return {"loaders": loaders, "seed": torch.initial_seed() % 2**63, "rng": rng_state()}
 
 
 def _progress(accelerator: Accelerator) -> dict[str, Any]:
@@ -266,7 +257,7 @@ def _remove_old(folder: Path, limit: int | None) -> None:
         delete(path)
 
 
-# loading ----------------------------------------------------------------------------------------------------------------
+# loading ---------------------------------------------------------------------------------------------------------------
 def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path:
     """The checkpoint that is meant; the newest whole one of the automatic folder if none is named.
 
@@ -287,7 +278,7 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
 
 
 def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False) -> None:
-    """Takes back what `save` wrote; what does not fit is refused before anything is changed.
+    """Loads what `save` wrote; refuses what does not fit before anything is changed.
 
     The optimizers' states are read last, since an engine's are read into the memory that it steps with.
 
@@ -295,7 +286,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         accelerator: whose state it becomes.
         path: the folder.
         strict: names of weights must fit.
-        trust: Accelerate's own folder is taken, whose files are pickles.
+        trust: a folder of Accelerate's own is read too, whose files are pickles.
     """
     if is_folder(path):
         if not trust:
@@ -307,106 +298,86 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         AccelerateFolder(path, accelerator, strict).load()
         return
     reader = open_verified(path, Peers(accelerator.strategy, path))
-    models = list(accelerator.bare_models)
-    user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
-    if user.get("kind") != KIND:
-        raise CheckpointError(path, "was not written by save_state: a Trainer's checkpoint is resumed by Trainer.fit.")
-    schedulers = reader.state("schedulers")
+    steps, users = _read_user(reader, accelerator)
+    schedulers, steppers = reader.state(SCHEDULERS), _steppers(accelerator)
+    steppers.check(reader.path, schedulers, reader.optimizer_count(), UNLIKE)
     rank = _read_rank(reader, accelerator)
-    _check_parts(reader.path, user, schedulers, rank, accelerator)
-    _check("models", user["models"], len(models))
-    _check("registered objects", len(user["registered"]), len(accelerator.registered))
-    _check("optimizers", reader.optimizer_count(), len(accelerator.optimizers))
-    _check("schedulers", len(schedulers["schedulers"]), len(accelerator.prepared_schedulers))
-    # None in a checkpoint of another trainer that was converted: its data begins anew.
-    loaders = rank["loaders"] if rank["loaders"] is not None else [None] * len(accelerator.prepared_loaders)
-    _check("loaders", len(loaders), len(accelerator.prepared_loaders))
-    left = list(models)
-    for hook in accelerator.state_hooks.before_load:
-        hook(left, str(path))
-    if left:
-        whole = together(models) if len(left) == len(models) else Models([])
-        for number, model in enumerate(models if len(left) < len(models) else ()):
-            if any(model is other for other in left):
-                whole.add_module(f"model_{number}", model)
-        accelerator.strategy.load_module(reader, whole, strict and len(left) == len(models))
-    names = parameter_names(together(models))
-    optimizers = reader.optimizers(like=accelerator.strategy.masters.parts(together(models)))
-    for number, (optimizer, state) in enumerate(zip(accelerator.optimizers, optimizers, strict=True)):
-        with blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
-            from_named(accelerator.strategy.masters.saved_form(optimizer), state, names)
-    with blame(reader.path / "schedulers.json"):
-        for scheduler, state in zip(accelerator.prepared_schedulers, schedulers["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
-        accelerator.precision.load_state_dict(schedulers["precision"])
-        accelerator.strategy.load_state_dict(schedulers.get("strategy", {}))
-    for number, (obj, state) in enumerate(zip(accelerator.registered, user["registered"], strict=True)):
-        with blame(reader.path / "user.json", f"registered[{number}]"):
-            obj.load_state_dict(state)
-    for tracker in accelerator.trackers:
-        if tracker.name in user["trackers"] and hasattr(tracker, "logger"):
-            with blame(reader.path / "user.json", f"trackers.{tracker.name}"):
-                tracker.logger.load_state_dict(user["trackers"][tracker.name])
-    for number, (loader, state) in enumerate(zip(accelerator.prepared_loaders, loaders, strict=True)):
-        if state is not None:
-            with blame(reader.path, f"loaders[{number}]"):
-                loader.load_state_dict(state)
-    accelerator.restore_counters(user["steps"])
+    _load_models(accelerator, reader, strict)
+    steppers.load(reader, schedulers)
+    users.load(*users.names)
+    accelerator.restore_counters(steps)
     named = NAME.fullmatch(path.name)
     if named is not None:
         accelerator.project_configuration.iteration = int(named[1]) + 1
-    if rank["rng"] is not None:
-        set_rng_state(rank["rng"])
+    # The random numbers last, since loaders may draw.
+    rank.load(*rank.names)
 
 
-def _check_parts(folder: Path, user: Any, schedulers: Any, rank: Any, accelerator: Accelerator) -> None:
-    """Refuses what `save` cannot have written, before anything is changed.
-
-    Raises:
-        CheckpointError: names the file and the entry.
-    """
-    with blame(folder / "user.json"):
-        saved = SavedState(user)
-        saved.integer("models", least=0)
-        saved.integer("steps", least=0)
-        saved.items("registered")
-        saved.nested("trackers")
-    own = [getattr(scheduler, "scheduler", scheduler) for scheduler in accelerator.prepared_schedulers]
-    check_schedulers(folder / "schedulers.json", schedulers, own)
-    with blame(folder / f"rank-{accelerator.strategy.data_rank}.json"):
-        saved = SavedState(rank)
-        if saved.value("rng") is not None:
-            check_rng_state(rank["rng"])
-        for number, state in enumerate(saved.items("loaders") if saved.value("loaders") is not None else ()):
-            if state is None:
-                continue
-            loader = SavedState(state, f"loaders[{number}]")
-            loader.integer("iteration", least=0)
-            loader.value("rest")
-            if loader.value("place") is not None:
-                loader.integer("position", least=0)
-                check_place(loader.nested("place"))
-
-
-def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> dict[str, Any]:
-    """The state of this rank; on another number of ranks the place of all, and random numbers seeded anew beyond rank 0."""
-    strategy = accelerator.strategy
-    number = strategy.data_rank
-    if saved_ranks(reader) == strategy.data_size:
-        own: dict[str, Any] = reader.state(f"rank-{number}")
-        return own
-    first: dict[str, Any] = reader.state("rank-0")
-    if number > 0:
-        first["rng"] = seeded_state(rank_seed(first["seed"], reader.progress()["global_step"], number))
-    return first
-
-
-def _check(kind: str, there: int, here: int) -> None:
-    if there != here:
-        raise ConfigurationError(
-            f"the checkpoint has {there} {kind}, and this Accelerator has {here}: prepare and register the same, in the same order, "
-            "before load_state."
+def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int, Unclaimed]:
+    """The number of steps done, and the states of registered objects and trackers."""
+    user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
+    if user.get("kind") != KIND:
+        raise CheckpointError(
+            reader.path, "was not written by save_state: a Trainer's checkpoint is resumed by Trainer.fit."
         )
+    file = reader.path / "user.json"
+    with blame(file):
+        saved = SavedState(user)
+        models, steps = saved.integer("models", least=0), saved.integer("steps", least=0)
+        registered, trackers = saved.items("registered"), saved.nested("trackers").entries
+    check_count("models", models, len(accelerator.bare_models), UNLIKE)
+    check_count("registered objects", len(registered), len(accelerator.registered), UNLIKE)
+    states = {f"trackers.{name}": state for name, state in trackers.items()}
+    owners: dict[str, StateOwner] = {f"trackers.{name}": logger for name, logger in _loggers(accelerator).items()}
+    owners |= _numbered("registered", map(Unchecked, accelerator.registered))
+    return steps, Unclaimed(file, {**states, **_numbered("registered", registered)}, owners)
+
+
+def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> Unclaimed:
+    """The states of this rank's loaders and random numbers."""
+    prepared, random = accelerator.prepared_loaders, RandomNumbers()
+    states, file = read_rank(reader, accelerator.strategy, {"rng": random}), rank_path(reader, accelerator.strategy)
+    with blame(file):
+        saved = SavedState(states)
+        # None in a checkpoint of another trainer that was converted: its data begins anew.
+        loaders = [None] * len(prepared) if saved.value("loaders") is None else saved.items("loaders")
+        rng = saved.value("rng")
+    check_count("loaders", len(loaders), len(prepared), UNLIKE)
+    owners: dict[str, StateOwner] = {**_numbered("loaders", prepared), "rng": random}
+    return Unclaimed(file, {**_numbered("loaders", loaders), "rng": rng}, owners)
+
+
+class Unchecked:
+    """An object of the user's, which has no check of its own: it refuses a state when it takes it.
+
+    Args:
+        obj: with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+
+    def state_dict(self) -> Any:
+        return self._obj.state_dict()
+
+    def check_state_dict(self, state: Any) -> None: ...
+
+    def load_state_dict(self, state: Any) -> None:
+        self._obj.load_state_dict(state)
+
+
+def _numbered(name: str, items: Iterable[Any]) -> dict[str, Any]:
+    return {f"{name}[{number}]": item for number, item in enumerate(items)}
+
+
+def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: bool) -> None:
+    """Loads the weights of the models that the hooks leave to be loaded."""
+    models = accelerator.bare_models
+    left = list(models)
+    for hook in accelerator.state_hooks.before_load:
+        hook(left, str(reader.path))
+    if left:
+        accelerator.strategy.load_module(reader, together(models, left), strict and len(left) == len(models))
 
 
 def check_registrable(objects: tuple[Any, ...]) -> None:

@@ -51,6 +51,27 @@ def check_place(saved: SavedState) -> None:
             check_place(SavedState(part, saved.path(f"parts[{number}]")))
 
 
+def check_loaders(saved: SavedState) -> None:
+    """Refuses what no fit can have saved of its loaders; changes nothing.
+
+    Args:
+        saved: the training loader's `place` inside an epoch or its `rest` between two, and the rest of the `validation` loaders.
+
+    Raises:
+        StateError: names the entry.
+    """
+    if not saved.is_none("place"):
+        place = saved.nested("place")
+        check_place(place)
+        place.integer("batches", least=0)
+    if not saved.is_none("rest"):
+        check_place(saved.nested("rest"))
+    elif saved.is_none("place"):
+        raise StateError(saved.path("rest"), "is missing")
+    for number, state in enumerate(saved.items("validation")):
+        check_place(SavedState(state, saved.path(f"validation[{number}]")))
+
+
 def _each(saved: SavedState, key: str, check: Any) -> None:
     """An entry, or each of those of several loaders."""
     value = saved.entries.get(key)

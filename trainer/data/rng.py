@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,6 +123,23 @@ def set_rng_state(state: dict[str, Any]) -> None:
         torch.mps.set_rng_state(on_cpu(state["mps"]))
     if "xla" in state and runtime.is_used():
         runtime.set_rng_state(state["xla"])
+
+
+class RandomNumbers:
+    """The random numbers of this process, as a checkpoint keeps them."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return rng_state()
+
+    def check_state_dict(self, state: Any) -> None:
+        check_rng_state(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_rng_state(state)
+
+    def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:
+        """Rank 0 continues with its own, from which the order of samples is drawn; the others are seeded."""
+        return states[0] if rank == 0 else seeded_state(seed)
 
 
 @contextmanager

@@ -61,6 +61,11 @@ class Progress:
     seconds_at_validation: float = 0.0
     exact: bool = True
 
+    @property
+    def is_inside(self) -> bool:
+        """True inside an epoch: its first hook is over, and its last one is not."""
+        return self.phase not in ("epoch_start", "epoch_end")
+
     # counting ---------------------------------------------------------------------------------------------------------
     def count_batch(self, samples: int) -> None:
         """A batch is done, of so many samples on all ranks."""
@@ -126,7 +131,25 @@ class Progress:
         self.epoch += 1
         self.batch, self.cut, self.ended, self.phase = 0, False, False, "epoch_start"
 
+    def repeat_epoch(self) -> None:
+        """Goes back to the start of this epoch: its loaders are not restored."""
+        self.batch, self.phase = 0, "epoch_start"
+
+    def at_window_start(self, batch: int, samples: int) -> Progress:
+        """Where the run stood at the start of the window that is open.
+
+        Args:
+            batch: index in the epoch of its first batch.
+            samples: seen before it.
+        """
+        batches = self.batches - (self.batch - batch)
+        return dataclasses.replace(self, batch=batch, batches=batches, samples=samples, phase="settled", exact=False)
+
     # as JSON ----------------------------------------------------------------------------------------------------------
+    def continue_from(self, saved: Progress) -> None:
+        """Stands where another run stood. It repeats the window in which that may have been saved, and so is exact again."""
+        Progress.__init__(self, **{**saved.to_dict(), "exact": True})
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

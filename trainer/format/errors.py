@@ -74,7 +74,8 @@ def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
     try:
         yield
     except StateError as error:
-        key = f"{where}: {error.key}" if where else error.key
+        # An owner that puts its name before its entries is not named twice.
+        key = error.key if not where or error.key.startswith(where) else f"{where}: {error.key}"
         raise CheckpointError(path, f"{key} {error.reason}.") from error
     except LeydenError:
         raise

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
@@ -15,6 +15,31 @@ from leyden.trainer.logging.metrics import PartState, in_turns, merged_value
 
 if TYPE_CHECKING:
     from torchmetrics import Metric
+
+
+class MetricStates:
+    """What the torchmetrics objects of a module have accumulated, as a checkpoint keeps it.
+
+    Args:
+        module: has them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def state_dict(self) -> dict[str, Any]:
+        return metric_states(self._module.named_modules())
+
+    def check_state_dict(self, state: Any) -> None:
+        check_metric_states(self._module.named_modules(), state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_metric_states(self._module.named_modules(), state)
+
+    def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any]:
+        """Rank 0 continues with what all ranks have accumulated, the others with nothing."""
+        metrics = list(self._module.named_modules())
+        return merged_metric_states(metrics, states) if rank == 0 else blank_metric_states(metrics, states[0])
 
 
 def metric_states(modules: Iterable[tuple[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -6,7 +6,6 @@ What a batch does to the weights is in `step.py`, validation in `validation.py`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import time
@@ -16,10 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
-from leyden.trainer.data.rng import set_rng_state
 from leyden.trainer.data.sharding import NOTHING, Share
-from leyden.trainer.format.errors import blame
-from leyden.trainer.logging.metric_states import load_metric_states
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
 from leyden.trainer.loops.clock import Clock
@@ -32,6 +28,7 @@ from leyden.trainer.run.saving import check_composable
 from leyden.trainer.run.summary import settings_of
 
 if TYPE_CHECKING:
+    from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.trainer import Trainer
 
@@ -53,8 +50,8 @@ class FitLoop:
         self.progress = trainer.progress
         self.engine = trainer.accelerator
         self.limits = trainer.fit_loop
-        self.restored: dict[str, Any] | None = None
-        """Loader state and random numbers from the checkpoint that the run resumes; None for a new run."""
+        self._restored: Unclaimed | None = None
+        """What the run takes back when its loaders are there; None for a new run."""
         self.cursor: LoaderCursor | None = None
         """Reads the training loader, and knows its place in it."""
         self.num_batches: int | None = 0 if trainer.limit_train_batches == 0 else None
@@ -84,15 +81,19 @@ class FitLoop:
         self.validation = Validation(trainer, self.clock, self._agreement)
 
     # the way through a fit --------------------------------------------------------------------------------------------
-    def run(self) -> None:
-        """Trains until a limit is reached or somebody asks it to stop; `limit_train_batches=0` leaves the sanity check alone."""
+    def run(self, restored: Unclaimed | None = None) -> None:
+        """Trains until a limit is reached or somebody asks it to stop; `limit_train_batches=0` leaves the sanity check alone.
+
+        A resumed run gives the states that the loop takes back when its loaders are there.
+        """
+        self._restored = restored
         module = self.trainer.module
         step = AutomaticStep if module.automatic_optimization else ManualStep
         self.step = step(self.trainer, self.trainer.step_function("training_step"))
         draws = draws_itself(module.training_step)
         if draws:
             check_drawing(self.trainer)
-        if self.restored is None:
+        if restored is None:
             self.validation.sanity_check()
         if self.trainer.limit_train_batches == 0:
             self.trainer.announce()
@@ -112,7 +113,7 @@ class FitLoop:
         if self._agreement is not None:
             self._agreement.exchange()
         if not self.trainer.arguments.barebones:
-            check_composable(self.trainer)
+            check_composable(self.trainer._run)
         self._resume()
         self._tell_if_done()
         while not self._is_done():
@@ -407,12 +408,12 @@ class FitLoop:
         if every and step % every == 0 and self.step.is_counted:
             values = self.logs.step_values("train")
             if self._row[0] == step:
-                # `send_ahead` has sent the others already.
+                # `_send_ahead` has sent the others already.
                 values = {name: value for name, value in values.items() if self._row[1].get(name) is not value}
             self.trainer.send(values)
             self._row = step, values
 
-    def send_ahead(self) -> None:
+    def _send_ahead(self) -> None:
         """Before a checkpoint: sends the row of the step just done, which loggers would get after the hook that saves."""
         ends_window = self.hooks.current == "on_train_batch_end" and self.engine.window.closes
         if ends_window and self._row[0] != self.progress.global_step:
@@ -457,36 +458,40 @@ class FitLoop:
         if self.cursor.length is not None:
             self.num_batches = self.trainer.loaders.limited(self.cursor.length)
 
-    def loader_state(self, progress: Progress) -> dict[str, Any] | None:
-        """Where the loaders stand: the training loader inside an epoch or between two, the validation loaders between passes."""
-        if self.cursor is None:
-            return None
-        inside = progress.phase not in ("epoch_start", "epoch_end")
-        ended = self._former_ended if progress.phase == "epoch_start" else self._is_read_to_end()
-        return {
-            "place": self.cursor.state_dict(progress.batch) if inside else None,
-            "rest": None if inside else self.cursor.rest_state(ended),
-            "validation": self.validation.loader_states(),
-        }
-
     def _is_read_to_end(self) -> bool:
         """True if the epoch that is over was not broken off by a limit or a hook."""
         assert self.cursor is not None
         is_limited = self.num_batches != self.cursor.length or self.progress.batch == self._limit_of_unknown()
         return not is_limited and not self.progress.cut
 
-    def window_start(self) -> Progress:
-        """The progress at the start of the open window, which a resume then repeats."""
-        progress, done = self.progress, self.progress.batch - self._window_start
-        samples = self.count.window_samples if self.trainer.accumulation is not None else progress.samples
-        return dataclasses.replace(
-            progress,
-            batch=self._window_start,
-            batches=progress.batches - done,
-            samples=samples,
-            phase="settled",
-            exact=False,
-        )
+    def progress_to_save(self) -> Progress:
+        """The progress that a checkpoint of now holds; inside a fit, loggers and clock are brought up to it."""
+        if self.trainer.state.stage == "fit":
+            self._send_ahead()
+            self.clock.note()
+        return self._resumable()
+
+    def _resumable(self) -> Progress:
+        """The progress, but inside an accumulation window that of its start, which a resume repeats."""
+        if not self.engine.window.is_open:
+            return self.progress
+        samples = self.count.window_samples if self.trainer.accumulation is not None else self.progress.samples
+        return self.progress.at_window_start(self._window_start, samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loaders stand: the training loader inside an epoch or between two, the validation loaders between passes.
+
+        Inside a validation that a resume repeats, metrics and random numbers from before it are added.
+        """
+        if self.cursor is None:
+            return {"loader": None, **self.validation.before_pass()}
+        progress, validation = self._resumable(), self.validation.loader_states()
+        if progress.is_inside:
+            loader = {"place": self.cursor.state_dict(progress.batch), "rest": None, "validation": validation}
+        else:
+            ended = self._former_ended if progress.phase == "epoch_start" else self._is_read_to_end()
+            loader = {"place": None, "rest": self.cursor.rest_state(ended), "validation": validation}
+        return {"loader": loader, **self.validation.before_pass()}
 
     def estimated_steps(self) -> float:
         """Optimizer steps of the whole fit; inf where it has no end."""
@@ -510,7 +515,7 @@ class FitLoop:
         trainer, epochs, steps = self.trainer, self.trainer.max_epochs, self.trainer.max_steps
         limits = [f"max_epochs={epochs}"] if epochs is not None and 0 <= epochs <= self._epochs_done() else []
         limits += [f"max_steps={steps}"] if 0 <= steps <= self.progress.global_step else []
-        if self.restored is not None and limits and not trainer.arguments.barebones:
+        if self._restored is not None and limits and not trainer.arguments.barebones:
             trainer.print(
                 f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, and has "
                 f"reached {' and '.join(limits)}. Give a higher limit to train on."
@@ -559,10 +564,12 @@ class FitLoop:
     # resume -----------------------------------------------------------------------------------------------------------
     def _resume(self) -> None:
         """After a resume: restores the places in the data, and finishes what the saved run had begun of a step or an epoch."""
-        if self.restored is None:
+        if self._restored is None:
             return
-        with blame(self.restored.get("file") or "this run's own state"):
-            inside = self._take_back(self.restored)
+        with self._restored.blame("loader"):
+            inside = self._go_to(self._restored.get("loader"))
+        # Random numbers last, since everything before may draw.
+        self._restored.load("logs", "metrics", "rng")
         progress = self.progress
         if progress.phase == "epoch_end" and not self._is_done():
             self._next_epoch()
@@ -571,10 +578,9 @@ class FitLoop:
             if self._stops():
                 self._end_epoch(complete=progress.ended)
 
-    def _take_back(self, saved: dict[str, Any]) -> bool:
-        """Brings loaders, sums, metrics and random numbers to where they were; True inside an epoch."""
-        progress, loader = self.progress, saved["loader"]
-        inside = progress.phase not in ("epoch_start", "epoch_end")
+    def _go_to(self, loader: dict[str, Any] | None) -> bool:
+        """Brings the loaders to where they stood, unless `restore=` left them out; True inside an epoch."""
+        progress, inside = self.progress, self.progress.is_inside
         assert self.cursor is not None
         if inside and loader is not None:
             self._iterator = self.cursor.resume(progress.epoch, loader["place"])
@@ -583,15 +589,11 @@ class FitLoop:
             # Nothing is left to be read of this epoch.
             self._iterator = iter(())
         elif inside:
-            # `restore=` left out the loaders: the epoch starts from its first batch.
-            progress.batch, progress.phase, inside = 0, "epoch_start", False
+            # The epoch starts from its first batch.
+            progress.repeat_epoch()
+            inside = False
         elif loader is not None:
             self.cursor.load_rest_state(loader["rest"])
         if loader is not None:
             self.validation.load_loader_states(loader["validation"])
-        if saved["logs"] is not None:
-            self.logs.load_state_dict(saved["logs"], self.trainer.module)
-            load_metric_states(self.trainer.module.named_modules(), saved["metrics"])
-        if saved["rng"] is not None:
-            set_rng_state(saved["rng"])
         return inside

@@ -171,10 +171,15 @@ class Validation:
         finally:
             self._before = None
 
-    def before_pass(self) -> dict[str, Any] | None:
-        """Returns "loaders", "metrics" and "rng" from before the pass that runs, where a resume begins there; None outside of one."""
-        runs_again = self._trainer.sanity_checking or self._aside or self._progress.phase == "stepped"
-        return self._before if runs_again else None
+    def before_pass(self) -> dict[str, Any]:
+        """Returns "metrics" and "rng" from before the pass that runs, where a resume begins there; nothing outside of one."""
+        before = self._before if self._runs_again else None
+        return {} if before is None else {name: before[name] for name in ("metrics", "rng")}
+
+    @property
+    def _runs_again(self) -> bool:
+        """A resume begins before the pass that runs."""
+        return self._trainer.sanity_checking or self._aside or self._progress.phase == "stepped"
 
     def _undoing(self) -> Callable[[], None]:
         """Returns what brings loaders, metrics and random numbers back to now: an interrupted pass is run again."""
@@ -191,9 +196,8 @@ class Validation:
 
     def loader_states(self) -> list[dict[str, Any]]:
         """Where the validation loaders stand between two passes."""
-        before = self.before_pass()
-        if before is not None:
-            found: list[dict[str, Any]] = before["loaders"]
+        if self._before is not None and self._runs_again:
+            found: list[dict[str, Any]] = self._before["loaders"]
             return found
         return [] if self.loop is None else self.loop.loader_states()
 

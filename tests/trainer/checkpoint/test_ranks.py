@@ -16,14 +16,15 @@ from ranks.world import run_world
 from leyden.strategies.ddp import DDPStrategy
 from leyden.trainer.checkpoint import writer as writing
 from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.checkpoint.owners import rank_seed
 from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
-from leyden.trainer.checkpoint.regrouped import merged_logs, rank_seed
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format import safefile
 from leyden.trainer.format import shard_table as shards
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.shard_table import spread
+from leyden.trainer.logging.log_states import merged_logs
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -284,7 +284,7 @@ def test_no_forged_entry_raises_anything_but_a_clear_error(folder: Path, seed: i
     ("name", "change", "message"),
     [
         ("rank-0.json", at(*RANK, "rng", "python", "version", value=9), "rank-0.json: rng.python.version is 9"),
-        ("rank-0.json", at(*RANK, "loaders", 0, "iteration", value=-1), r"loaders\[0\].iteration is -1"),
+        ("rank-0.json", at(*RANK, "loaders", 0, "iteration", value=-1), r"loaders\[0\]: iteration is -1"),
         (
             "schedulers.json",
             at(*RANK, "schedulers", 0, "last_epoch", value="x"),

@@ -1,0 +1,67 @@
+"""The module's buffers in which ranks differ, such as the statistics of batch norm, to which each rank adds its own batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.format.safefile import memory_of
+from leyden.trainer.format.tensors import is_sharded
+
+
+class Buffers:
+    """The buffers in which this rank differs from rank 0, whose are saved with the weights.
+
+    Args:
+        module: has them.
+        ranks: those that are compared. Every rank must call `state_dict`.
+    """
+
+    def __init__(self, module: nn.Module, ranks: Peers) -> None:
+        self._module, self._ranks = module, ranks
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self._ranks.size == 1:
+            return {}
+        known = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
+        buffers = {
+            name: value
+            for name, value in self._module.state_dict().items()
+            if name not in known
+            and isinstance(value, Tensor)
+            and value.layout is torch.strided
+            and not is_sharded(value)
+        }
+        digests = {name: _digest(value) for name, value in buffers.items()}
+        first = self._ranks.gather(digests)[0]
+        return {name: value for name, value in buffers.items() if digests[name] != first.get(name)}
+
+    def check_state_dict(self, state: Any) -> None:
+        saved = SavedState(state, "buffers")
+        here = self._module.state_dict() if saved.entries else {}
+        for name, value in saved.entries.items():
+            if name in here and (not isinstance(value, Tensor) or value.shape != here[name].shape):
+                wanted = tuple(here[name].shape)
+                raise StateError(saved.path(name), f"is {brief(value)}, and must be a tensor of {wanted}")
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        here = self._module.state_dict() if state else {}
+        for name, value in state.items():
+            if name in here:
+                here[name].copy_(value)
+
+    def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Tensor]:
+        """Other ranks see other samples: all of them continue with rank 0's buffers."""
+        return {}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(memory_of(tensor.detach().cpu().contiguous())).digest()

@@ -1,0 +1,179 @@
+"""Owners of state: the parts of a run that give their state to a checkpoint, check what a checkpoint holds, and take it back.
+
+The Trainer and the Accelerator save and restore in the same three steps. `collect` asks every owner for its state. `Unclaimed` has
+each owner check its own, before anything of the run has changed. `Unclaimed.load` hands a state to its owner, when the run has come
+to it. Which file holds which owners is said by `run/saving.py` and `accelerator/saving.py`; what is in a state only its owner knows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.format.errors import blame
+
+
+class StateOwner(Protocol):
+    """A part of a run with a state of its own. Every `Callback` is one."""
+
+    def state_dict(self) -> Any:
+        """What the part needs to continue: any nest of tensors and plain Python."""
+
+    def check_state_dict(self, state: Any) -> None:
+        """Raises StateError for a state that `state_dict` cannot have returned; changes nothing."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Continues from what `state_dict` returned."""
+
+
+class RankStateOwner(StateOwner, Protocol):
+    """An owner whose state differs between ranks: each rank's file has an entry for it."""
+
+    def regroup(self, states: Sequence[Any], rank: int, seed: int) -> Any:
+        """This rank's state, where another number of ranks wrote the checkpoint.
+
+        Args:
+            states: of the ranks that wrote it; only rank 0, which continues what they had summed up, gets more than the first.
+            rank: this one.
+            seed: for random numbers that nobody has saved.
+        """
+
+
+Owners: TypeAlias = Mapping[str, StateOwner]
+RankOwners: TypeAlias = Mapping[str, RankStateOwner]
+
+
+def collect(owners: Owners) -> dict[str, Any]:
+    """The states of the owners, by their names."""
+    return {name: owner.state_dict() for name, owner in owners.items()}
+
+
+class Unclaimed:
+    """States from one file of a checkpoint, which their owners have checked and not yet taken.
+
+    A state of None was not saved, as in a checkpoint that `leyden convert` made: its owner begins anew.
+
+    Args:
+        file: that they are from, for messages.
+        states: by the owners' names, as `collect` returned them. What nobody here owns is kept for `get`.
+        owners: of this run.
+        needed: the names that every checkpoint has.
+
+    Raises:
+        CheckpointError: if an owner cannot have saved its state; names the file, the owner and the entry.
+    """
+
+    def __init__(
+        self, file: str | Path, states: Mapping[str, Any], owners: Owners, needed: Collection[str] = ()
+    ) -> None:
+        self._file, self._owners = file, owners
+        with blame(file):
+            saved = SavedState(states)
+            for name in needed:
+                saved.value(name)
+        self._states = {name: state for name, state in states.items() if state is not None}
+        for name, owner in owners.items():
+            if name in self._states:
+                with self.blame(name):
+                    owner.check_state_dict(self._states[name])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._states
+
+    def get(self, name: str) -> Any:
+        """A state; None where there is none."""
+        return self._states.get(name)
+
+    @property
+    def names(self) -> list[str]:
+        """The owners that have a state here."""
+        return [name for name in self._owners if name in self._states]
+
+    def load(self, *names: str) -> None:
+        """Hands these states to their owners, where there are any."""
+        for name in names:
+            if name in self._states:
+                with self.blame(name):
+                    self._owners[name].load_state_dict(self._states[name])
+
+    def drop(self, *names: str) -> None:
+        """Leaves these owners as they are."""
+        for name in names:
+            self._states.pop(name, None)
+
+    def blame(self, name: str) -> AbstractContextManager[None]:
+        """Whatever an owner's state provokes in the block is raised as a CheckpointError that names file and owner."""
+        return blame(self._file, name)
+
+
+# the states that ranks have of their own ----------------------------------------------------------------------------------
+def rank_file(rank: int) -> str:
+    """The name of the state of one rank, of those that see different samples."""
+    return f"rank-{rank}"
+
+
+def collect_rank(owners: RankOwners) -> dict[str, Any]:
+    """The states of one rank, for its file, with the seed that ranks beyond those of the checkpoint begin from."""
+    return {"seed": torch.initial_seed() % 2**63, **collect(owners)}
+
+
+def saved_ranks(reader: CheckpointReader) -> int:
+    """How many ranks, of those that see different samples, wrote a checkpoint; 0 where it holds weights alone."""
+    count = 0
+    while reader.has(rank_file(count)):
+        count += 1
+    return count
+
+
+def read_rank(reader: CheckpointReader, strategy: Strategy, owners: RankOwners, like: Any = None) -> dict[str, Any]:
+    """The states of this rank, regrouped by their owners where another number of ranks wrote the checkpoint.
+
+    The place in the data is counted in samples of the whole order, so every rank takes it from rank 0.
+
+    Args:
+        reader: of a checkpoint with the states of ranks.
+        strategy: says which rank this is, and how many there are.
+        owners: of this run.
+        like: live state, whose classes are used for those saved.
+
+    Raises:
+        CheckpointError: if a state cannot be read or regrouped; names the file.
+    """
+    rank, saved = strategy.data_rank, saved_ranks(reader)
+    with blame(rank_path(reader, strategy)):
+        if saved == strategy.data_size:
+            return _states(reader, rank, like)
+        # Only the first has to see what the others had summed up.
+        states = [_states(reader, number, like) for number in (range(saved) if rank == 0 else range(1))]
+        first = states[0]
+        kept = SavedState(first).integer("seed", 0, least=0, most=2**64)
+        seed = rank_seed(kept, reader.progress()["global_step"], rank)
+        found = {name: owner for name, owner in owners.items() if name in first}
+        return {
+            **first,
+            **{name: owner.regroup([state[name] for state in states], rank, seed) for name, owner in found.items()},
+        }
+
+
+def _states(reader: CheckpointReader, rank: int, like: Any) -> dict[str, Any]:
+    states: dict[str, Any] = reader.state(rank_file(rank), like=like)
+    SavedState(states).integer("seed", 0, least=0, most=2**64)
+    return states
+
+
+def rank_path(reader: CheckpointReader, strategy: Strategy) -> Path:
+    """This rank's file, for messages."""
+    return reader.path / f"{rank_file(strategy.data_rank)}.json"
+
+
+def rank_seed(seed: int, step: int, rank: int) -> int:
+    """The seed of a rank that has no random numbers of its own to continue with."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4], "little")

@@ -1,0 +1,152 @@
+"""Restoring a run: a checkpoint is read and checked as a whole, then taken back as its parts are made."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from leyden.strategies.errors import StateError
+from leyden.strategies.saved_state import SavedState
+from leyden.strategies.weights import check_partial
+from leyden.trainer.checkpoint.owners import Unclaimed, rank_file, rank_path, read_rank, saved_ranks
+from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.steppers import SCHEDULERS
+from leyden.trainer.data.places import check_loaders
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.run.resuming import Goal, Reader, progress_of
+from leyden.trainer.run.saving import rank_owners, steppers_of, users_of
+from leyden.trainer.run.user_states import OWN
+
+if TYPE_CHECKING:
+    from leyden.trainer.run.state import Run
+
+UNLIKE = "configure_optimizers made {here}: make as many, or leave 'optimizers' out of restore."
+NEEDED = ("loader", "logs", "metrics", "rng")
+"""What every checkpoint has of each rank."""
+
+
+class Restorer:
+    """Restores a run from a checkpoint, in the order in which a run is set up: weights, optimizers, then the loop's loaders.
+
+    Everything is read here, and checked by its owners, so that a file which is not what it should be is found before anything has
+    changed. What belongs to the optimizers is checked when they are made.
+
+    Args:
+        run: that is set up.
+        reader: of the checkpoint; None for a run that starts anew.
+        goal: what the run is to resume of it.
+
+    Raises:
+        CheckpointError: if a state is damaged, or its owner cannot have saved it; names file and entry.
+    """
+
+    def __init__(self, run: Run, reader: Reader | None, goal: Goal) -> None:
+        self.reader = reader
+        self._run, self._parts = run, goal.parts
+        self._users = users_of(run)
+        self._progress: Progress | None = None
+        self._rank: Unclaimed | None = None
+        self._schedulers: dict[str, Any] | None = None
+        self._optimizers: list[dict[str, Any]] | None = None
+        if isinstance(reader, CheckpointReader):
+            self._read(reader)
+
+    def _read(self, reader: CheckpointReader) -> None:
+        run, parts = self._run, self._parts
+        fits, whole = run.state.stage == "fit", reader.has("user")
+        of_rank = [rank_file(run.strategy.data_rank)] if run.strategy.ranks.world_size > 1 else []
+        like = self._users.classes(reader, ["user", "callbacks", *of_rank], run.progress) if fits and whole else None
+        if whole:
+            self._users.read(reader, like)
+        if not fits or parts == {"weights"}:
+            return
+        if not whole:
+            raise CheckpointError(
+                reader.path,
+                "was saved with weights_only and cannot be resumed: fit(..., restore='weights') takes its weights.",
+            )
+        self._progress = progress_of(reader) if "progress" in parts else None
+        self._read_rank(reader, like)
+        if "optimizers" in parts:
+            self._schedulers = reader.state(SCHEDULERS)
+            # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
+            shapes = None if run.strategy.drives_one else run.strategy.masters.parts(run.module)
+            self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
+
+    def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
+        run, parts = self._run, self._parts
+        strategy, file = run.strategy, rank_path(reader, run.strategy)
+        owners = rank_owners(run, Peers(strategy))
+        states = read_rank(reader, strategy, owners, like)
+        self._rank = Unclaimed(file, states, owners, NEEDED)
+        if states["loader"] is not None:
+            with blame(file):
+                loader = SavedState(states["loader"], "loader")
+                _check_same_place(loader, self._progress)
+                check_loaders(loader)
+        if "callbacks" in parts:
+            has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
+            if has_own and run.strategy.ranks.is_global_zero and saved_ranks(reader) != strategy.data_size:
+                warnings.warn(
+                    f"{reader.path} was saved by {saved_ranks(reader)} rank(s), and {strategy.data_size} resume it: what "
+                    "callbacks or a DataModule keep per rank is rank 0's on all of them.",
+                    stacklevel=2,
+                )
+        left = {"progress": ("logs", "metrics"), "loaders": ("loader",), "rng": ("rng",)}
+        self._rank.drop(*(name for part, names in left.items() if part not in parts for name in names))
+
+    def restore_weights(self) -> None:
+        """The weights, and in fit the states of DataModule and callbacks: all that comes before the optimizers."""
+        run, reader = self._run, self.reader
+        if reader is None:
+            return
+        if "weights" in self._parts:
+            self._users.load_into_module()
+            if not run.module.strict_loading:
+                check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
+            run.strategy.load_module(reader, run.module, run.module.strict_loading)
+            if self._rank is not None:
+                self._rank.load("buffers")
+        if run.state.stage == "fit" and "callbacks" in self._parts:
+            self._users.load()
+
+    def restore_run(self) -> Unclaimed | None:
+        """Optimizers, schedulers, scaler and progress.
+
+        Returns:
+            What the fit loop takes when its loaders are there: their places, logged values, metrics and random numbers; None to
+            start anew.
+        """
+        run, reader = self._run, self.reader
+        if reader is not None and "weights" in self._parts:
+            run.strategy.masters.load(reader, run.module)
+        if self._rank is None:
+            return None
+        if self._schedulers is not None and isinstance(reader, CheckpointReader):
+            steppers = steppers_of(run)
+            steppers.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
+            steppers.load(reader, self._schedulers, self._optimizers)
+        if self._progress is not None:
+            run.progress.continue_from(self._progress)
+        return self._rank
+
+
+def kept_state(run: Run, states: Mapping[str, Any]) -> Unclaimed:
+    """The states of this Trainer's last fit, which continues from memory: `ckpt_path="current"`."""
+    return Unclaimed("this run's own state", states, rank_owners(run, Peers()))
+
+
+def _check_same_place(loader: SavedState, progress: Progress | None) -> None:
+    """Refuses loaders that stand elsewhere than the progress says."""
+    if progress is None:
+        return
+    if not loader.is_none("place"):
+        place = loader.nested("place")
+        batches = place.integer("batches")
+        if batches != progress.batch:
+            raise StateError(place.path("batches"), f"is {batches}, and progress.json says {progress.batch}")
+    elif progress.is_inside:
+        raise StateError(loader.path("place"), f"is missing, and the run stands inside an epoch ({progress.phase})")

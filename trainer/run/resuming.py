@@ -1,0 +1,224 @@
+"""What a run resumes: the argument `ckpt_path`, the checkpoint that it means, and whether that one is of the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.checkpoint.foreign import ForeignWeights
+from leyden.trainer.checkpoint.nodes import is_shared
+from leyden.trainer.checkpoint.owners import saved_ranks
+from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
+from leyden.trainer.events.progress import Progress
+from leyden.trainer.format import staging
+from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.manifest import PROGRESS
+from leyden.trainer.run.identity import FILE as IDENTITY
+from leyden.trainer.run.identity import Difference, Identity
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
+WORDS = ("last", "best", "auto", "current")
+"""What `ckpt_path` may be in place of a path."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a run is to resume.
+
+    Attributes:
+        path: a path, "last", "best", "auto", "current", or None to start anew.
+        parts: which parts of it are restored.
+        trust: it may be a pickle file of another trainer.
+        same_run: it is this run's own, whatever its record says.
+        weights_only: how a pickle of another trainer is read: True by torch's safe loader alone, which needs no trust; False in
+            full if need be, as `trust` says too.
+
+    Raises:
+        ConfigurationError: if `weights_only` is none of the three.
+    """
+
+    path: str | os.PathLike[str] | None = None
+    parts: frozenset[str] = frozenset(PARTS)
+    trust: bool = False
+    same_run: bool = False
+    weights_only: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.weights_only not in (None, True, False):
+            raise ConfigurationError(f"weights_only={self.weights_only!r}: use True, False or None.")
+
+    @property
+    def continues(self) -> bool:
+        """True if the Trainer's own last fit continues, from memory."""
+        return self.path == "current"
+
+
+def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
+    """Reads the argument `restore` of fit.
+
+    Raises:
+        ConfigurationError: if a part is unknown; names the nearest.
+    """
+    if restore == "all":
+        return frozenset(PARTS)
+    if isinstance(restore, str):
+        restore = (restore,)
+    elif not isinstance(restore, Iterable):
+        raise ConfigurationError(f"restore={restore!r}: use 'all', 'weights', or a set of {', '.join(PARTS)}.")
+    names = tuple(restore)
+    for name in names:
+        if name not in PARTS:
+            raise ConfigurationError(
+                f"restore={restore!r}: there is no part {name!r}. {nearest(name, ('all', *PARTS))}"
+            )
+    return frozenset(names)
+
+
+Reader: TypeAlias = CheckpointReader | ForeignWeights
+
+
+def settled(trainer: Trainer, goal: Goal) -> Goal:
+    """The goal with the path that "best" means now: a new fit starts with an empty ranking."""
+    if goal.path != "best":
+        return goal
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if not best:
+        raise ConfigurationError(
+            "ckpt_path='best', and no ModelCheckpoint of this Trainer has saved one yet: give a path, or 'last'."
+        )
+    return dataclasses.replace(goal, path=best)
+
+
+def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
+    """Opens and verifies the checkpoint that a run resumes, before anything of the run has changed.
+
+    Returns:
+        The reader, or None to start anew; and the words that tell the user which.
+    """
+    settle_nodes(trainer)
+    if goal.path is None:
+        return None, "anew"
+    if goal.continues:
+        return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
+    ranks = Peers(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
+    path = _find(trainer, goal, ranks)
+    if path is None:
+        return None, "anew (there is no checkpoint yet)"
+    if path.is_file():
+        return ForeignWeights(path, goal.trust, goal.weights_only), f"weights of {path}"
+    if goal.weights_only and goal.parts != {"weights"}:
+        warnings.warn(
+            f"weights_only=True says how pickle files of other trainers are read. {path} is a checkpoint of Leyden's, which holds no "
+            "pickle, and is resumed as a whole: restore='weights' takes its weights alone.",
+            stacklevel=2,
+        )
+    reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
+    progress = progress_of(reader)
+    exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
+    if goal.parts == {"weights"}:
+        return reader, f"weights of {path}"
+    if "rng" in goal.parts and saved_ranks(reader) not in (0, trainer.strategy.data_size):
+        exact += f"; saved by {saved_ranks(reader)} rank(s): random numbers of ranks from 1 on are seeded anew"
+    return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
+
+
+def progress_of(reader: CheckpointReader) -> Progress:
+    """Where the run stood that saved a checkpoint."""
+    with blame(reader.path / PROGRESS):
+        return Progress.from_dict(reader.progress())
+
+
+def settle_nodes(trainer: Trainer) -> None:
+    """Finds out where several machines share the folders of checkpoints.
+
+    Raises:
+        ConfigurationError: if fit would save into folders that are not shared, and was not told to.
+    """
+    for callback in trainer.checkpoint_callbacks if trainer.strategy.ranks.num_nodes > 1 else ():
+        folder = callback.folder_of(trainer)
+        callback.saves_on_each_node = not is_shared(folder, Peers(trainer.strategy, folder))
+        if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":
+            raise ConfigurationError(
+                f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
+                "(default_root_dir or dirpath), or give ModelCheckpoint(save_on_each_node=True): every machine then keeps "
+                "whole checkpoints of its own."
+            )
+
+
+def _find(trainer: Trainer, goal: Goal, ranks: Peers) -> Path | None:
+    folder = trainer.checkpoint_folder
+    if goal.path in ("last", "auto"):
+        found = newest(folder, depth=depth_of(trainer, str(folder)), strict=goal.path == "auto", ranks=ranks)
+        if found is None and goal.path == "last":
+            raise CheckpointError(
+                folder, "holds no whole checkpoint, and ckpt_path='last' needs one: use 'auto' to begin anew."
+            )
+        return found
+    if goal.path is None:
+        return None
+    path = Path(os.path.expanduser(os.fspath(goal.path)))
+    if not os.path.lexists(staging.standing(path)) and path.name == str(goal.path):
+        raise CheckpointError(
+            path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"
+        )
+    return path
+
+
+def depth_of(trainer: Trainer, folder: str) -> int:
+    """How many levels of folders the names of checkpoints make below one."""
+    return max((c.depth for c in trainer.checkpoint_callbacks if c.folder_of(trainer) == folder), default=0)
+
+
+def check_same_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
+    """Compares the run that saved a checkpoint with the one that resumes it: once at the start, and when the optimizers are made.
+
+    Raises:
+        ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the ways out.
+    """
+    identity = trainer.identity
+    resumes = bool(goal.parts & {"progress", "optimizers"})
+    if not isinstance(reader, CheckpointReader) or identity is None or not resumes or not reader.has("user"):
+        return
+    refuses = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
+    before, at_start = Identity.read(reader), identity.optimizers is None
+    if before is None:
+        if refuses and at_start and trainer.is_global_zero:
+            warnings.warn(
+                f"{reader.path} does not say which run saved it: an earlier version did. ckpt_path='auto' takes it for this run's.",
+                stacklevel=2,
+            )
+        return
+    with blame(reader.path / f"{IDENTITY}.json"):
+        differences = identity.differences(before)
+    found = [d for d in differences if not d.replaced or "optimizers" in goal.parts]
+    if refuses and any(difference.counts for difference in found):
+        raise ConfigurationError(
+            f"{reader.path} was saved by another run, and ckpt_path='auto' continues none but its own: {_listed(found)}. Give each "
+            "run a folder of its own: Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…). To continue this one all the "
+            f"same: fit(ckpt_path={str(reader.path)!r}), or fit(ckpt_path='auto', same_run=True); for its weights alone: "
+            "restore='weights'."
+        )
+    if found and not at_start and trainer.is_global_zero:
+        what = "The checkpoint's options replace those that configure_optimizers returned"
+        kept = "The run continues with what it has here"
+        warnings.warn(
+            f"fit continues {reader.path}, whose run differed from this one: {_listed(found)}. "
+            f"{what if any(d.replaced for d in found) else kept}. For its weights alone: restore='weights'.",
+            stacklevel=2,
+        )
+
+
+def _listed(found: Sequence[Difference]) -> str:
+    shown = [difference.text for difference in found[:12]]
+    return "; ".join(shown) + (f"; and {len(found) - 12} more" if len(found) > 12 else "")
