@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
@@ -29,31 +28,60 @@ T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
 
 
-class Strategy(ABC):
-    """Base class of strategies, with everything that they share.
+class Strategy:
+    """Decides where a model lives and how a batch goes forward and backward. The base class of all strategies.
 
-    A strategy owns the device, the process group, the form in which modules and optimizers run, and their state in a
-    checkpoint. It knows no Trainer, module hook or callback. A class of your own is a first-class argument of
-    `Trainer(strategy=...)`. One that replicates the model needs to override little more than set-up and the collectives;
-    an engine that fuses passes overrides `forward_backward`, `clip` and `step`.
+    By itself it runs the model on one device. A strategy overrides what it does differently: one that replicates the
+    model little more than set-up and `forward_backward`; an engine that fuses passes also `clip` and `step`. It knows
+    no Trainer, no module hook and no callback. docs/strategies.md shows how to write one.
 
-    The order of calls: `check_settings` whenever more of the run is known, `setup_environment`, `setup_modules`, weights
-    restored (`load_module`), `setup_optimizers`, `make_schedulers`, `load_masters` and the optimizers' state (`state_parts`,
-    `saved_form`, `load_state_dict`), then per window `forward_backward` for each batch, `scale_gradients` where items weigh,
-    `before_step`, `clip` and `step` for each optimizer, `end_step`; at last `teardown`.
+    It has four parts: `precision`, `ranks` (which process this is, and what ranks exchange), `masters` (what optimizers
+    step) and `own_loop` (what only a loop of the user's own needs).
+
+    A fit calls these methods in this order, those in brackets only where they apply:
+
+        place_on                the run's devices are known
+        check_settings          further settings, in several calls, as they become known
+        [synchronize_batchnorm]
+        setup_environment       this process joins its ranks
+        model_context           around `configure_model`
+        setup_modules
+        [load_module]           in a resume
+        synchronize
+        setup_optimizers
+        make_schedulers
+        [load_state_dict]       in a resume
+        setup_step
+        [check_compiled]
+        check_trained           in each epoch
+        forward_backward        for each batch
+        [skip_batch]            in its place, on a rank without a sample of the global batch
+        [sync_gradients]        for each accumulation window
+        [scale_gradients]
+        before_step             for each optimizer
+        [clip]
+        step
+        end_step
+        synchronize_buffers     for each evaluation
+        evaluate                for each of its batches
+        end_evaluation
+        save                    for each checkpoint
+        state_dict
+        [report_failure]
+        teardown
     """
 
     name: str = ""
     supports_inference_mode: bool = True
-    """False where tensors made in validation take part in a later backward (FSDP2): no_grad is used then."""
+    """False if tensors made in validation take part in a later backward (FSDP2): validation then runs under no_grad."""
     supports_closure: bool = True
-    """False where an engine steps by itself, so that an optimizer like LBFGS cannot evaluate the loss again."""
+    """False if an engine steps by itself, so that an optimizer such as LBFGS cannot evaluate the loss again."""
     drives_one: bool = False
-    """An engine drives one model that is trained, and its one optimizer; others are only placed on the device."""
+    """True for an engine that trains one model with one optimizer; other models are only moved to the device."""
     replicates: bool = True
-    """Every rank holds the whole model: evaluation calls the bare module, and ranks without samples simply stop."""
+    """True if every rank holds the whole model: evaluation calls the bare module, and ranks without samples stop."""
     before_forward: Callable[[Window], None] | None = None
-    """What a strategy does before the forward of a training batch, without a frame on the way to the user's step."""
+    """Called before the forward pass of a training batch; it puts no frame between `fit` and the user's step."""
 
     def __init__(self, precision: Precision | None = None, ranks: Ranks | None = None) -> None:
         self.ranks = ranks if ranks is not None else Ranks()
@@ -65,33 +93,32 @@ class Strategy(ABC):
 
     # environment ------------------------------------------------------------------------------------------------------
     @property
-    @abstractmethod
     def root_device(self) -> torch.device:
         """The device of this rank."""
-
-    @property
-    def local_devices(self) -> list[torch.device]:
-        """The devices of this machine's ranks."""
-        return [self.root_device]
+        return self.ranks.device
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those that see different samples. Sampling, weighting and metrics use these two."""
+        """This rank's number among those that see different samples, for sampling, weighting and metrics.
+
+        Ranks that share one model (tensor, sequence or pipeline parallel) get the same batch and have one data rank.
+        """
         return self.ranks.global_rank
 
     @property
     def data_size(self) -> int:
+        """The number of ranks that see different samples."""
         return self.ranks.world_size
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        """Takes the Trainer's devices, as its arguments name them; a strategy that was given its own keeps them."""
+        """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""
 
     def check_settings(self, settings: RunSettings) -> None:
-        """Is told what the run asks for, as soon as it is known and in several calls; a strategy with settings of its own for the
-        same things refuses what contradicts them.
+        """Takes what the run asks for, in several calls, each as soon as more is known.
 
         Raises:
-            ConfigurationError: names both sides, and the fix.
+            ConfigurationError: if a setting of the strategy's own contradicts one of the run's; names both, and the
+                fix.
         """
 
     def setup_environment(self) -> None:
@@ -100,7 +127,7 @@ class Strategy(ABC):
         self.precision.check(self.root_device)
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
-        """Reports an error to the other ranks; returns False if it only follows from another rank's, which the user sees."""
+        """Reports an error to the other ranks; returns False if it only follows from an error of theirs."""
         return self.ranks.report_failure(error, where)
 
     def release(self) -> None:
@@ -115,69 +142,67 @@ class Strategy(ABC):
 
     @property
     def details(self) -> str:
-        """What else fit prints of the strategy, once modules are set up; empty where there is nothing to tell."""
+        """What fit prints about the strategy once modules are set up; empty for nothing."""
         return ""
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules built in this context come with the precision's dtype, on this rank's device.
+        """Builds modules in the precision's dtype, on this rank's device.
 
         Args:
-            empty_init: leave out what is drawn at random, for weights that a checkpoint will bring.
+            empty_init: skip random initialisation, for weights that a checkpoint replaces.
         """
         with self.precision.init_context(), self.root_device, EmptyInit() if empty_init else nullcontext():
             yield
 
     def model_context(self) -> AbstractContextManager[None]:
-        """The context of `configure_model`: a strategy that shards builds on the meta device in it."""
+        """Returns the context of `configure_model`, in which a strategy that shards builds on the meta device."""
         return nullcontext()
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        """Brings modules to where they run. Called before their optimizers exist."""
+        """Moves modules to where they run, before their optimizers exist."""
         self.modules = [self.precision.convert_module(module).to(self.root_device) for module in modules]
         return self.modules
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Prepares optimizers of modules that are set up."""
+        """Prepares the optimizers of modules that are set up."""
         self.optimizers = list(optimizers)
         for optimizer in self.optimizers:
             self.precision.register(optimizer)
         return self.optimizers
 
     def make_schedulers(self) -> list[Any]:
-        """Schedulers that the strategy's own settings ask for; called once optimizers are set up. Whoever calls this steps and
-        saves them, once per optimizer step.
-        """
+        """Returns the schedulers of the strategy's own settings, which the caller steps and saves."""
         return []
 
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
-        """The form in which a step function of the module is called; DDP and FSDP2 wrap it here."""
+        """Returns the function that runs a step of the module; DDP and FSDP2 wrap it here."""
         return step_fn
 
     def synchronize(self, module: nn.Module) -> None:
-        """Gives every rank the weights and buffers of rank 0; called once they are restored, before optimizers are made."""
+        """Gives every rank the weights and buffers of rank 0, once they are restored and before optimizers are made."""
 
     def synchronize_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, before an evaluation within fit."""
 
     def synchronize_batchnorm(self) -> None:
-        """Asks for the statistics of batch norm over all ranks, before modules are set up. One device sees every sample anyway."""
+        """Batch norm takes its statistics over all ranks from now on; called before modules are set up."""
 
     def to_device(self, batch: T) -> T:
-        """Brings a batch of any nested structure to this rank's device, in the precision of the inputs."""
+        """Moves a batch of any nested structure to this rank's device, in the precision of the inputs."""
         return self.precision.convert_input(move_to_device(batch, self.root_device))
 
     @property
     def leaves_batches(self) -> bool:
-        """True where `to_device` has nothing to do to a batch of CPU tensors, so that the loop need not call it."""
+        """True if `to_device` would return a batch of CPU tensors as it is, so that the loop need not call it."""
         return self.root_device.type == "cpu" and not self.precision.converts_input
 
     def check_compiled(self) -> None:
-        """A module compiled by torch.compile is to run: raises where it cannot."""
+        """Raises ConfigurationError if modules compiled by torch.compile cannot run."""
 
     def check_trained(self) -> None:
-        """At the start of an epoch: raises where parameters are trained now that were frozen at set-up, if that would go wrong."""
+        """Raises ConfigurationError, at an epoch's start, if parameters unfrozen since set-up would not be trained."""
 
     # the step ---------------------------------------------------------------------------------------------------------
     def forward_backward(
@@ -215,11 +240,11 @@ class Strategy(ABC):
         """Divides a loss so that the window's gradient is the mean over its batches, or over its items.
 
         Items are only known when the window ends: backward divides by those of the first batch, which keeps the
-        gradients in range, and `Accelerator.close_window` corrects by first / total. On several ranks both are means over
-        the ranks, as the gradients are.
+        gradients in range, and `Accelerator.close_window` corrects by first / total. On several ranks both are means
+        over the ranks, as the gradients are.
 
         Raises:
-            ConfigurationError: if only some batches of a window come with num_items.
+            ConfigurationError: if only some batches of a window have num_items.
         """
         if (num_items is None) != (window.first_items is None) and window.index > 0:
             raise ConfigurationError(
@@ -228,7 +253,8 @@ class Strategy(ABC):
             )
         if window.idle and window.index == 0 and self.ranks.any(num_items is not None) and num_items is None:
             raise ConfigurationError(
-                "training_step returned num_items on some ranks of a global batch and not on others: return it always or never."
+                "training_step returned num_items on some ranks of a global batch and not on others: return it always "
+                "or never."
             )
         if num_items is None:
             if window.weight != 1.0:
@@ -249,36 +275,35 @@ class Strategy(ABC):
         if isinstance(num_items, Tensor) and (num_items.device.type != "cpu" or device.type == "cpu"):
             items = num_items.detach().to(device, dtype).reshape(())
         else:
-            # Filled in there: to copy a number to a GPU waits until it has done all that it was given.
+            # Filled on the device: copying a number to a GPU waits for all of its pending work.
             items = torch.full((), float(num_items), dtype=dtype, device=device)
         return self.ranks.reduce(items, reduction="mean")
 
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
-        """Stands in for `forward_backward` on a rank without a sample in a global batch.
+        """Takes the place of `forward_backward` on a rank without a sample in a global batch.
 
-        It takes part in whatever the other ranks exchange for that batch, with a gradient of zero. What it runs of the user's
-        code leaves no trace: the caller discards what is logged, and restores buffers, metrics and random numbers. No hook
-        is called. `skip_items` belongs between forward and backward.
+        It takes part in what the other ranks exchange for that batch, with a gradient of zero, and calls no hook. User
+        code that it runs leaves no trace: the caller discards what is logged, and restores buffers, metrics and random
+        numbers. Call `skip_items` between forward and backward.
 
         Args:
-            step_fn: what `forward_backward` would be given.
-            filler: a batch that may be run, where the others exchange something in their forward passes; None where there
-                is none.
+            step_fn: as for `forward_backward`.
+            filler: a batch to run if the others exchange something in their forward passes; None if there is none.
             extra: further arguments of the step.
             window: the window, as for `forward_backward`.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has {self.data_size} data ranks and no skip_batch, and a global batch has fewer samples than "
-            "ranks: write it, or give the loader drop_last=True."
+            f"{type(self).__name__} has {self.data_size} data ranks and no skip_batch, and a global batch has fewer "
+            "samples than ranks: write it, or give the loader drop_last=True."
         )
 
     def skip_items(self, window: Window) -> None:
-        """The part of a rank without a sample in what `loss_to_backward` exchanges: it has no items."""
+        """Takes part in what `loss_to_backward` exchanges, for a rank without a sample: it has no items."""
         if window.index == 0 and self.ranks.any(False):
             window.num_items, window.first_items = 0, _not_zero(self.mean_items(0))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        """The training step of manual optimisation: forward only, in the precision's context."""
+        """Runs the training step of manual optimisation: forward only, in the precision's context."""
         context = self.precision.forward_context
         if context is None:
             return step_fn(batch, *extra)
@@ -286,20 +311,20 @@ class Strategy(ABC):
             return step_fn(batch, *extra)
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        """A validation, test or prediction step on one batch."""
+        """Runs a validation, test or prediction step on one batch."""
         return self.forward(step_fn, batch, extra)
 
     def end_evaluation(self) -> None:
-        """After a pass over evaluation data."""
+        """Ends a pass over evaluation data."""
 
     def backward(self, loss: Tensor, *args: Any, own: Callable[..., Any] | None = None, **kwargs: Any) -> None:
-        """Backward of a loss that the user has divided already (manual optimisation, the user's own loop).
+        """Runs backward on a loss that the user has divided already (manual optimisation, the user's own loop).
 
         Args:
             loss: not scaled yet.
-            *args: handed on to backward.
-            own: what runs backward on the scaled loss in the place of `loss.backward`: the module's own method.
-            **kwargs: handed on to backward.
+            *args: for backward.
+            own: called with the scaled loss in place of `loss.backward`: the module's own method.
+            **kwargs: for backward.
         """
         scaled = self.precision.scale_loss(loss)
         if own is None:
@@ -308,24 +333,16 @@ class Strategy(ABC):
             own(scaled, *args, **kwargs)
 
     def sync_gradients(self) -> None:
-        """Averages over the ranks the gradients of a window that ended before its last batch was known to be the last."""
-
-    def _stepped(self) -> Iterable[Tensor]:
-        """The parameters that optimizers step; all of the modules', where a loop of one's own steps an optimizer by itself."""
-        if not self.optimizers:
-            return {id(p): p for module in self.modules for p in module.parameters()}.values()
-        return {
-            id(p): p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
-        }.values()
+        """Averages gradients over the ranks if a window ended before any batch was known to be its last."""
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        """Multiplies the gradients of every parameter that is stepped by a factor, on the device."""
-        grads = [p.grad for p in self._stepped() if p.grad is not None]
+        """Multiplies all gradients by a factor, on the device."""
+        grads = [p.grad for p in stepped_parameters(self.modules, self.optimizers) if p.grad is not None]
         if not grads:
             return
         if isinstance(factor, Tensor):
             device = grads[0].device
-            # Not beside the host on the way to the CPU, which would multiply by what is not there yet.
+            # A copy to the CPU must be complete before it is multiplied by.
             factor = factor.to(device, non_blocking=device.type != "cpu")
         dense = [grad for grad in grads if not grad.is_sparse]
         if dense:
@@ -335,11 +352,11 @@ class Strategy(ABC):
                 grad.mul_(factor)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Brings the optimizer's gradients to their true scale, before hooks and clipping see them."""
+        """Unscales the optimizer's gradients, before hooks and clipping see them."""
         self.precision.unscale(optimizer)
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
-        """Clips the gradients of the optimizer's parameters, after bringing them to their true scale.
+        """Unscales and clips the gradients of the optimizer's parameters.
 
         Returns:
             The total norm before clipping, a 0-d tensor on the device, or None for clipping by value.
@@ -351,21 +368,21 @@ class Strategy(ABC):
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clips the gradients of some parameters, which are at their true scale; returns what `clip` does."""
+        """Clips unscaled gradients of some parameters; returns what `clip` does."""
         if algorithm == "value":
             nn.utils.clip_grad_value_(parameters, value)
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps one optimizer, which is handed the keyword arguments; False where the gradient scaler skipped the step."""
+        """Steps one optimizer, with the keyword arguments; returns False if the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure, **kwargs)
 
     def end_step(self) -> None:
-        """After all optimizers of a window: the scaler takes its new scale."""
+        """Ends the step of all optimizers of a window: the gradient scaler updates its scale."""
         self.precision.end_step()
 
-    # for users, by Lightning's names: everything in Leyden goes by `ranks` ------------------------------------------------
+    # names that users of Lightning read on trainer.strategy; all code in Leyden uses `ranks` --------------------------
     @property
     def global_rank(self) -> int:
         return self.ranks.global_rank
@@ -400,19 +417,19 @@ class Strategy(ABC):
 
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        """Writes the module's tensors, and the optimizers' named states unless they are None. All ranks call it.
+        """Writes the module's tensors, and the optimizers' named states unless they are None. Every rank calls it.
 
-        Parameters count as alike on all ranks; buffers are those of rank 0.
+        Parameters are taken to be equal on all ranks; buffers are those of rank 0.
         """
         writer.model(module.state_dict(), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:
             writer.optimizers(optimizers)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
-        """Loads the module's tensors; where some of them are sharded, each rank reads its own part.
+        """Loads the module's tensors; of sharded ones each rank reads its own part.
 
         Raises:
-            ConfigurationError: if names or shapes do not fit; names the first of them.
+            ConfigurationError: if names or shapes do not fit; lists them.
         """
         if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             fill_weights(module, reader, strict)
@@ -420,18 +437,19 @@ class Strategy(ABC):
             load_weights(module, reader.model(), strict)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the strategy itself counts, beside modules and optimizers: numbers and small tensors, the same on all ranks."""
+        """Returns the strategy's own state: numbers and small tensors, equal on all ranks."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave. Another strategy may have saved it: what it does not know it leaves alone."""
+        """Restores the strategy's own state. Another strategy may have saved it: unknown entries are ignored."""
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
         """The module's state with whole tensors. If they are sharded, every rank must call it.
 
         Args:
             module: whose state it is.
-            rank0_only: a strategy that shards gathers them on rank 0's CPU alone, one at a time; False gathers them on every rank.
+            rank0_only: a strategy that shards gathers them on rank 0's CPU alone, one at a time; False gathers them on
+                every rank.
         """
         state = module.state_dict()
         for name, value in state.items():
@@ -440,14 +458,21 @@ class Strategy(ABC):
         return state
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """Within it, backward sends gradients to the other ranks only if enabled."""
+        """Returns a context in which backward sends gradients to the other ranks if enabled, and not otherwise."""
         return nullcontext()
 
     def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Within it, backward sends gradients, though the forward pass of a wrapped module was run without sync."""
+        """Returns a context in which backward sends gradients, though forward ran within `gradient_sync(False)`."""
         return self.gradient_sync(True)
 
 
 def _not_zero(num_items: Tensor | float) -> Tensor | float:
-    """The number of items, but 1 for 0: the first batch of a window may hold no item, and 0 / 0 would spoil the whole window."""
+    """Replaces 0 items by 1: the first batch of a window may have none, and 0 / 0 would spoil the whole window."""
     return num_items.masked_fill(num_items == 0, 1) if isinstance(num_items, Tensor) else num_items or 1
+
+
+def stepped_parameters(modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterable[Tensor]:
+    """The parameters that optimizers step; all of the modules' if a loop of the user's own keeps its optimizer."""
+    if not optimizers:
+        return {id(p): p for module in modules for p in module.parameters()}.values()
+    return {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}.values()

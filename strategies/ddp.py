@@ -27,19 +27,19 @@ OWN = ("module", "device_ids", "output_device", "dim", "process_group")
 class DDPStrategy(ProcessGroupStrategy):
     """torch's DistributedDataParallel.
 
-    The training step is the forward that DDP wraps; evaluation calls the bare module. Gradients are sent in the backward that
-    closes an accumulation window, and in no other.
+    The training step is the forward that DDP wraps; evaluation calls the bare module. Gradients are sent in the
+    backward that closes an accumulation window, and in no other.
 
     Args:
-        ddp_comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", or a hook of torch's. The state of PowerSGD is not in
-            checkpoints.
+        ddp_comm_hook: how gradients are sent: "fp16", "bf16", "powersgd", or a hook of torch's. The state of PowerSGD
+            is not in checkpoints.
         ddp_comm_state: the hook's state.
         ddp_comm_wrapper: wraps the hook, as torch's `fp16_compress_wrapper`.
-        devices: those of `ProcessGroupStrategy`, and so on with num_nodes, precision, process_group_backend, timeout and
-            start_method.
-        **kwargs: those, and every argument of DistributedDataParallel: find_unused_parameters, static_graph, bucket_cap_mb,
-            gradient_as_bucket_view, broadcast_buffers, … In manual optimisation find_unused_parameters is True unless it is given,
-            since one backward of several seldom reaches every parameter.
+        devices: those of `ProcessGroupStrategy`, and so on with num_nodes, precision, process_group_backend, timeout
+            and start_method.
+        **kwargs: those, and every argument of DistributedDataParallel: find_unused_parameters, static_graph,
+            bucket_cap_mb, gradient_as_bucket_view, broadcast_buffers, … In manual optimisation find_unused_parameters
+            is True unless it is given, since one backward of several seldom reaches every parameter.
 
     Raises:
         ConfigurationError: for an argument that neither of them has.
@@ -84,7 +84,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return self._wrapping.arguments
 
     def configure_ddp(self, arguments: Mapping[str, Any], hook: tuple[Any, Any] | None) -> None:
-        """Takes further arguments of DistributedDataParallel, and how gradients are sent, before a module is wrapped."""
+        """Takes further arguments of DistributedDataParallel, and a hook that sends gradients."""
         self._wrapping.extend(arguments, hook)
 
     # modules ----------------------------------------------------------------------------------------------------------
@@ -139,8 +139,9 @@ class DDPStrategy(ProcessGroupStrategy):
         for name, parameter in self.ddp.module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._sent:
                 raise ConfigurationError(
-                    f"{name.removeprefix('module.')} was frozen when the fit began and is trained now: DDP does not send its gradients, so the ranks "
-                    "would drift apart. Leave it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
+                    f"{name.removeprefix('module.')} was frozen when the fit began and is trained now: DDP does not "
+                    "send its gradients, so the ranks would drift apart. Leave it trainable with a learning rate of 0 "
+                    "until then, or unfreeze it and fit again."
                 )
 
     def teardown(self) -> None:
@@ -203,7 +204,7 @@ class DDPStrategy(ProcessGroupStrategy):
         return loss
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        """Manual optimisation: DDP sends the buffers, and is told of each backward by `backward`."""
+        """Runs the step of manual optimisation: DDP sends buffers, and `backward` prepares it for gradients."""
         if self.ddp is not None:
             self.ddp.require_backward_grad_sync = self.ddp.require_forward_param_sync = True
         context = self.precision.forward_context
@@ -213,7 +214,7 @@ class DDPStrategy(ProcessGroupStrategy):
             return step_fn(batch, *extra)
 
     def _expect_no_backward(self, module: nn.Module, args: Any) -> None:
-        """Runs between DDP's forward and the step: all backward passes are inside the step, and DDP must not wait for one after it."""
+        """Runs between DDP's forward and the step, after which DDP must expect no backward pass."""
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = False
 
@@ -316,8 +317,9 @@ class WrappedModule(DistributedDataParallel):
             value = getattr(super().__getattr__("module"), name)
         if callable(value) and torch.is_grad_enabled() and name not in WITHOUT_GRADIENTS:
             raise AttributeError(
-                f"{name} of a model on several ranks was asked for, and a loss that is computed by it would not be exchanged: call "
-                f"the model itself, or accelerator.unwrap_model(model).{name} where no gradient is wanted."
+                f"{name} of a model on several ranks was asked for, and a loss that is computed by it would not be "
+                f"exchanged: call the model itself, or accelerator.unwrap_model(model).{name} where no gradient is "
+                "wanted."
             ) from None
         return value
 

@@ -14,8 +14,8 @@ from leyden.strategies.weights import WeightReader
 class Masters:
     """What optimizers step. Here it is the module's parameters themselves.
 
-    An engine may step copies in their place: flat stretches of several parameters, in float32. It has a subclass of this one as
-    `strategy.masters`, so that everyone else goes on to speak of parameters.
+    An engine may step copies in their place: flat stretches of several parameters, in float32. It has a subclass of
+    this one as `strategy.masters`, so that all other code goes on to speak of parameters.
     """
 
     def groups(self, optimizer: Optimizer) -> list[list[Tensor]]:
@@ -25,17 +25,19 @@ class Masters:
     def saved_form(self, optimizer: Optimizer) -> Any:
         """Returns the optimizer as a checkpoint knows it: the module's parameters in its groups, and its state by them.
 
-        An engine returns an object with torch's `param_groups`, `state_dict` and `load_state_dict`, whose state holds a Fragment
-        for each part of its flat memory; and with `dtypes`, which lists the dtype of each copy that differs from its parameter's.
+        An engine returns an object with torch's `param_groups`, `state_dict` and `load_state_dict`, whose state holds a
+        Fragment for each part of its flat memory; and with `dtypes`, which lists the dtype of each copy that differs
+        from its parameter's.
         """
         return optimizer
 
     def parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
-        """Returns, by the parameters' names, the tensors that optimizer state belongs to: DTensors and Fragments are read in part.
+        """Returns, by the parameters' names, the tensors that optimizer state belongs to.
 
-        None if they are not known before `setup_optimizers`: the state is read after it.
+        Of DTensors and Fragments only this rank's part is read. None if the tensors are not known before
+        `setup_optimizers`: the state is read after it.
         """
         return dict(module.named_parameters())
 
     def load(self, reader: WeightReader, module: nn.Module) -> None:
-        """Reads the copies once optimizers are set up: `load_module` came before, and gave the module weights of its own dtype."""
+        """Reads the copies, once optimizers are set up; `load_module` has filled the module in its own dtype."""

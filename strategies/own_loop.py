@@ -24,10 +24,10 @@ class OwnLoop:
         return nullcontext()
 
     def clip_each_step(self, value: float) -> None:
-        """A launch's configuration asks for clipping by norm in each step. An engine does it; other loops clip themselves."""
+        """Clips each step to a norm, as a launch's configuration asks of an engine; other loops clip themselves."""
 
     def end_turn(self) -> None:
-        """Ends one turn of the loop: the next batch is asked for, or an optimizer has stepped where no prepared loader is read.
+        """Ends one turn of the loop: it asks for the next batch, or an optimizer has stepped without a prepared loader.
 
         A strategy that collects operations hands them to the device.
         """

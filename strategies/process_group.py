@@ -67,10 +67,11 @@ class GroupRanks(Ranks):
             raise ConfigurationError(
                 f"start_method={start_method!r} is not known. {nearest(start_method, self.start_methods)}"
             )
+        super().__init__()
         self.start_method = start_method
         self._own_devices = None if devices is None else [with_index(device) for device in devices]
         self._own_nodes = num_nodes
-        self.devices = self._own_devices or [torch.device("cpu")]
+        self.devices = self._own_devices or self.devices
         self.num_nodes = num_nodes or 1
         self.backend = backend
         self.timeout = timeout
@@ -95,10 +96,10 @@ class GroupRanks(Ranks):
         others = given and len(plan) != place.local_world_size
         if others or ((given or self.num_nodes > 1) and self.num_nodes != place.num_nodes):
             raise ConfigurationError(
-                f"{place.starter} started {place.world_size} ranks ({place.local_world_size} on this machine: the environment's "
-                f"{'SLURM_STEP_NUM_TASKS' if place.starter == 'slurm' else 'WORLD_SIZE'}), and the Trainer was given devices="
-                f"{len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave both out to use the ranks there are, or use "
-                "strategy='single_device' for a run of this process alone."
+                f"{place.starter} started {place.world_size} ranks ({place.local_world_size} on this machine: the "
+                f"environment's {'SLURM_STEP_NUM_TASKS' if place.starter == 'slurm' else 'WORLD_SIZE'}), and the "
+                f"Trainer was given devices={len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave "
+                "both out to use the ranks there are, or use strategy='single_device' for a run of this process alone."
             )
         self.num_nodes = place.num_nodes
         count = place.local_world_size
@@ -106,7 +107,8 @@ class GroupRanks(Ranks):
             # A starter may show each rank a GPU of its own, which is then its number 0.
             if 1 < len(plan) < count:
                 raise ConfigurationError(
-                    f"{place.starter} started {count} ranks on a machine with {len(plan)} GPUs: start one rank for each GPU."
+                    f"{place.starter} started {count} ranks on a machine with {len(plan)} GPUs: start one rank for "
+                    "each GPU."
                 )
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
@@ -129,11 +131,6 @@ class GroupRanks(Ranks):
         self.place = place
 
     # this rank --------------------------------------------------------------------------------------------------------
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.devices[self.local_rank % len(self.devices)]
-
     @property
     def global_rank(self) -> int:
         return self.place.rank if self.place is not None else 0
@@ -162,8 +159,8 @@ class GroupRanks(Ranks):
     def default_backend(self) -> str:
         """The backend of the process group if none is given.
 
-        With a GPU, gloo serves what waits on the CPU: offloaded gradients, and tensors that a user gathers. The group lasts as long
-        as the process, so a later run may need it where this one does not.
+        With a GPU, gloo serves what waits on the CPU: offloaded gradients, and tensors that a user gathers. The group
+        lasts as long as the process, so a later run may need it where this one does not.
         """
         return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
@@ -194,8 +191,9 @@ class GroupRanks(Ranks):
     def _make_group(self, backend: str) -> None:
         """Makes the process group, which lasts as long as the process.
 
-        The next run needs it too, and so does a script that talks to the other ranks afterwards. Leaving it and joining again would
-        take a new store each time (under torchrun the second group reads the first one's addresses and hangs, tried with torch 2.13).
+        The next run needs it too, and so does a script that talks to the other ranks afterwards. Leaving it and joining
+        again would take a new store each time (under torchrun the second group reads the first one's addresses and
+        hangs, tried with torch 2.13).
         """
         end_with_parent()
         leave_stdin_to_rank_0(self.global_rank)
@@ -307,8 +305,8 @@ class ProcessGroupStrategy(Strategy):
         precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
         process_group_backend: "gloo", "nccl", …; chosen by the device if left out.
         timeout: how long a collective waits for the others.
-        start_method: "script" runs the script again on each rank; "spawn", "fork" and "notebook" run functions of this process.
-            Only ranks that nobody has started yet need it.
+        start_method: "script" runs the script again on each rank; "spawn", "fork" and "notebook" run functions of this
+            process. Only ranks that nobody has started yet need it.
     """
 
     ranks: GroupRanks
@@ -327,22 +325,16 @@ class ProcessGroupStrategy(Strategy):
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.ranks.plan(accelerator, devices, num_nodes)
 
-    @property
-    def local_devices(self) -> list[torch.device]:
-        return self.ranks.devices
-
-    @property
-    def root_device(self) -> torch.device:
-        return self.ranks.device
-
     def setup_environment(self) -> None:
         super().setup_environment()
         remember(self)
 
 
 class Travelling:
-    """A tensor of a GPU in an object that is pickled for other ranks: it arrives on the GPU of each, where it would go to the
-    sender's and take memory there."""
+    """A GPU tensor in an object that is pickled for other ranks: it arrives on each rank's own GPU.
+
+    By itself it would be unpickled on the sender's GPU, and take memory there.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -352,7 +344,7 @@ class Travelling:
 
 
 def travelling(tensor: Tensor) -> Any:
-    """The tensor itself, in a form that can be sent."""
+    """Returns the tensor in a form that can be pickled for other ranks."""
     return Travelling(tensor) if tensor.device.type == "cuda" else tensor
 
 
@@ -367,7 +359,7 @@ def _gather(tensor: Tensor, group: Any) -> Tensor:
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """all_gather; its gradient is that of this rank's part in the losses of all ranks."""
+    """all_gather; in backward each rank gets the gradient of its part, summed over the losses of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -381,7 +373,7 @@ class _GatherWithGradient(torch.autograd.Function):
         return total[dist.get_rank(ctx.group)], None
 
 
-# The process group is the process's own, and so is what belongs to it.
+# A process has one process group, and one of each of these with it.
 _first_failure: FirstFailure | None = None
 _host: Any = None
 _joined: WeakSet[Strategy] = WeakSet()
@@ -414,7 +406,7 @@ def _watch(rank: int, size: int, is_host: bool) -> None:
 
 
 def _host_group(timeout: timedelta) -> Any:
-    """The default group where it is gloo's, else one beside it, made once."""
+    """Returns the default group if it is gloo's, else a gloo group beside it, made once."""
     global _host
     if _host is None and dist.get_backend() == "gloo":
         _host = dist.group.WORLD
@@ -424,16 +416,19 @@ def _host_group(timeout: timedelta) -> Any:
 
 
 def _leave() -> None:
-    """The one place where a process leaves its group: gloo aborts a process that ends within it, in one run of three (tried)."""
+    """The one place where a process leaves its group.
+
+    gloo aborts a process that ends within it, in one run of three (tried).
+    """
     global _first_failure, _host
     watch, _first_failure, _host = _first_failure, None, None
     failed = watch is not None and (watch.told or watch.follows)
     if watch is not None:
         watch.close()
     if not dist.is_initialized() or (failed and "nccl" in dist.get_backend()):
-        # After a failure NCCL would wait for ranks that are gone.
+        # After a failure NCCL would wait for ranks that have exited.
         return
-    # A rank that is stopped would hold gloo up.
+    # gloo would wait for a rank that is stopped.
     with ended_after(LEAVE) if failed else nullcontext():
         gc.collect()
         dist.destroy_process_group()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -15,13 +16,19 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The ranks of a run, seen from one of them. This class is a process by itself, with nobody to exchange anything with.
+    """The ranks of a run, seen from one of them: here a process by itself, which has nothing to exchange.
 
-    A strategy holds its ranks as `strategy.ranks`. `GroupRanks` are the processes of a torch process group. One process that
-    drives several devices, as XLA's SPMD does, is a single rank.
+    A strategy holds its ranks as `strategy.ranks`. `GroupRanks` are the processes of a torch process group. One process
+    that drives several devices, as XLA's SPMD does, is a single rank.
 
-    Every rank must call a collective, all of them in the same order. `group` restricts one to the ranks of a process group, such
-    as that of one dimension of a device mesh (`mesh["shard"].get_group()`); None means all ranks.
+    Every rank must call a collective, all of them in the same order. `group` restricts one to the ranks of a process
+    group, such as that of one dimension of a device mesh (`mesh["shard"].get_group()`); None means all ranks.
+
+    Args:
+        device: of this process.
+
+    Attributes:
+        devices: of this machine's ranks.
 
     Example:
         >>> Ranks().world_size, Ranks().all_gather_object("mine")
@@ -35,7 +42,15 @@ class Ranks:
     host_group: Any = None
     """The process group for decisions made on the host, so that they never wait for the device; None without one."""
 
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.devices = [torch.device(device)]
+
     # this rank --------------------------------------------------------------------------------------------------------
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.devices[self.local_rank % len(self.devices)]
+
     @property
     def global_rank(self) -> int:
         """This rank's number among all of them, from 0."""
@@ -80,6 +95,9 @@ class Ranks:
 
     def join(self) -> None:
         """Makes this rank's device current and joins the other ranks."""
+        # Until then, calls that ask the device would ask the first one.
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @property
     def is_joined(self) -> bool:
@@ -87,7 +105,7 @@ class Ranks:
         return True
 
     def report_failure(self, error: BaseException, where: str = "") -> bool:
-        """Reports an error to the other ranks; returns False if it only follows from another rank's, which the user sees."""
+        """Reports an error to the other ranks; returns False if it only follows from an error of theirs."""
         return True
 
     def end_run(self) -> None:
@@ -128,7 +146,7 @@ class Ranks:
         return flag
 
     def exchange_flags(self, flags: Sequence[bool]) -> Callable[[], list[bool]]:
-        """Starts an exchange of flags. The function it returns waits for it, and returns which flags are true on any rank."""
+        """Starts an exchange of flags; the function it returns waits, and returns which are true on any rank."""
         kept = list(flags)
         return lambda: kept
 
@@ -137,5 +155,5 @@ class Ranks:
         return []
 
     def aborts_on_shapes(self, tensors: Sequence[Tensor], group: Any = None) -> bool:
-        """True if a collective over such tensors, with shapes that differ by rank, would abort the process instead of raising."""
+        """True if a collective over tensors whose shapes differ by rank would abort the process instead of raising."""
         return False

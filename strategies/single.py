@@ -10,6 +10,7 @@ from torch import nn
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import Precision
+from leyden.strategies.ranks import Ranks
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda", "mps", "xla", "tpu")
 
@@ -29,7 +30,8 @@ def find_device(accelerator: str = "auto") -> torch.device:
         raise ConfigurationError(
             f"accelerator={accelerator!r} needs a strategy that runs on XLA: use strategy='xla' or 'xla_fsdp'."
         )
-    # By the driver's list: is_available() would start CUDA, and a process that has started it cannot fork ranks that use it.
+    # By the driver's list: is_available() would start CUDA, and a process that has started it cannot fork ranks that
+    # use it.
     cuda, mps = torch.cuda.device_count() > 0, torch.backends.mps.is_available()
     if accelerator in ("auto", "gpu"):
         if not cuda and not mps:
@@ -41,7 +43,8 @@ def find_device(accelerator: str = "auto") -> torch.device:
         accelerator = "cuda" if cuda else "mps"
     if (accelerator == "cuda" and not cuda) or (accelerator == "mps" and not mps):
         raise ConfigurationError(
-            f"accelerator={accelerator!r}, but torch {torch.__version__} finds none here: use accelerator='auto' or 'cpu'."
+            f"accelerator={accelerator!r}, but torch {torch.__version__} finds none here: use accelerator='auto' or "
+            "'cpu'."
         )
     if accelerator == "cpu":
         return torch.device("cpu")
@@ -77,25 +80,14 @@ class SingleDeviceStrategy(Strategy):
     name = "single_device"
 
     def __init__(self, device: torch.device | str = "cpu", precision: Precision | None = None) -> None:
-        super().__init__(precision)
-        self._device = with_index(device)
-
-    @property
-    def root_device(self) -> torch.device:
-        return self._device
-
-    def setup_environment(self) -> None:
-        # Before anything is asked of the device, which would be asked of the first one.
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-        super().setup_environment()
+        super().__init__(precision, Ranks(with_index(device)))
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         for module in modules:
             for name, tensor in module.named_parameters():
                 if tensor.is_meta:
                     raise ConfigurationError(
-                        f"the parameter {name!r} is on the meta device and has no values. Build the module on a real device, "
-                        "or in configure_model, which a sharding strategy fills."
+                        f"the parameter {name!r} is on the meta device and has no values. Build the module on a real "
+                        "device, or in configure_model, which a sharding strategy fills."
                     )
         return super().setup_modules(modules)

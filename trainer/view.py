@@ -178,7 +178,7 @@ class TrainerView:
 
     @property
     def device_ids(self) -> list[int]:
-        return [device.index or 0 for device in self.strategy.local_devices]
+        return [device.index or 0 for device in self.strategy.ranks.devices]
 
     @property
     def model(self) -> TrainModule:

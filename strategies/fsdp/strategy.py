@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm
+from leyden.strategies.base import ClipAlgorithm, stepped_parameters
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.fsdp1_names import Translation
@@ -364,7 +364,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         super().before_step(optimizer)
 
     def scale_gradients(self, factor: Tensor | float) -> None:
-        grads = [local(p.grad) for p in self._stepped() if p.grad is not None]
+        grads = [local(p.grad) for p in stepped_parameters(self.modules, self.optimizers) if p.grad is not None]
         multiply(grads, factor)
 
     def clip_parameters(

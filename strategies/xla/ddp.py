@@ -102,14 +102,6 @@ class XLADDPStrategy(XLAStrategy):
         self.check_place(accelerator)
         self.ranks.plan(accelerator, devices, num_nodes)
 
-    @property
-    def root_device(self) -> torch.device:
-        return self.ranks.device
-
-    @property
-    def local_devices(self) -> list[torch.device]:
-        return self.ranks.devices
-
     def setup_environment(self) -> None:
         super().setup_environment()
         remember(self)

@@ -20,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
+from leyden.strategies.ranks import Ranks
 from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.strategies.window import Window
 from leyden.strategies.xla import runtime
@@ -34,6 +35,16 @@ KINDS = {"cpu": "CPU", "tpu": "TPU"}
 """What the Trainer's accelerator means to XLA's runtime; for any other the runtime takes the best there is."""
 XLA_DEVICE = torch.device("xla", 0)
 OTHERS = ("gpu", "cuda", "mps")
+
+
+class SPMDRanks(Ranks):
+    """One process that drives one XLA device or, by SPMD, all of them: a single rank."""
+
+    def start(self, kind: str | None, wanted: int | list[int] | None) -> int:
+        """Starts XLA's runtime, and returns how many devices this rank drives."""
+        device, count = runtime.start(kind, wanted)
+        self.devices = [device]
+        return count
 
 
 class XLALoop(OwnLoop):
@@ -74,7 +85,6 @@ class XLAStrategy(Strategy):
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
-    _device = XLA_DEVICE
     _kind: str | None = None
 
     def __init__(
@@ -85,7 +95,8 @@ class XLAStrategy(Strategy):
         batch: Sequence[str] | None = None,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(precision)
+        self._spmd = SPMDRanks(XLA_DEVICE)
+        super().__init__(precision, self._spmd)
         self.own_loop = XLALoop()
         self._given = devices
         self._wanted: int | list[int] | None = parse_devices(devices)
@@ -136,10 +147,6 @@ class XLAStrategy(Strategy):
         self.precision.check(self.root_device)
 
     @property
-    def root_device(self) -> torch.device:
-        return self._device
-
-    @property
     def details(self) -> str:
         return self.layout.described(self.modules)
 
@@ -149,8 +156,7 @@ class XLAStrategy(Strategy):
         super().setup_environment()
 
     def _start_devices(self) -> None:
-        self._device, count = runtime.start(self._kind, self._wanted)
-        self.layout.begin(count)
+        self.layout.begin(self._spmd.start(self._kind, self._wanted))
 
     def teardown(self) -> None:
         super().teardown()

@@ -1,0 +1,87 @@
+"""The docstring of Strategy lists its methods in the order in which a fit calls them; this test holds both together."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leyden import Trainer, TrainModule
+from leyden.strategies import Strategy
+
+LISTED = re.findall(r"^    (\[?)([a-z_]+)\]?(?: |$)", inspect.getdoc(Strategy) or "", re.M)
+ORDER = [name for _, name in LISTED]
+ALWAYS = [name for optional, name in LISTED if not optional]
+FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce"}
+WITHIN = {"loss_to_backward", "mean_items", "skip_items", "clip_parameters", "forward"}
+"""Methods that other methods call."""
+ANY_TIME = {"init_module", "gradient_sync", "sync_in_backward", "backward", "full_state_dict", "release", "to_device"}
+
+
+def methods() -> set[str]:
+    return {name for name, value in inspect.getmembers(Strategy, inspect.isfunction) if not name.startswith("_")}
+
+
+def recorded(calls: list[str]) -> type[Strategy]:
+    """A strategy that notes the calls of its methods."""
+
+    def recorder(name: str) -> Callable[..., Any]:
+        plain = getattr(Strategy, name)
+
+        def method(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return plain(self, *args, **kwargs)
+
+        return method
+
+    return type("Recorded", (Strategy,), {name: recorder(name) for name in methods()})
+
+
+class Net(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 1)
+
+    def configure_model(self) -> None:
+        """Called in the strategy's model_context."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch) - 1).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def calls_of_a_fit(folder: Path) -> list[str]:
+    calls: list[str] = []
+    trainer = Trainer(
+        strategy=recorded(calls)(),
+        default_root_dir=folder,
+        logger=False,
+        enable_progress_bar=False,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+    )
+    trainer.fit(Net(), [torch.randn(2, 3)] * 4, [torch.randn(2, 3)] * 2)
+    return calls
+
+
+def test_the_docstring_lists_every_method() -> None:
+    assert len(ORDER) == len(set(ORDER))
+    assert methods() == {*ORDER} | FOR_USERS | WITHIN | ANY_TIME
+
+
+def test_a_fit_calls_them_in_this_order(tmp_path: Path) -> None:
+    first = [name for name in dict.fromkeys(calls_of_a_fit(tmp_path)) if name in ORDER]
+    assert [name for name in ORDER if name in first] == first
+    assert set(ALWAYS) <= set(first)
