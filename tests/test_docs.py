@@ -1,7 +1,8 @@
-"""What the docs show runs: every example in a docstring, the README's example, and its links."""
+"""What the documents show runs, and what they name exists: examples, import lines, links, files and functions."""
 
 from __future__ import annotations
 
+import ast
 import doctest
 import functools
 import importlib
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_imports import FLOORS
 
 import leyden
 
@@ -36,7 +38,7 @@ def test_every_example_in_a_docstring_runs(tmp_path: Path, monkeypatch: pytest.M
     assert attempted > 60
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [name for name in modules() if not importlib.import_module(name).__doc__] == []
 
 
@@ -53,7 +55,7 @@ def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "trainer.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 5
-    # A module that can be imported, where torch.compile looks for the names of what it compiles; and no C++ compiler.
+    # torch.compile looks up names in the module that defines them, which must be importable. "eager" needs no compiler.
     tour = types.ModuleType("tour")
     monkeypatch.setitem(sys.modules, "tour", tour)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -62,7 +64,7 @@ def test_the_tour_of_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def public_classes() -> set[str]:
-    """The names of classes that stand in callbacks/ and strategies/, but for those that `leyden` itself has."""
+    """The names of the classes in callbacks/ and strategies/ that `leyden` itself does not export."""
     files = [path for room in ("callbacks", "strategies") for path in (ROOT / room).rglob("*.py")]
     texts = [path.read_text(encoding="utf-8") for path in files]
     return {name for text in texts for name in re.findall(r"^class ([A-Z]\w+)", text, re.MULTILINE)} - set(
@@ -86,7 +88,7 @@ def test_every_class_that_a_document_names_has_its_import_line(document: Path) -
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_between_documents_lead_somewhere(document: Path) -> None:
+def test_links_between_documents_resolve(document: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", document.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
 
@@ -96,3 +98,70 @@ def test_every_dotted_name_that_a_document_gives_can_be_imported(document: Path)
     for name in re.findall(r"`(leyden(?:\.\w+)+)(?:\(\))?`", document.read_text(encoding="utf-8")):
         parent, _, last = name.rpartition(".")
         assert hasattr(importlib.import_module(parent), last) or importlib.util.find_spec(name) is not None, name
+
+
+# What CONTRIBUTING names ----------------------------------------------------------------------------------------------
+GUIDE = ROOT / "CONTRIBUTING.md"
+CALLBACK_BASE = "leyden.callbacks.base"
+
+
+def members(node: ast.AST) -> set[str]:
+    """The names that a module or a class defines: functions, classes, constants, and attributes set on `self`."""
+    names: set[str] = set()
+    for item in ast.walk(node) if isinstance(node, ast.ClassDef) else ast.iter_child_nodes(node):
+        if item is not node and isinstance(item, (ast.FunctionDef, ast.ClassDef)):
+            names.add(item.name)
+        elif isinstance(item, (ast.Assign, ast.AnnAssign)):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            parts = [part for target in targets for part in getattr(target, "elts", [target])]
+            names |= {part.id if isinstance(part, ast.Name) else getattr(part, "attr", "") for part in parts}
+    return names
+
+
+def defines(path: Path, name: str) -> bool:
+    """True if a file defines `function` (at the top or in a class) or `Class.member`."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    owner, _, member = name.partition(".")
+    if not member:
+        return any(name in members(node) for node in [tree, *[n for n in tree.body if isinstance(n, ast.ClassDef)]])
+    return any(isinstance(node, ast.ClassDef) and node.name == owner and member in members(node) for node in tree.body)
+
+
+def steps() -> list[tuple[list[str], list[str]]]:
+    """The files that each paragraph, list item or table row of CONTRIBUTING names, with its functions and methods."""
+    text = re.sub(r"```.*?```", "", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+    items = re.split(r"\n(?=\s*(?:[-*|]|\d+\.) ?)|\n\n", text)
+    found = []
+    for spans in (re.findall(r"`([^`\n]+)`", item) for item in items):
+        files = [span for span in spans if re.fullmatch(r"[\w./-]+\.(py|md|json|bash)|[\w.-]+/[\w./-]*", span)]
+        names = [span for span in spans if re.fullmatch(r"[A-Z]\w+\.\w+|[a-z_]\w*\(\)", span)]
+        found.append((files, [name.removesuffix("()") for name in names]))
+    return found
+
+
+def test_every_file_that_contributing_names_exists() -> None:
+    named = [file for files, _ in steps() for file in files]
+    assert len(named) > 20
+    assert [file for file in named if not (ROOT / file).exists()] == []
+
+
+def test_every_function_that_contributing_names_is_defined_in_a_file_beside_it() -> None:
+    checked = 0
+    for files, names in steps():
+        sources = [ROOT / file for file in files if file.endswith(".py")]
+        for name in names:
+            assert any(defines(path, name) for path in sources), (name, files)
+            checked += 1
+    assert checked > 20
+
+
+def test_contributing_lists_every_room_from_the_top_floor_to_the_ground() -> None:
+    floors = {
+        prefix: number for number, prefixes in enumerate(FLOORS) for prefix in prefixes if prefix != CALLBACK_BASE
+    }
+    table = GUIDE.read_text(encoding="utf-8").split("| room, from the top |")[1].split("\n\n")[0]
+    rows = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = [[cell.removesuffix(".py").rstrip("/") for cell in re.findall(r"`([^`]+)`", row)] for row in rows]
+    numbers = [floors["leyden." + name.replace("/", ".")] for names in named for name in names]
+    assert sorted(numbers, reverse=True) == numbers
+    assert len(numbers) == len(floors)
