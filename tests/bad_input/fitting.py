@@ -80,7 +80,7 @@ def a_loader_of_length_zero(ground: Ground) -> None:
     ground.fit(None, loader(1, drop_last=True))
 
 
-@mistake(r"the validation loader has a length of 0.*Give it a data set with samples")
+@mistake(r"the validation loader has a length of 0.*Give it a dataset with samples")
 def a_validation_loader_of_length_zero(ground: Ground) -> None:
     ground.fit(None, loader(), DataLoader(samples(0)))
 

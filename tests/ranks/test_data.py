@@ -179,7 +179,7 @@ def own_share(told: bool) -> Any:
 
 
 LOADERS: dict[str, Any] = {
-    "iterable data set": lambda: DataLoader(Streamed(), 8),
+    "iterable dataset": lambda: DataLoader(Streamed(), 8),
     "in two workers": lambda: DataLoader(Streamed(), 8, num_workers=2, multiprocessing_context="fork"),
     "list": in_batches,
     "generator": lambda: Untold(in_batches()),

@@ -1,4 +1,4 @@
-"""CombinedLoader: several loaders read side by side, or one after the other."""
+"""CombinedLoader, which reads several loaders side by side or one after the other."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ END = object()
 
 
 class CombinedLoader(Composite):
-    """Loaders in a dict, list, tuple or a nest of these; each batch has the same structure, with one batch of each.
+    """Reads loaders in a dict, list, tuple or a nest of these; each batch has the same structure, with a batch of each.
 
     Args:
         iterables: the nest of loaders.
-        mode: "min_size" stops with the shortest; "max_size_cycle" stops with the longest and begins shorter ones anew;
-            "max_size" stops with the longest and gives None for those that have ended; "sequential" reads one after the
-            other and gives (batch, batch_idx, dataloader_idx).
-        limits: the most batches of each loader, in the order of `flattened`; None for all. One number is for all
-            loaders.
+        mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest, and restarts shorter
+            ones; "max_size" stops with the longest, and yields None for those that have ended; "sequential" reads one
+            after the other, and yields (batch, batch_idx, dataloader_idx).
+        limits: the maximum number of batches of each loader, in the order of `flattened`; None for all. A single number
+            applies to all loaders.
 
     Raises:
-        ConfigurationError: if the mode is unknown, there is no loader, or the number of limits differs from theirs.
+        ConfigurationError: if the mode is unknown, there is no loader, or the number of limits is wrong.
 
     Example:
         >>> list(CombinedLoader({"a": [1, 2, 3], "b": [4, 5]}, "max_size_cycle"))
@@ -36,9 +36,7 @@ class CombinedLoader(Composite):
         self, iterables: Any, mode: Mode = "min_size", limits: int | Sequence[int | None] | None = None
     ) -> None:
         if mode not in get_args(Mode):
-            raise ConfigurationError(
-                f"CombinedLoader(mode={mode!r}) is not known. {nearest(str(mode), get_args(Mode))}"
-            )
+            raise ConfigurationError(f"CombinedLoader(mode={mode!r}) is unknown. {nearest(str(mode), get_args(Mode))}")
         self.iterables = iterables
         self.mode: Mode = mode
         self.flattened: list[Any] = _flatten(iterables)
@@ -58,7 +56,7 @@ class CombinedLoader(Composite):
         lengths = [_limited(length_of(part), limit) for part, limit in zip(self.flattened, self.limits, strict=True)]
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
-            raise TypeError("a loader of this CombinedLoader has no length, so the whole has none")
+            raise TypeError("a loader of this CombinedLoader has no length, so it has none either")
         if self.mode == "sequential":
             return sum(known)
         return min(known) if self.mode == "min_size" else max(known)
@@ -72,7 +70,7 @@ class CombinedLoader(Composite):
 
 
 class CombinedSource(Source):
-    """Each loader of a CombinedLoader with its own source: place, random numbers and generators are kept one by one."""
+    """The source of a CombinedLoader, with a source for each loader; position and random state are saved for each."""
 
     def __init__(self, loader: CombinedLoader, allow_replay: bool) -> None:
         super().__init__(loader, allow_replay)
@@ -106,7 +104,7 @@ class CombinedSource(Source):
 
 
 class _Parts(Iterator[Any]):
-    """Iterators of several loaders, and how many batches of each were drawn in its present pass."""
+    """Iterates over several loaders, and counts the batches drawn from each in its current pass."""
 
     def __init__(self, loader: CombinedLoader, sources: list[Source], epoch: int | None) -> None:
         self.loader = loader
@@ -144,7 +142,7 @@ class _Parts(Iterator[Any]):
     def load(self, state: State) -> None:
         if len(state["parts"]) != len(self.sources):
             raise ConfigurationError(
-                f"the checkpoint has the places of {len(state['parts'])} loaders, and there are "
+                f"the checkpoint has the positions of {len(state['parts'])} loaders, and there are "
                 f"{len(self.sources)}: give the loaders of the saved run."
             )
         for index, (source, part, begun) in enumerate(zip(self.sources, state["parts"], state["begun"], strict=True)):
@@ -156,7 +154,7 @@ class _Parts(Iterator[Any]):
 
 
 class _SideBySide(_Parts):
-    """One batch of each loader at a time."""
+    """Yields one batch of each loader at a time."""
 
     def begin(self) -> None:
         for index in range(len(self.sources)):
@@ -182,14 +180,14 @@ class _SideBySide(_Parts):
         batch = self.draw(index)
         if batch is END:
             raise ConfigurationError(
-                f"loader {index} of the CombinedLoader gave no batch when it was begun again: give a loader "
-                "that can be read more than once, or use mode='min_size' or 'max_size'."
+                f"loader {index} of the CombinedLoader yielded no batch when it was restarted: give a loader that can "
+                "be read more than once, or use mode='min_size' or 'max_size'."
             )
         return batch
 
 
 class _Sequential(_Parts):
-    """One loader after the other; each is begun when its turn comes."""
+    """Yields the batches of one loader after the other; each is started when its turn comes."""
 
     def begin(self) -> None:
         self.begin_part(0)
@@ -209,9 +207,9 @@ class _Sequential(_Parts):
 
 # structure ------------------------------------------------------------------------------------------------------------
 def holds_loaders(value: Any) -> bool:
-    """True for a dict, list or tuple of loaders; a list of batches is a loader itself.
+    """Returns True for a dict, list or tuple of loaders; a list of batches is a loader itself.
 
-    An element that is a tensor, or holds tensors, numbers or strings directly, is a batch.
+    An element is a batch if it is a tensor, or directly holds tensors, numbers or strings.
     """
     if not isinstance(value, (dict, list, tuple)) or not value:
         return False

@@ -1,4 +1,4 @@
-"""LoaderCursor: reads one training loader as the plain loop would, and resumes at the place of a checkpoint."""
+"""LoaderCursor, which reads a training loader as a plain loop would, and resumes at the position of a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ END = object()
 
 
 class LoaderCursor:
-    """One loader and its place in the epoch.
+    """A loader and its position in the epoch.
 
-    Exact is what follows from the index of a sample; with 0 workers also what draws global random numbers, or numbers
-    of a generator that the loader, its sampler or its data set has as an attribute. In workers random transforms are
-    exact with `sample_rng`. A sampler that carries more from one epoch to the next needs a `state_dict`.
+    A resume is exact for samples that depend on their index alone. With 0 workers it is also exact for random
+    transforms that draw global random numbers, or from a generator that is an attribute of the loader, its sampler or
+    its dataset. In workers random transforms are exact with `sample_rng`. A sampler that keeps other state between
+    epochs needs a `state_dict`.
 
     Args:
         loader: a DataLoader, a CombinedLoader, a list of batches or any other iterable.
-        allow_replay: where the place cannot be found otherwise, load and drop the batches before it.
+        allow_replay: if there is no other way to the position, load and drop the batches before it.
         sample_rng: seed each sample by (seed, epoch, index); see `SampleRNG`.
 
     Attributes:
-        loader: what is read: the loader that was given, or its copy with seeded samples.
-        length: batches in an epoch, None where the loader does not know.
-        shares: it is sharded over ranks: each item is a pair of batch (or `NOTHING`) and this rank's `Share`.
+        loader: the loader that is read: the given one, or a copy with seeded samples.
+        length: batches per epoch; None if the loader has no length.
+        shares: True if it is sharded over ranks: each item is a pair of a batch (or `NOTHING`) and this rank's `Share`.
 
     Example:
         >>> cursor = LoaderCursor([1, 2, 3])
@@ -52,10 +53,10 @@ class LoaderCursor:
         self._watched: _Watched | None = None
 
     def start(self, epoch: int | None = None) -> Iterator[Any]:
-        """Starts an epoch. A loader with a length gives its own iterator, with nothing of ours in between.
+        """Starts an epoch. A loader with a length returns its own iterator, without a wrapper.
 
         Args:
-            epoch: told to whatever of loader, samplers and data set has `set_epoch`; None to tell nobody.
+            epoch: passed to `set_epoch` of the loader, its samplers and its dataset if they have it; None to skip that.
         """
         self.epoch, self._source, self.length, self._offset = epoch, self._whole, self._full, 0
         self._watched = None
@@ -63,30 +64,30 @@ class LoaderCursor:
         return self._watch(iterator, 0) if self._is_watched else iterator
 
     def state_dict(self, batches: int) -> State:
-        """The place after `batches` batches of this epoch were drawn; one more may be, if they are looked ahead.
+        """Returns the position after `batches` batches of this epoch; one more may be drawn, by a lookahead.
 
-        The global random numbers of now are the caller's to save, and to set after `resume`.
+        The caller saves the current global random state, and restores it after `resume`.
         """
         state = {"epoch": self.epoch, "batches": batches, "ahead": None}
         watched = self._watched
         batches += self._offset
         if watched is not None and watched.drawn == batches + 1:
-            # The place from before the batch that is looked at, and the numbers from before it was loaded.
+            # The position before the batch that is drawn ahead, and the random state from before it was loaded.
             return {**state, "source": watched.position, "ahead": plain_state(watched.rng)}
         return {**state, "source": self._source.position(batches)}
 
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
-        """Goes on at the place of `state_dict`, in the same order and without loading what lies before.
+        """Continues at a position that `state_dict` returned, in the same order and without loading what precedes it.
 
-        Global random numbers are left in any state: set them to those of the checkpoint afterwards.
+        The global random state is undefined afterwards: restore it from the checkpoint.
 
         Raises:
-            ConfigurationError: if the loader cannot find that place, with what to do about it.
+            ConfigurationError: if the loader cannot find the position; says what to do.
         """
         self.epoch = epoch
         self._watched = None
         source, batches = state["source"], state["batches"]
-        # One process continues a stream that ranks had shared: it has done other batches than they.
+        # A single process that continues a stream of several ranks counts batches differently.
         self._offset = 0 if self.shares else source.get("inner", source)["batches"] - batches
         iterator = self._resumed(epoch, source if self.shares else source.get("inner", source))
         length = self._source.length_after(source)
@@ -95,18 +96,19 @@ class LoaderCursor:
             return iterator
         watched = self._watch(iterator, batches + self._offset)
         if state["ahead"] is not None:
-            # Loaded with the numbers that it was loaded with before; those of the checkpoint come after it.
+            # The batch is loaded with the same random numbers as before; those of the checkpoint come after it.
             set_rng_state(state["ahead"])
             watched.draw_ahead(state["source"], live_state(devices=False))
         return watched
 
     def seek(self, epoch: int | None, batches: int, like: State | None = None) -> Iterator[Any]:
-        """Begins an epoch at a batch, in the order in which it would have come there; loads none before it, where it can.
+        """Starts an epoch at a batch, in the order of the whole epoch, and loads none before it if the loader allows
+        that.
 
         Args:
             epoch: as for `start`.
-            batches: before it.
-            like: a `state_dict` from within the epoch whose order is meant; None for one that begins now.
+            batches: the number of batches to skip.
+            like: a `state_dict` from an epoch whose order is to be used; None for a new epoch.
         """
         if like is not None:
             self._source.rewind(like["source"])
@@ -119,11 +121,11 @@ class LoaderCursor:
         return iterator
 
     def filler(self) -> Any:
-        """A batch whose result will not count, for a rank that has none."""
+        """Returns a batch whose result will not count, for a rank without one."""
         return self._source.filler()
 
     def _resumed(self, epoch: int | None, state: State) -> Iterator[Any]:
-        """By batches, or by samples where the batches of the saved run were others, for the rest of the epoch."""
+        """Resumes by batches, or by samples for the rest of the epoch if the saved run had batches of another size."""
         whole = self._whole
         if self.shares or not isinstance(whole, TorchSource) or not whole.goes_by_samples(state):
             self._source = whole
@@ -134,20 +136,22 @@ class LoaderCursor:
         return map(itemgetter(0), self._source.resume(epoch, state))
 
     def rest_state(self, ended: bool = True) -> State:
-        """What the loader carries from one epoch to the next: generators and states of its own.
+        """Returns the state that the loader keeps between epochs: its generators and its own state.
 
         Args:
-            ended: the last epoch was read to its end, not broken off by a limit.
+            ended: True if the last epoch was read to its end, and not ended by a limit.
         """
         return {"rest": self._source.rest(ended)}
 
     def load_rest_state(self, state: State) -> None:
-        """Takes what `rest_state` gave, before the `start` of the next epoch."""
+        """Restores what `rest_state` returned, before the `start` of the next epoch."""
         self._source.restore_rest(state["rest"])
 
     @property
     def _is_watched(self) -> bool:
-        """A loader without a length is drawn one ahead, so its place is noted before each draw, at about 0.1 ms."""
+        """True for a loader without a length: it is drawn one ahead, so its position is saved before each draw (0.1
+        ms).
+        """
         return self.length is None and self._source.finds_places
 
     def _watch(self, iterator: Iterator[Any], drawn: int) -> _Watched:
@@ -156,7 +160,9 @@ class LoaderCursor:
 
 
 class _Watched:
-    """The iterator of a loader without a length: notes its place before each draw, since one is always drawn ahead."""
+    """The iterator of a loader without a length. It saves the position before each draw, since one batch is drawn
+    ahead.
+    """
 
     def __init__(self, iterator: Iterator[Any], position: Any, drawn: int) -> None:
         self._iterator = iterator
@@ -175,20 +181,20 @@ class _Watched:
             if batch is END:
                 raise StopIteration
             return batch
-        # A loader's state may be live objects that the draw changes.
+        # A loader's state may hold live objects that the draw changes.
         self.position, self.rng = deepcopy(self._position(self.drawn)), live_state(devices=False)
         self.drawn += 1
         return next(self._iterator)
 
     def draw_ahead(self, position: State, rng: State) -> None:
-        """Draws the batch that the saved run had looked at, and keeps it for the next call."""
+        """Draws the batch that the saved run had drawn ahead, and keeps it for the next call."""
         self.position, self.rng = position, rng
         self.drawn += 1
         self._ahead = (next(self._iterator, END),)
 
 
 class lookahead(Iterator[tuple[Any, bool]]):
-    """Reads one batch ahead and tells of each whether it is the last.
+    """Reads one batch ahead, and yields each batch with whether it is the last.
 
     Example:
         >>> list(lookahead(iter("ab")))

@@ -1,4 +1,4 @@
-"""Batches for the user's own loop: as many on every rank, the last ones filled; or each rank its own, and no more."""
+"""Index samplers for the user's own loop: padded to the same number of batches on every rank, or without padding."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from leyden.trainer.data.sharding import RankBatches, Share, block
 
 
 class EvenBatches(RankBatches):
-    """The index sampler of one rank's loader, as `RankBatches`, whose last global batch is filled from the start of the epoch.
+    """A `RankBatches` whose last global batch is filled up from the start of the epoch.
 
     Attributes:
-        counts: of each global batch whose indices were drawn and whose batch was not yet taken: for each rank its samples,
-            and how many of them are no repeats.
+        counts: for each global batch whose indices are drawn and whose batch is not taken yet: for each rank, its
+            number of samples, and how many of them are not repeats.
     """
 
     counts: deque[list[tuple[int, int]]]
@@ -44,7 +44,7 @@ class EvenBatches(RankBatches):
                 parts = [full[start : start + size] for start in range(0, self.span, size)]
                 true = [max(0, min(len(drawn) - start, size)) for start in range(0, self.span, size)]
             here = parts[self.rank]
-            # Every rank has as many, so none weighs more than another.
+            # All ranks have the same number, so none weighs more than another.
             self.shares.append(Share(len(here), len(here) * self.ranks))
             self.counts.append([(len(part), count) for part, count in zip(parts, true, strict=True)])
             self._last = here
@@ -52,7 +52,7 @@ class EvenBatches(RankBatches):
 
 
 class OwnBatches(RankBatches):
-    """As `RankBatches`, for a loop that cannot be handed a batch of nothing: a rank without samples is done."""
+    """A `RankBatches` for a loop that cannot take an empty batch: a rank without samples stops."""
 
     def __len__(self) -> int:
         count = len(self.sampler)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Generator objects that draw random numbers: their states, and those that a loader owns."""
+"""Finds the random generators that a loader owns, and saves, checks and restores the states of generators."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
 
 PARTS = ("sampler", "batch_sampler", "dataset", "datasets")
-"""Attributes through which a loader reaches its samplers and data sets, and these what they wrap."""
+"""Attributes that lead from a loader to its samplers and datasets, and from these to what they wrap."""
 
 
 class Generators:
-    """The generator objects that a loader, its samplers and its data sets own, by their path."""
+    """The generators that a loader, its samplers and its datasets own, by their path."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -33,23 +33,23 @@ class Generators:
         return found
 
     def states(self) -> dict[str, Any]:
-        """Their states, by path."""
+        """Returns the states of the generators, by path."""
         return {path: random_state(source) for path, source in self._found().items()}
 
     def restore(self, states: dict[str, Any]) -> None:
-        """Sets those that this process has."""
+        """Restores the states of those generators that this process has."""
         for path, source in self._found().items():
             if path in states:
                 set_random_state(source, states[path], f"generators.{path}")
 
 
 def parts_of(loader: Any) -> list[Any]:
-    """The loader, its samplers and its data sets."""
+    """Returns the loader, its samplers and its datasets."""
     return [part for _, part in _named_parts(loader)]
 
 
 def _named_parts(loader: Any) -> list[tuple[str, Any]]:
-    """Breadth first. (A function that calls itself through a closure would keep the loader alive in a cycle.)"""
+    """Walks a loader breadth first. (A function that calls itself through a closure would keep the loader alive.)"""
     named: list[tuple[str, Any]] = []
     seen: set[int] = set()
     ahead: list[tuple[str, Any]] = [("loader", loader)]
@@ -73,7 +73,7 @@ def _attributes(part: Any) -> dict[str, Any]:
 
 
 def is_random_source(item: object) -> bool:
-    """True for a generator object of torch, Python or NumPy."""
+    """Returns True for a generator object of torch, Python or NumPy."""
     if isinstance(item, (torch.Generator, random.Random)):
         return True
     numpy = sys.modules.get("numpy.random")
@@ -81,7 +81,7 @@ def is_random_source(item: object) -> bool:
 
 
 def random_state(source: Any) -> Any:
-    """The state of one generator object (or of the module `random`), as tensors and plain Python."""
+    """Returns the state of a generator (or of the module `random`) as tensors and plain Python."""
     if isinstance(source, torch.Generator):
         return source.get_state()
     if isinstance(source, random.Random) or source is random:
@@ -92,7 +92,7 @@ def random_state(source: Any) -> Any:
 
 
 def check_random_state(source: Any, state: Any, where: str) -> None:
-    """Refuses what `random_state` cannot have returned for a generator. Some crash the process that is set to it.
+    """Raises if `random_state` cannot have returned a state for a generator; some invalid states crash the process.
 
     Raises:
         StateError: names the entry.
@@ -111,10 +111,10 @@ def _check_torch(state: Any, where: str, now: Tensor | None) -> None:
     if now is None:
         return
     try:
-        # torch checks the state that it is given; a generator of its own takes the blow.
+        # torch checks a state when it is set, so a spare generator is set first.
         torch.Generator().set_state(on_cpu(state))
     except RuntimeError as error:
-        raise StateError(where, f"is no state of a generator of torch ({error})") from error
+        raise StateError(where, f"is not the state of a torch generator ({error})") from error
 
 
 def _check_python(saved: SavedState) -> None:
@@ -128,12 +128,12 @@ def _check_python(saved: SavedState) -> None:
         saved.number("gauss")
 
 
-# What an index into the words of a generator of NumPy may be; NumPy does not look.
+# Limits of indices into the words of a NumPy generator, which NumPy does not check.
 _POSITIONS = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1}
 
 
 def check_numpy_state(saved: SavedState, now: Any) -> None:
-    """Compares with the state of a generator of the same kind: the same entries, of the same kinds and sizes."""
+    """Compares a state with that of a generator of the same class: the same entries, with the same types and sizes."""
     for key, present in now.items():
         if key == "bytes":
             if not isinstance(saved.value(key), bytes) or len(saved.value(key)) != len(present):
@@ -150,10 +150,10 @@ def check_numpy_state(saved: SavedState, now: Any) -> None:
 
 
 def set_random_state(source: Any, state: Any, where: str = "generator") -> None:
-    """Sets one generator object to what `random_state` returned.
+    """Sets a generator to a state that `random_state` returned.
 
     Raises:
-        StateError: if it cannot have; the generator is as it was.
+        StateError: if the state is invalid; the generator is unchanged.
     """
     check_random_state(source, state, where)
     if isinstance(source, torch.Generator):
@@ -167,13 +167,13 @@ def set_random_state(source: Any, state: Any, where: str = "generator") -> None:
 
 
 def plain_python(state: tuple[Any, ...]) -> dict[str, Any]:
-    """The state of a generator of Python, its words as a tensor."""
+    """Converts the state of a Python generator; its words become a tensor."""
     version, words, gauss = state
     return {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
 
 
 def plain(value: Any) -> Any:
-    """A NumPy state without arrays: their bytes are kept, since torch has no unsigned integers to hold them."""
+    """Converts a NumPy state: arrays become bytes, since torch lacks the unsigned integers to hold them."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if hasattr(value, "tobytes"):
@@ -182,7 +182,7 @@ def plain(value: Any) -> Any:
 
 
 def with_arrays(value: Any) -> Any:
-    """The NumPy state that `plain` took apart."""
+    """Converts a state back that `plain` converted."""
     import numpy as np
 
     if not isinstance(value, dict):
@@ -193,5 +193,5 @@ def with_arrays(value: Any) -> Any:
 
 
 def on_cpu(state: Tensor) -> Tensor:
-    """A generator's state as torch wants it, wherever it was loaded to."""
+    """Returns a generator's state as torch expects it, whatever device it was loaded to."""
     return state.detach().to("cpu", torch.uint8)

@@ -1,4 +1,4 @@
-"""Loaders as users hand them in: their length, limits on it, refusals, and copies with one part exchanged."""
+"""Checks and adapts the user's loaders: their length and limits on it, warnings, and copies with one part replaced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "p
 
 
 def length_of(loader: Any) -> int | None:
-    """Batches in a loader, or None where it does not know."""
+    """Returns the number of batches in a loader, or None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -29,15 +29,15 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_of(limit: float, length: int | None, name: str) -> int | None:
-    """The number of batches that a limit leaves of a loader.
+    """Returns the number of batches that a limit leaves of a loader.
 
     Args:
         limit: a float from 0.0 to 1.0 is a fraction of the loader, an int a number of batches.
-        length: batches in the loader, None where it does not know.
-        name: the Trainer's argument, for the errors.
+        length: the number of batches in the loader; None if it has no length.
+        name: the Trainer's argument, for errors.
 
     Returns:
-        The number of batches; where the length is not known, at most so many, or None for all there are.
+        The number of batches; without a length, an upper bound, or None for all batches.
 
     Raises:
         ConfigurationError: if the limit is out of range, is a fraction of a loader without a length, or of less than a
@@ -49,7 +49,7 @@ def batches_of(limit: float, length: int | None, name: str) -> int | None:
     """
     if isinstance(limit, bool) or not isinstance(limit, (int, float)):
         raise ConfigurationError(
-            f"{name}={limit!r} is no number: give a fraction from 0.0 to 1.0, or a number of batches as an int."
+            f"{name}={limit!r} is not a number: give a fraction from 0.0 to 1.0, or a number of batches as an int."
         )
     if isinstance(limit, int):
         if limit < 0:
@@ -57,7 +57,7 @@ def batches_of(limit: float, length: int | None, name: str) -> int | None:
         return limit if length is None else min(limit, length)
     if not 0.0 <= limit <= 1.0:
         raise ConfigurationError(
-            f"{name}={limit} is a fraction, and out of the range from 0.0 to 1.0: for a number of batches give an int."
+            f"{name}={limit} is a fraction outside 0.0 to 1.0: for a number of batches give an int."
         )
     if limit in (0.0, 1.0):
         return length if limit else 0
@@ -75,31 +75,31 @@ def batches_of(limit: float, length: int | None, name: str) -> int | None:
 
 
 def check_not_empty(loader: Any, kind: str) -> None:
-    """Refuses a loader whose length is 0.
+    """Raises if a loader has a length of 0.
 
     Args:
         loader: any iterable of batches.
         kind: "train", "val", "test" or "predict".
 
     Raises:
-        ConfigurationError: with the reason that is likely.
+        ConfigurationError: with the likely reason.
     """
     if length_of(loader) != 0:
         return
     name = NAMES.get(kind, kind)
-    reason = "Give it a data set with samples."
+    reason = "Give it a dataset with samples."
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
         samples = length_of(loader.dataset)
         if samples and loader.drop_last:
             reason = (
-                f"Its data set has {samples} samples, fewer than batch_size={loader.batch_size}, and "
+                f"Its dataset has {samples} samples, fewer than batch_size={loader.batch_size}, and "
                 "drop_last=True: use a smaller batch_size or drop_last=False."
             )
-    raise ConfigurationError(f"the {name} loader has a length of 0: there is no batch in it. {reason}")
+    raise ConfigurationError(f"the {name} loader has a length of 0 and yields no batch. {reason}")
 
 
 def shuffles(loader: Any) -> bool:
-    """True for a DataLoader with one of torch's random samplers."""
+    """Returns True for a DataLoader with one of torch's random samplers."""
     sampler = getattr(loader, "sampler", None)
     inner = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
     return isinstance(sampler, (RandomSampler, SubsetRandomSampler)) or isinstance(
@@ -108,21 +108,20 @@ def shuffles(loader: Any) -> bool:
 
 
 def warn_if_shuffled(loader: Any, kind: str) -> None:
-    """Warns of an evaluation loader that shuffles."""
+    """Warns if an evaluation loader shuffles."""
     if isinstance(loader, DataLoader) and shuffles(loader):
         warnings.warn(
-            f"the {NAMES.get(kind, kind)} loader shuffles: evaluate in one order, with shuffle=False, so that "
-            "batches and "
-            "outputs can be compared between passes.",
+            f"the {NAMES.get(kind, kind)} loader shuffles: evaluate in a fixed order, with shuffle=False, so that "
+            "batches and outputs can be compared between passes.",
             stacklevel=2,
         )
 
 
 def without_shuffle(loader: Any) -> Any:
-    """The loader as it is for `overfit_batches`: the same first batches in each epoch.
+    """Adapts a loader for `overfit_batches`, which needs the same first batches in each epoch.
 
-    A DataLoader that does not read its data set in order comes back as a copy that does, with a warning; its other
-    settings are kept. What is no DataLoader, or reads an iterable data set, is returned as it is.
+    A DataLoader that does not read its dataset in order is replaced by a copy that does, with a warning; its other
+    settings are kept. Other loaders, and those over iterable datasets, are returned as they are.
     """
     mapped = getattr(loader, "mapped", None)
     if mapped is not None:
@@ -138,36 +137,35 @@ def without_shuffle(loader: Any) -> Any:
         size = getattr(batches, "batch_size", None)
         if not isinstance(size, int):
             warnings.warn(
-                f"overfit_batches needs the same batches in each epoch, and {type(batches).__name__} does not tell its "
+                f"overfit_batches needs the same batches in each epoch, and {type(batches).__name__} has no "
                 "batch_size: give a loader whose order does not change.",
                 stacklevel=2,
             )
             return loader
         in_order = BatchSampler(in_order, size, bool(getattr(batches, "drop_last", False)))
     warnings.warn(
-        "overfit_batches turned shuffling off for this run: the same batches are wanted in each epoch. Use a "
-        "loader with "
-        "shuffle=False to have this in order.",
+        "overfit_batches turned shuffling off for this run, since it needs the same batches in each epoch. Use a "
+        "loader with shuffle=False to avoid this warning.",
         stacklevel=2,
     )
     return with_index_sampler(loader, in_order)
 
 
 def with_dataset(loader: DataLoader[Any], dataset: Any) -> DataLoader[Any]:
-    """The loader over another data set of the same length."""
+    """Returns a copy of a loader over another dataset of the same length."""
     return _with(loader, dataset=dataset)
 
 
 def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """The loader with another sampler: one of batches where it makes batches, else one of samples."""
+    """Returns a copy of a loader with another sampler: of batches if the loader makes batches, else of samples."""
     if loader.batch_sampler is None:
         return _with(loader, sampler=sampler)
-    # The loader's `sampler` is what its batch sampler reads, unless the user gave a batch sampler of his own.
+    # The loader's `sampler` is the one its batch sampler reads, unless the user gave a batch sampler.
     return _with(loader, batch_sampler=sampler, sampler=sampler.sampler)
 
 
 def _with(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     result = copy(loader)
-    # A DataLoader refuses assignment after its constructor; subclasses may have other arguments than it has.
+    # A DataLoader refuses assignment after its constructor; the constructor of a subclass may have other arguments.
     vars(result).update(parts, _iterator=None)
     return result

@@ -1,4 +1,4 @@
-"""The place of a loader as a checkpoint holds it: what is ours of it is checked, before a loader is brought there."""
+"""Checks the position of a loader in a checkpoint before it is restored."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.data.rng import check_rng_state
 
-# What loaders, samplers and data sets of the user have saved stands under other names, and is theirs to check.
+# Entries of the user's loaders, samplers and datasets have other names, and their owners check them.
 _COUNTS = ("at", "of")
 _NEEDED_COUNTS = ("batches", "drawn")
-"""Those that are never null where there are any."""
+"""Entries that are never null if they are present."""
 _FLAGS = ("again", "had_workers", "ended")
 _RANDOM = ("rng", "ahead", "stream")
 _WITHIN = ("source", "before", "first", "inner", "rest", "begun")
@@ -19,7 +19,7 @@ _MOST = 2**53
 
 
 def check_place(saved: SavedState) -> None:
-    """Refuses a place that no source of batches can have saved; changes nothing.
+    """Raises if no source can have saved a position; changes nothing.
 
     Raises:
         StateError: names the entry.
@@ -73,7 +73,7 @@ def check_loaders(saved: SavedState) -> None:
 
 
 def _each(saved: SavedState, key: str, check: Any) -> None:
-    """An entry, or each of those of several loaders."""
+    """Checks an entry, or each entry of several loaders."""
     value = saved.entries.get(key)
     for item in value if isinstance(value, list) else [value]:
         if item is not None:

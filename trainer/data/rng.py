@@ -1,4 +1,4 @@
-"""Random numbers: the state of every generator of a process, seeds, and blocks that leave no trace in them."""
+"""Saves, restores and seeds every random generator of a process, and isolates blocks that draw from them."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from leyden.trainer.data.generators import (
 
 SEED_VARIABLE = "LEYDEN_SEED"
 MAX_SEED = 2**32 - 1
-"""NumPy takes no larger seed."""
+"""The largest seed that NumPy accepts."""
 
 
 def rng_state(devices: bool = True) -> dict[str, Any]:
-    """The state of Python's, NumPy's and torch's generators, as tensors and plain Python.
+    """Returns the state of Python's, NumPy's and torch's generators as tensors and plain Python.
 
-    NumPy is left out where nothing has imported it. Generators of a device are left out where it is not in use.
+    NumPy is left out if nothing has imported it, and a device if it is not in use.
 
     Args:
-        devices: also those of cuda, mps and XLA.
+        devices: include those of cuda, mps and XLA.
     """
     return plain_state(live_state(devices))
 
 
 def live_state(devices: bool = True) -> dict[str, Any]:
-    """The state as each library gives it: cheap, for states that are taken often and seldom kept. `plain_state` converts it."""
+    """Returns the state as each library returns it, which is cheap for states that are seldom kept; see `plain_state`."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:
         import numpy as np
@@ -60,13 +60,13 @@ def live_state(devices: bool = True) -> dict[str, Any]:
 
 
 def _cuda_devices() -> list[int]:
-    """The GPU of this rank, then the others: a rank that goes on, or takes another's numbers, may have one of another number."""
+    """Returns the GPU of this rank first, then the others, since a resumed rank may have a GPU of another number."""
     own = torch.cuda.current_device()
     return [own, *(index for index in range(torch.cuda.device_count()) if index != own)]
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A `live_state` as tensors and plain Python."""
+    """Converts a `live_state` to tensors and plain Python."""
     converted = {"python": plain_python(state["python"])}
     if "numpy" in state:
         converted["numpy"] = plain(state["numpy"])
@@ -74,7 +74,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def set_live_state(state: dict[str, Any]) -> None:
-    """Sets the generators of the host to a `live_state`."""
+    """Sets the host's generators to a `live_state`."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
@@ -84,7 +84,7 @@ def set_live_state(state: dict[str, Any]) -> None:
 
 
 def check_rng_state(state: Any, where: str = "rng") -> None:
-    """Refuses what `rng_state` cannot have returned; changes nothing.
+    """Raises if `rng_state` cannot have returned a state; changes nothing.
 
     Raises:
         StateError: names the entry.
@@ -104,10 +104,10 @@ def check_rng_state(state: Any, where: str = "rng") -> None:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Sets the generators to what `rng_state` returned; those of devices that this machine does not have are skipped.
+    """Sets the generators to a state that `rng_state` returned, but for those of devices that this machine lacks.
 
     Raises:
-        StateError: if it cannot have returned that; all are as they were.
+        StateError: if the state is invalid; all generators are unchanged.
     """
     check_rng_state(state)
     set_random_state(random, state["python"])
@@ -144,11 +144,11 @@ class RandomNumbers:
 
 @contextmanager
 def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
-    """Random numbers drawn in this block leave no trace in the generators.
+    """Restores all generators after this block, so that numbers drawn in it leave no trace.
 
     Args:
-        loaders: loaders read in the block. Generators of their own are restored too, and workers that were started in
-            it are shut down: they would spare the next pass the draw of a seed, and so shift all that follows.
+        loaders: loaders read in the block. Their own generators are restored too, and workers started in the block are
+            shut down: with them, the next pass would draw no seed, which would shift all numbers after it.
 
     Example:
         >>> with isolated_rng():
@@ -162,7 +162,7 @@ def isolated_rng(loaders: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
-    """Notes the state of the generators; the function that it returns restores it, as `isolated_rng` does."""
+    """Saves the state of the generators, and returns a function that restores it, as `isolated_rng` does."""
     loaders = list(loaders)
     workers = [getattr(loader, "_iterator", None) for loader in loaders]
     owned = [Generators(loader) for loader in loaders]
@@ -181,7 +181,7 @@ def undoing(loaders: Iterable[Any] = ()) -> Callable[[], None]:
 
 
 def seeded_state(seed: int) -> dict[str, Any]:
-    """What `rng_state` would return after `seed_everything(seed)`; the generators stay as they are."""
+    """Returns the `rng_state` after `seed_everything(seed)`, without changing the generators."""
     with isolated_rng():
         seed_everything(seed)
         return rng_state()
@@ -192,15 +192,15 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Args:
         seed: 0 to 2**32 - 1. None takes the environment variable LEYDEN_SEED, else 0.
-        workers: accepted for scripts that were written for others. torch seeds Python, NumPy and torch in each worker
-            from a number that the loader draws, so they follow from this seed already.
+        workers: accepted for scripts written for Lightning. torch seeds Python, NumPy and torch in each worker from a
+            number that the loader draws, so they already depend on this seed.
         verbose: print the seed.
 
     Returns:
         The seed.
 
     Raises:
-        ConfigurationError: if the seed is no integer or out of range.
+        ConfigurationError: if the seed is not an integer, or out of range.
 
     Example:
         >>> seed_everything(1)
@@ -213,7 +213,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     try:
         number = int(value)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"{origin}={value!r} is no integer: give one from 0 to {MAX_SEED}.") from None
+        raise ConfigurationError(f"{origin}={value!r} is not an integer: give one from 0 to {MAX_SEED}.") from None
     if not 0 <= number <= MAX_SEED:
         raise ConfigurationError(f"{origin}={number} is out of range: give an integer from 0 to {MAX_SEED}.")
     random.seed(number)

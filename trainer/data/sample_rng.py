@@ -1,4 +1,4 @@
-"""SampleRNG: random transforms that depend on the sample alone, so that worker processes resume exactly."""
+"""SampleRNG, a dataset whose random transforms depend on the sample alone, so that worker processes resume exactly."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from leyden.trainer.data.rng import MAX_SEED
 
 
 class SampleRNG(Dataset[Any]):
-    """A data set whose samples draw random numbers that follow from (seed, epoch, index).
+    """A dataset whose samples draw random numbers that depend only on (seed, epoch, index).
 
-    Python, NumPy and torch (CPU) are seeded before each sample is loaded, and restored after it. So neither the number
-    of workers, nor their order, nor a resume changes what a sample draws. It differs from what plain torch would draw.
+    Python, NumPy and torch (CPU) are seeded before each sample is loaded, and restored after it. So the numbers that a
+    sample draws do not depend on the number of workers, their order, or a resume. They differ from those of plain
+    torch.
 
     Args:
-        dataset: a data set with `__getitem__`.
+        dataset: a dataset with `__getitem__`.
         seed: None for torch's initial seed.
 
     Raises:
-        ConfigurationError: for a data set without an index.
+        ConfigurationError: for a dataset without an index.
 
     Example:
         >>> class Noise(Dataset):
@@ -48,12 +49,12 @@ class SampleRNG(Dataset[Any]):
             )
         self.dataset = dataset
         seed = torch.initial_seed() if seed is None else seed
-        # Shared memory, since persistent workers hold a copy of the data set from before the epoch.
+        # In shared memory, since persistent workers hold a copy of the dataset from before the epoch.
         self._shared = torch.tensor([_signed(seed), 0]).share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def seed(self) -> int:
-        """The seed of the run; it comes back on resume."""
+        """The seed of the run, which a resume restores."""
         return int(self._shared[0])
 
     @seed.setter
@@ -61,7 +62,7 @@ class SampleRNG(Dataset[Any]):
         self._shared[0] = _signed(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the samples of another epoch draw other numbers, in workers that run already too."""
+        """Changes the numbers that samples draw from epoch to epoch, in running workers too."""
         self._shared[1] = epoch
 
     def __len__(self) -> int:
@@ -72,24 +73,24 @@ class SampleRNG(Dataset[Any]):
             return self.dataset[index]
 
     def __getattr__(self, name: str) -> Any:
-        # `__getitems__` of the data set must stay hidden: it would load a batch past the seeds.
+        # The dataset's `__getitems__` stays hidden: it would load a batch without the seeds.
         if name.startswith("__") or name == "dataset":
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
-    """A copy of a DataLoader whose samples are seeded one by one; loaders of a CombinedLoader each.
+    """Returns a copy of a DataLoader that seeds each sample, or of a CombinedLoader of such copies.
 
     Raises:
-        ConfigurationError: for what is no DataLoader, or reads a data set without an index.
+        ConfigurationError: for any other loader, or a dataset without an index.
     """
     mapped = getattr(loader, "mapped", None)
     if mapped is not None:
         return mapped(lambda part: with_sample_rng(part, seed))
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"sample_rng=True needs a DataLoader, and this is {kind_of(loader)}: wrap its data set in "
+            f"sample_rng=True needs a DataLoader, and this is {kind_of(loader)}: wrap its dataset in "
             "SampleRNG yourself, or leave sample_rng off."
         )
     return loader if isinstance(loader.dataset, SampleRNG) else with_dataset(loader, SampleRNG(loader.dataset, seed))
@@ -97,7 +98,7 @@ def with_sample_rng(loader: Any, seed: int | None = None) -> Any:
 
 @contextmanager
 def seeded(*key: Any) -> Iterator[None]:
-    """Seeds Python, NumPy and torch (CPU) from a key within a block, and restores them after it."""
+    """Seeds Python, NumPy and torch (CPU) from a key inside a block, and restores them after it."""
     *numbers, index = key
     with suppress(TypeError):
         index = operator.index(index)
@@ -106,7 +107,7 @@ def seeded(*key: Any) -> Iterator[None]:
     torch_state, python_state = torch.get_rng_state(), random.getstate()
     numpy = sys.modules.get("numpy.random")
     numpy_state = numpy.get_state(legacy=False) if numpy is not None else None
-    # The default generator alone: torch.manual_seed would touch those of every device.
+    # Only the default generator: torch.manual_seed would seed those of every device.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if numpy is not None:
@@ -121,6 +122,6 @@ def seeded(*key: Any) -> Iterator[None]:
 
 
 def _signed(seed: int) -> int:
-    """Seeds of torch have 64 bits without a sign, and a tensor holds 63."""
+    """Converts an unsigned 64-bit seed to the signed integer that a tensor holds."""
     seed &= 2**64 - 1
     return seed - 2**64 if seed >= 2**63 else seed

@@ -1,4 +1,6 @@
-"""Samplers that start at a given place of their epoch, without loading or needlessly drawing what comes before it."""
+"""Starts samplers at a given position in their epoch, without loading, and where possible without drawing, what
+precedes.
+"""
 
 from __future__ import annotations
 
@@ -21,24 +23,24 @@ from torch.utils.data import (
 from leyden.strategies.errors import LeydenError
 
 CHUNK = 65_536
-"""Indices that are turned into Python numbers at once: a tail of millions need not be a list before its first batch."""
+"""Indices that become Python numbers at once, so that a tail of millions is not a list before its first batch."""
 REPLACEMENT_CHUNK = 32
-"""RandomSampler draws so many at once with replacement, so its generator stands at a multiple of it."""
+"""RandomSampler draws this many at once with replacement, so its generator is always at a multiple of it."""
 
 
 class DrawsFromGlobalRNG(LeydenError):
-    """Raised for a sampler that draws from the global generators in the middle of its epoch."""
+    """Raised if a sampler draws from the global generators in the middle of its epoch."""
 
 
 class TailSampler:
-    """Replaces a loader's index sampler while its iterator is built, and yields what is left of the sampler's epoch.
+    """Replaces a loader's index sampler while its iterator is built, and yields the rest of the sampler's epoch.
 
     Args:
-        sampler: the loader's own.
-        skip: how much is left out: batches, or samples where the loader does not make batches.
-        rewind: only where the uninterrupted run would have used its persistent workers again. Building their iterator anew
-            asks for two iterators of the sampler, with a seed drawn in between, where using them again asks for one. So the
-            first is empty, and `rewind` brings back the random numbers before the second is made.
+        sampler: the loader's own sampler.
+        skip: the number of batches to skip, or of samples if the loader does not make batches.
+        rewind: only if the uninterrupted run would have reused its persistent workers. A new iterator for workers makes
+            two iterators of the sampler, and draws a seed in between; reusing the workers makes one. So the first one
+            is empty, and `rewind` restores the random numbers before the second one is made.
     """
 
     def __init__(self, sampler: Iterable[Any], skip: int, rewind: Callable[[], None] | None = None) -> None:
@@ -57,13 +59,13 @@ class TailSampler:
 
 
 class Tail:
-    """The iterator of a `TailSampler`: skips when it is first asked, as the sampler would first draw then."""
+    """The iterator of a `TailSampler`. It skips at the first call of `next`, which is when the sampler first draws."""
 
     def __init__(self, sampler: Iterable[Any], skip: int) -> None:
         self._sampler = sampler
         self._skip = skip
         self._slices = skip > 0 and can_slice(sampler)
-        # A foreign sampler may draw as soon as its iterator is made, and some are made only to be thrown away.
+        # A foreign sampler may draw as soon as its iterator is made, and some iterators are made but never used.
         self._rest: Iterator[Any] = iter(()) if self._slices else iter(sampler)
 
     def __iter__(self) -> Tail:
@@ -73,7 +75,7 @@ class Tail:
         return next(self.advance())
 
     def advance(self) -> Iterator[Any]:
-        """Skips, if that is not done, and returns the iterator over what is left."""
+        """Skips, unless that is done, and returns the iterator over the rest."""
         if self._skip:
             skip, self._skip = self._skip, 0
             if self._slices:
@@ -93,10 +95,10 @@ def _makes_plain_batches(sampler: Any) -> bool:
 
 
 def _draw(iterator: Iterator[Any], count: int) -> None:
-    """Draws from a sampler that cannot be sliced. After the first index the global generators must stand still.
+    """Draws and drops indices of a sampler that cannot be sliced.
 
     Raises:
-        DrawsFromGlobalRNG: if they do not.
+        DrawsFromGlobalRNG: if the global generators change after the first index.
     """
     next(iterator, None)
     if count == 1:
@@ -116,10 +118,9 @@ def _global_states() -> tuple[Tensor, tuple[Any, ...], Any]:
     return torch.get_rng_state(), random.getstate(), (name, keys.tobytes(), *rest)
 
 
-# slices of torch's own samplers
-# ------------------------------------------------------------------------------------------
+# slices of torch's own samplers ---------------------------------------------------------------------------------------
 def can_slice(sampler: Any) -> bool:
-    """True for torch's own samplers, sequences, and batches of these, whose order is that which `tail_of` knows."""
+    """Returns True if `tail_of` can slice a sampler: torch's own samplers, sequences, and batches of these."""
     if type(sampler) in (list, tuple, range):
         return True
     if _makes_plain_batches(sampler):
@@ -131,9 +132,7 @@ def can_slice(sampler: Any) -> bool:
 
 
 def _is_as_known(kind: Any, replacement: bool) -> bool:
-    """Compares with torch's sampler on a few indices, so that one whose draws a later torch changed is drawn
-    instead.
-    """
+    """Compares our slice with torch's sampler on a few indices; a sampler that a later torch changed is drawn instead."""
 
     def small() -> Any:
         generator = torch.Generator().manual_seed(1)
@@ -147,10 +146,9 @@ def _is_as_known(kind: Any, replacement: bool) -> bool:
 
 
 def tail_of(sampler: Any, skip: int) -> Iterator[Any]:
-    """What a sampler gives after its first `skip`, with its random numbers drawn as it would draw them.
+    """Returns what a sampler yields after its first `skip` items, with random numbers drawn as the sampler would.
 
-    What it would have drawn so far is drawn at once, the rest when it is asked for. `can_slice` says for which
-    samplers.
+    What the sampler would have drawn so far is drawn at once, the rest on demand. `can_slice` must be True.
     """
     if type(sampler) in (list, tuple, range):
         return itertools.islice(sampler, skip, None)
@@ -189,7 +187,9 @@ def _random_tail(sampler: RandomSampler, skip: int) -> Iterator[int]:
 
 
 def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generator) -> Iterator[int]:
-    """Chunks of 32, of which those before the place are drawn in large blocks: one stream of numbers either way."""
+    """Draws chunks of 32 like the sampler; those that are skipped are drawn in larger blocks, the same stream of
+    numbers.
+    """
     chunks, skipped = count // REPLACEMENT_CHUNK, min(skip // REPLACEMENT_CHUNK, count // REPLACEMENT_CHUNK)
     burn = skipped * REPLACEMENT_CHUNK
     for start in range(0, burn, CHUNK):
@@ -199,7 +199,7 @@ def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generat
         length = REPLACEMENT_CHUNK if number < chunks else count % REPLACEMENT_CHUNK
         return torch.randint(size, (length,), dtype=torch.int64, generator=generator).tolist()
 
-    # A chunk that was begun has been drawn; one that was not begun is drawn when the sampler comes to it.
+    # A chunk that was begun is drawn already; the next ones are drawn when the sampler reaches them.
     offset = skip - burn
     begun = chunk(skipped)[offset:] if offset else []
 
@@ -212,7 +212,7 @@ def _replacement_tail(size: int, count: int, skip: int, generator: torch.Generat
 
 
 def _permutation_tail(size: int, count: int, skip: int, generator: torch.Generator) -> Iterator[int]:
-    """Whole permutations, and the head of a last one, which the sampler draws even where it takes nothing from it."""
+    """Draws whole permutations and the head of a last one, which the sampler draws even if it uses none of it."""
     whole = count // size
     number, offset = divmod(skip, size)
     number, offset = (number, offset) if number <= whole else (whole, size)

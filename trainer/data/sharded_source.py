@@ -1,4 +1,4 @@
-"""The source of a sharded DataLoader: starts, locates and resumes one rank's share of the global order."""
+"""ShardedSource, the source of a sharded DataLoader, which starts and resumes one rank's share of the global order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ END = object()
 
 
 class Shared(Iterator[tuple[Any, Share]]):
-    """Each global batch of an epoch: this rank's batch of it, or NOTHING, and its share."""
+    """Iterates over the global batches of an epoch, with this rank's batch (or NOTHING) and its share of each."""
 
     def __init__(self, iterator: Iterator[Any], shares: deque[Share]) -> None:
         self._iterator = iterator
@@ -34,7 +34,7 @@ class Shared(Iterator[tuple[Any, Share]]):
 
 
 class ShardedSource(TorchSource):
-    """A DataLoader whose index sampler is `RankBatches`. Its place is told in what was drawn of the global order."""
+    """The source of a DataLoader whose index sampler is `RankBatches`; its position counts items of the global order."""
 
     shares = True
 
@@ -47,13 +47,14 @@ class ShardedSource(TorchSource):
         self.before = self._remember()
         self.batches.order.begin()
         self._origin = (0, 0)
-        # The run before kept its workers from the epoch before, and drew no seed for them; a resumed run has to start them again.
+        # The earlier run reused the workers of its last epoch, and drew no seed for them; a resumed run must start new
+        # ones.
         iterator = self._iterate(draws=not (self.before["again"] and self.loader._iterator is None))
         self.had_workers = self.loader.persistent_workers
         return iterator
 
     def _iterate(self, draws: bool = True) -> Iterator[Any]:
-        """Makes the iterator. Workers of different ranks get different seeds; rank 0's are those of one process."""
+        """Makes the iterator. Workers get different seeds on each rank; rank 0's are those of a single process."""
         loader = self.loader
         begins = loader.num_workers > 0 and (loader._iterator is None or not loader.persistent_workers)
         if not begins or (draws and self.batches.rank == 0):
@@ -81,7 +82,7 @@ class ShardedSource(TorchSource):
             return None
 
     def ahead(self, batches: int) -> State | None:
-        # The order is agreed upon when it is drawn, as in an epoch that begins.
+        # The ranks agree on the order when it is drawn, as at the start of an epoch.
         drawn = batches * self.span
         return {"batches": batches, "before": self._remember(), "generators": {}, "order": None, "drawn": drawn}
 
@@ -104,7 +105,7 @@ class ShardedSource(TorchSource):
         return iterator
 
     def _place_of_one_process(self, before: State) -> State:
-        """Where the random numbers stood when a plain loader drew its order: it draws a seed for workers, too."""
+        """Returns the random state from which a plain loader drew its order; it also draws a seed for workers."""
         order, loader = self.batches.order, self.loader
         start = order.now()
         if before["again"]:
@@ -115,7 +116,7 @@ class ShardedSource(TorchSource):
                 self._rewind(before)
             elif loader.num_workers == 0:
                 return start
-        # What draws at once does so a second time for workers, after the seed.
+        # A sampler that draws when its iterator is made draws again for workers, after the seed.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         return order.now()
 

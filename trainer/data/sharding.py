@@ -1,4 +1,6 @@
-"""Sharding: one global order of samples that all ranks draw alike, and the share of each rank in every global batch."""
+"""Shards a DataLoader by index: all ranks draw one global order of samples, and each loads its share of every global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ from leyden.trainer.data.seek import can_slice, tail_of
 
 State = dict[str, Any]
 IN_ORDER = (SequentialSampler, list, tuple, range)
-"""Samplers that draw no random number."""
+"""Samplers that draw no random numbers."""
 
 
 class Nothing:
-    """In the place of a batch where this rank has no sample of a global batch."""
+    """Stands in for a batch if this rank has no sample of a global batch."""
 
     def __repr__(self) -> str:
         return "NOTHING"
@@ -35,15 +37,15 @@ NOTHING = Nothing()
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a global batch is on this rank, and what every rank knows of the others.
+    """This rank's share of a global batch.
 
     Attributes:
         here: samples on this rank.
         total: samples on all ranks.
-        idle: a rank has none.
-        even: every rank has as many.
-        told: the batches tell their sizes; where they do not, each counts as one sample.
-        rest: samples of the epoch's last global batch, where that is known to be smaller than the others; else 0.
+        idle: True if a rank has none.
+        even: True if all ranks have the same number.
+        told: True if the sizes of the batches are known; otherwise each counts as one sample.
+        rest: samples of the epoch's last global batch if it is known to be smaller than the others; else 0.
     """
 
     here: int
@@ -54,7 +56,7 @@ class Share:
     rest: int = 0
 
     def weight(self, ranks: int) -> float:
-        """What this rank's mean loss is multiplied by, so that the average over ranks is the mean over all samples.
+        """Returns the factor for this rank's mean loss that makes the average over ranks the mean over all samples.
 
         Example:
             >>> Share(2, 3).weight(2), Share(1, 3).weight(2)
@@ -64,7 +66,7 @@ class Share:
 
 
 def block(count: int, rank: int, ranks: int) -> slice:
-    """The contiguous block of one rank; what does not divide goes to the first ranks.
+    """Returns the contiguous block of one rank; the first ranks take the remainder.
 
     Example:
         >>> [list(range(7))[block(7, rank, 3)] for rank in range(3)]
@@ -76,22 +78,22 @@ def block(count: int, rank: int, ranks: int) -> slice:
 
 
 class Order:
-    """The order of an epoch: what the loader's own sampler gives, drawn on every rank with rank 0's random numbers.
+    """The global order of an epoch: the loader's own sampler, drawn on every rank with rank 0's random numbers.
 
-    Before the first draw rank 0 tells where its generators stand. A rank whose own stand there too continues from where
-    the draw has left them, as one process would; one that stands elsewhere is left where it was. A sampler of the user's
-    may draw during the whole epoch: it does so from a stream of its own from then on, so that nothing which a rank draws
-    for itself (dropout over a smaller last batch) can bring the orders apart.
+    Before the first draw rank 0 broadcasts the state of its generators. A rank with the same state continues from where
+    the draw leaves it, as one process would; a rank with another state keeps its own. A user's sampler may draw during
+    the whole epoch. From then on it draws from a separate stream, so that a rank's own draws (dropout over a smaller
+    last batch) cannot make the orders differ.
 
     Args:
-        sampler: gives samples, or batches of them.
-        agree: gives every rank what rank 0 hands in.
+        sampler: yields samples, or batches of them.
+        agree: returns rank 0's argument on every rank.
     """
 
     def __init__(self, sampler: Iterable[Any], agree: Callable[[State], State]) -> None:
         self.sampler = sampler
         self.state: State | None = None
-        """Rank 0's random numbers from before the first draw; None until then."""
+        """Rank 0's random state from before the first draw; None until then."""
         self._agree = agree
         self._generators = Generators(_Holder(sampler))
         self._fixed = can_slice(sampler)
@@ -101,17 +103,17 @@ class Order:
         self._resumes, self._skip = False, 0
 
     def begin(self, state: State | None = None, skip: int = 0) -> None:
-        """Begins anew at the next draw.
+        """Restarts the order at the next draw.
 
         Args:
-            state: what `self.state` was in the run that this one resumes; None to agree on one.
-            skip: what that run had drawn.
+            state: the value of `self.state` in the run that this one resumes; None to agree on one.
+            skip: how many items that run had drawn.
         """
         self.state, self._skip, self._resumes = state, skip, state is not None
         self._iterator = self._opened = None
 
     def draw(self, count: int) -> list[Any]:
-        """The next `count` of the order; fewer at its end."""
+        """Returns the next `count` items of the order; fewer at its end."""
         if self._iterator is None:
             self._start()
         assert self._iterator is not None
@@ -125,12 +127,14 @@ class Order:
         return drawn
 
     def start(self) -> None:
-        """Draws up to the place now rather than at the next draw."""
+        """Draws up to the current position now instead of at the next draw."""
         if self._iterator is None:
             self._start()
 
     def head(self, count: int) -> list[Any]:
-        """The first `count` of this epoch's order once more; random numbers, and the place of this order, are as before."""
+        """Returns the first `count` items of this epoch again, without changing random numbers or this order's
+        position.
+        """
         own, generators, keeper = live_state(devices=False), self._generators.states(), stateful_of(self.sampler)
         kept = None if keeper is None else keeper.state_dict()
         again = Order(self.sampler, self._agree)
@@ -143,7 +147,7 @@ class Order:
         return drawn
 
     def open(self) -> None:
-        """Makes the sampler's iterator when a plain loader would: some draw their order at this moment."""
+        """Makes the sampler's iterator when a plain loader would, since some samplers draw their order at that moment."""
         if self._resumes:
             return
         self.state = self._iterator = None
@@ -159,7 +163,7 @@ class Order:
 
     def _start(self) -> None:
         mine = self.now()
-        # Where nothing is drawn there is nothing to agree upon.
+        # Samplers that draw nothing need no agreement.
         state = self.state = self.state or (mine if type(self.sampler) in IN_ORDER else self._agree(mine))
         self._set(state)
         if self._skip and self._fixed:
@@ -167,7 +171,7 @@ class Order:
         else:
             iterator = self._opened or iter(self.sampler)
             next(itertools.islice(iterator, self._skip, self._skip), None)
-        # A sampler of torch's draws all that it needs of the global generators for its first index.
+        # torch's samplers draw all they need from the global generators for their first index.
         self._iterator = itertools.chain(list(itertools.islice(iterator, 1)), iterator)
         self._return(mine["rng"], {} if self._resumes else state["rng"])
         self._opened = None
@@ -180,14 +184,14 @@ class Order:
             keeper.load_state_dict(state["sampler"])
 
     def _return(self, own: State, agreed: State) -> None:
-        """After a draw: puts back the rank's own random numbers; those that were equal to rank 0's move on as in one process."""
+        """Restores the rank's own generators after a draw; those that were equal to rank 0's advance as in one process."""
         self._stream = live_state(devices=False)
         after = plain_state(self._stream)
         moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]
         set_rng_state({**own, **{name: after[name] for name in moved}})
 
     def now(self) -> State:
-        """The random numbers of this rank from which the order would be drawn now."""
+        """Returns the random state of this rank from which the order would be drawn now."""
         keeper = stateful_of(self.sampler)
         return {
             "rng": rng_state(devices=False),
@@ -197,14 +201,14 @@ class Order:
 
 
 class _Holder:
-    """Stands in for a loader, so that the generators of its sampler are found by the same paths everywhere."""
+    """Stands in for a loader, so that its sampler's generators have the same paths everywhere."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
 
 
 def stateful_of(sampler: Any) -> Any:
-    """The sampler, or the one that it makes batches of, if it knows its place itself."""
+    """Returns the sampler, or the one it makes batches of, if it has a `state_dict`; else None."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(candidate, "state_dict", None)) and callable(getattr(candidate, "load_state_dict", None)):
             return candidate
@@ -212,7 +216,7 @@ def stateful_of(sampler: Any) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """True for two equal states: nests of dicts, tensors and plain Python."""
+    """Returns True for two equal states, nests of dicts, tensors and plain Python."""
     if isinstance(one, Tensor):
         return isinstance(other, Tensor) and one.shape == other.shape and bool((one == other).all())
     if isinstance(one, dict):
@@ -221,20 +225,20 @@ def alike(one: Any, other: Any) -> bool:
 
 
 class RankBatches:
-    """The index sampler of one rank's loader: its block of each global batch.
+    """The index sampler of one rank's loader, which yields the rank's block of each global batch.
 
     Args:
-        order: of all ranks; of samples, or of the batches of a user's own batch sampler.
+        order: the global order, of samples or of the batches of a user's own batch sampler.
         rank: this rank among the data ranks.
-        ranks: their number.
-        batch_size: samples of each rank in a global batch. None where the order is one of batches, by a user's own batch
-            sampler: `ranks` consecutive ones are a global batch.
+        ranks: the number of data ranks.
+        batch_size: samples per rank in a global batch. None if the order is one of batches, from a user's own batch
+            sampler: then `ranks` consecutive ones are a global batch.
         drop_last: leave out a global batch that is not full.
-        span: what a global batch takes of the order; `batch_size` of each rank if left out.
-        even: repeat samples of the last global batch until every rank has as many.
+        span: items of the order per global batch; by default `batch_size` per rank.
+        even: repeat samples of the last global batch until all ranks have the same number.
 
     Attributes:
-        shares: of each global batch whose indices were drawn and whose batch was not yet taken.
+        shares: the shares of global batches whose indices are drawn and whose batches are not taken yet.
     """
 
     def __init__(
@@ -260,11 +264,11 @@ class RankBatches:
         return self.batches_of(len(self.sampler))  # type: ignore[arg-type]
 
     def batches_of(self, count: int) -> int:
-        """Global batches of so much of the order."""
+        """Returns the number of global batches in `count` items of the order."""
         return count // self.span if self.drop_last else -(-count // self.span)
 
     def batches_after(self, drawn: int) -> int:
-        """Global batches of what is left of the order."""
+        """Returns the number of global batches in the rest of the order."""
         return self.batches_of(max(0, len(self.sampler) - drawn))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[list[Any]]:
@@ -306,7 +310,7 @@ class RankBatches:
             return 0
 
     def filler(self, loader: DataLoader[Any]) -> Any:
-        """The rank's last batch once more (another rank's, where it had none), for a step whose result does not count."""
+        """Loads the rank's last batch again (another rank's if it had none), for a step whose result does not count."""
         dataset: Any = loader.dataset
         together = getattr(dataset, "__getitems__", None)
         samples = together(self._last) if callable(together) else [dataset[index] for index in self._last]
@@ -315,16 +319,16 @@ class RankBatches:
 
 @dataclass(frozen=True, slots=True)
 class DataRanks:
-    """Who shares a loader, and how.
+    """The ranks that share a loader, and how they share it.
 
     Attributes:
-        rank: this one among the data ranks.
-        size: their number.
-        agree: gives every rank what rank 0 hands in.
-        total: the sums over ranks of a few whole numbers.
-        gather: the objects of all ranks.
+        rank: this rank among the data ranks.
+        size: the number of data ranks.
+        agree: returns rank 0's argument on every rank.
+        total: returns the sums over ranks of a few whole numbers.
+        gather: returns the objects of all ranks.
         even: pad the last global batch with repeats.
-        global_batch: samples of a global batch, in place of the loader's batch_size × ranks.
+        global_batch: samples per global batch, instead of the loader's batch_size × ranks.
     """
 
     rank: int = 0
@@ -337,7 +341,7 @@ class DataRanks:
 
     @classmethod
     def of(cls, strategy: Strategy, even: bool = False, global_batch: int | None = None) -> DataRanks:
-        """The data ranks of a strategy."""
+        """Returns the data ranks of a strategy."""
 
         def total(counts: list[int]) -> list[int]:
             summed = strategy.ranks.reduce(torch.tensor(counts), strategy.ranks.host_group, "sum")
@@ -348,7 +352,7 @@ class DataRanks:
 
 
 def shard_indices(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
-    """A copy of a DataLoader over a data set with an index, which loads one rank's share of each global batch."""
+    """Returns a copy of a DataLoader over an indexed dataset that loads one rank's share of each global batch."""
     batches: Any = loader.batch_sampler
     rank, size, even = ranks.rank, ranks.size, ranks.even
     if type(batches) is not BatchSampler:
@@ -360,7 +364,7 @@ def shard_indices(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:
 
 
 def is_indexed(loader: Any) -> bool:
-    """True for a DataLoader that reads its data set by index, in the way of torch's own."""
+    """Returns True for a DataLoader that reads its dataset by index, and iterates as torch's own does."""
     return (
         isinstance(loader, DataLoader)
         and not isinstance(loader.dataset, IterableDataset)

@@ -1,4 +1,4 @@
-"""Sources: how each kind of loader is started, where it stands, and how it resumes at that place."""
+"""Sources, which start each kind of loader, save its position, and resume it there."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ State = dict[str, Any]
 
 
 class Composite(ABC):
-    """A loader made of loaders, each of which keeps its own place."""
+    """A loader made of other loaders, each with its own position."""
 
     @abstractmethod
     def source(self, allow_replay: bool) -> Source:
-        """How it is begun and resumed."""
+        """Returns the source that starts and resumes it."""
 
     @abstractmethod
     def mapped(self, function: Callable[[Any], Any]) -> Composite:
-        """The same with `function` applied to each of its loaders."""
+        """Returns the same composite with `function` applied to each of its loaders."""
 
 
 class Source(ABC):
-    """One loader, begun, located and resumed.
+    """Starts a loader, saves its position and resumes it there.
 
-    A sharded one (`shares`) gives with each batch this rank's `Share` of the global batch.
+    A sharded source (`shares`) yields with each batch this rank's `Share` of the global batch.
 
-    States are nests of tensors and plain Python. What draws random numbers is kept twice: as it was before the iterator
-    was made, and as it is now. Where other loaders draw between the two, it is also kept as it was before the first batch,
-    since samplers choose their order only then.
+    States are nests of tensors and plain Python. Random state is saved twice: from before the iterator was made, and
+    from now. If other loaders draw between the two, it is also saved from before the first batch, since samplers choose
+    their order only then.
 
     Args:
         loader: any iterable of batches.
-        allow_replay: load and drop the batches before the place where there is no other way.
+        allow_replay: if there is no other way, load and drop the batches before the position.
     """
 
     shares = False
@@ -57,57 +57,59 @@ class Source(ABC):
 
     @property
     def finds_places(self) -> bool:
-        """False where `resume` refuses every place inside an epoch."""
+        """False if `resume` refuses every position inside an epoch."""
         return True
 
     def start(self, epoch: int | None) -> Iterator[Any]:
-        """Begins an epoch as `iter(loader)` does; None for a pass that has no number."""
+        """Starts an epoch as `iter(loader)` does; `epoch` is None for a pass without a number."""
         self.set_epoch(epoch)
         self.before = self._remember()
         iterator: Iterator[Any] = iterator_of(self.loader)
         return iterator
 
     def position(self, batches: int) -> State:
-        """The place after `batches` batches of the epoch."""
+        """Returns the position after `batches` batches of the epoch."""
         state = {"batches": batches, "before": self.before, "generators": self.generators.states()}
         if self.first is not None and batches:
             state["first"] = self.first
         return state
 
     def note_first(self) -> None:
-        """The first batch is about to be drawn, and others have drawn since `start`."""
+        """Saves the random state before the first batch, if other loaders have drawn since `start`."""
         self.first = {"rng": rng_state(devices=False), "generators": self.generators.states()}
 
     def ahead(self, batches: int) -> State | None:
-        """The place after so many batches of an epoch that is not begun; None where it can only be come to by reading."""
+        """Returns the position after `batches` batches of an epoch not begun; None if only reading leads there."""
         return None
 
     @abstractmethod
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
-        """An iterator that stands where `position` was asked. The caller sets the global random numbers of now."""
+        """Returns an iterator at a saved position. The caller then restores the global random state."""
 
     def rest(self, ended: bool = True) -> State:
-        """What lives on between two epochs.
+        """Returns the state that outlives an epoch.
 
         Args:
-            ended: the last epoch was read to its end.
+            ended: True if the last epoch was read to its end.
         """
         return {"generators": self.generators.states()}
 
     def restore_rest(self, state: State) -> None:
-        """Takes what `rest` gave; the next call is `start`."""
+        """Restores what `rest` returned; the next call is `start`."""
         self.generators.restore(state["generators"])
 
     def length_after(self, state: State) -> int | None:
-        """Batches of an epoch that resumes at a place, with those before it; None where the loader does not know."""
+        """Returns the number of batches of an epoch that resumes at a position, those before it included; None if
+        unknown.
+        """
         return length_of(self.loader)
 
     def filler(self) -> Any:
-        """A batch whose result will not count, for a rank that has none; leaves no trace in random numbers."""
+        """Returns a batch whose result will not count, for a rank without one; leaves random numbers unchanged."""
         return None
 
     def set_epoch(self, epoch: int | None) -> None:
-        """Tells the epoch to every part of the loader that wants to know, once."""
+        """Calls `set_epoch` once on every part of the loader that has it."""
         if epoch is None:
             return
         told: set[int] = set()
@@ -121,17 +123,17 @@ class Source(ABC):
         return {"rng": rng_state(devices=False), "generators": self.generators.states()}
 
     def rewind(self, place: State) -> None:
-        """Brings back the random numbers from before the epoch of a place, where it holds them."""
+        """Restores the random state from before a position's epoch, if the position holds it."""
         if place["before"] is not None:
             self._rewind(place["before"])
 
     def _rewind(self, before: State) -> None:
-        """Brings back the random numbers from before the iterator was made."""
+        """Restores the random state from before the iterator was made."""
         set_rng_state(before["rng"])
         self.generators.restore(before["generators"])
 
     def _go_to_first(self) -> None:
-        """Brings back the random numbers from before the first batch, where others have drawn before it."""
+        """Restores the random state from before the first batch, if other loaders had drawn before it."""
         if self.first is not None:
             set_rng_state(self.first["rng"])
             self.generators.restore(self.first["generators"])
@@ -146,7 +148,7 @@ class Source(ABC):
 
 
 class SequenceSource(Source):
-    """A list of batches, or what is indexed like one."""
+    """The source of a list of batches, or of a loader that is indexed like one."""
 
     def ahead(self, batches: int) -> State | None:
         return {"batches": batches, "before": None, "generators": {}}
@@ -169,7 +171,7 @@ class SequenceSource(Source):
 
 
 class StatefulSource(Source):
-    """A loader with `state_dict` and `load_state_dict`: it knows its place itself."""
+    """The source of a loader with `state_dict` and `load_state_dict`, which knows its position itself."""
 
     def position(self, batches: int) -> State:
         return {**super().position(batches), "loader": self.loader.state_dict()}
@@ -189,15 +191,15 @@ class StatefulSource(Source):
     def restore_rest(self, state: State) -> None:
         self.loader.load_state_dict(state["loader"])
         if not state["ended"] or isinstance(self.loader, DataLoader):
-            # The uninterrupted run left an iterator in the middle and asks for a new one: so does this one.
-            # StatefulDataLoader needs it at the end of an epoch too: it would make two iterators for the next, and draw
-            # a seed for each.
+            # The uninterrupted run left an iterator in the middle and asks for a new one, and so does this one.
+            # StatefulDataLoader needs it at the end of an epoch too: otherwise it would make two iterators for the next
+            # epoch, and draw a seed for each.
             iterator_of(self.loader)
         super().restore_rest(state)
 
 
 class ForeignSource(Source):
-    """An iterable without index or state: it can only be read from its beginning."""
+    """The source of an iterable without index or state, which can only be read from its beginning."""
 
     @property
     def finds_places(self) -> bool:
@@ -206,8 +208,8 @@ class ForeignSource(Source):
     def resume(self, epoch: int | None, state: State) -> Iterator[Any]:
         if state["batches"] and not self.allow_replay:
             raise ConfigurationError(
-                f"{type(self.loader).__name__} cannot go on at batch {state['batches']}: it has no state_dict. Give it "
-                "state_dict and load_state_dict, or set allow_replay=True to load and drop the batches before."
+                f"{type(self.loader).__name__} cannot continue at batch {state['batches']}: it has no state_dict. Give "
+                "it state_dict and load_state_dict, or set allow_replay=True to load and drop the batches before."
             )
         self.set_epoch(epoch)
         self.before, self.first = state["before"], state.get("first")
@@ -218,7 +220,9 @@ class ForeignSource(Source):
 
 
 class TorchSource(Source):
-    """A torch DataLoader. Its index sampler is moved on before the iterator is made, so nothing skipped is loaded."""
+    """The source of a torch DataLoader. It advances the index sampler before the iterator is made, so nothing skipped is
+    loaded.
+    """
 
     loader: DataLoader[Any]
 
@@ -228,7 +232,7 @@ class TorchSource(Source):
         self._iterator: Any = None
         self._origin = (0, 0)
         self.had_workers = False
-        """Persistent workers were started in an earlier epoch, perhaps of the run that this one resumes."""
+        """True if persistent workers were started in an earlier epoch, perhaps of the run that this one resumes."""
 
     @property
     def finds_places(self) -> bool:
@@ -254,7 +258,7 @@ class TorchSource(Source):
             begun, drawn = self._origin
             state["drawn"] = drawn + (batches - begun) * self.span
         if self._iterator is not None:
-            # After a last batch that is not full the data set may stand at the start of its next pass already.
+            # After a last batch that is not full, the dataset may already be at the start of its next pass.
             state["ended"] = getattr(self._iterator._dataset_fetcher, "ended", False)
             state["dataset"] = self.loader.dataset.state_dict()  # type: ignore[attr-defined]
         if isinstance(self.loader.dataset, SampleRNG):
@@ -263,12 +267,12 @@ class TorchSource(Source):
 
     @property
     def span(self) -> int:
-        """What a batch takes of the order: samples, or one batch of a user's own batch sampler."""
+        """Items of the order per batch: samples, or one batch of a user's own batch sampler."""
         batches: Any = self.loader.batch_sampler
         return int(batches.batch_size) if type(batches) is BatchSampler else 1
 
     def goes_by_samples(self, state: State) -> bool:
-        """True for a place in global batches of another size than this loader's: of another number of ranks, mostly."""
+        """Returns True for a position in global batches of another size, mostly from another number of ranks."""
         if self.is_iterable or self.loader.batch_sampler is None or "drawn" not in state:
             return False
         return "order" in state or bool(state["drawn"] != state["batches"] * self.span)
@@ -292,7 +296,7 @@ class TorchSource(Source):
     def ahead(self, batches: int) -> State | None:
         if self.is_iterable:
             return None
-        # The generators are left where building the order brings them.
+        # The generators stay where building the order leaves them.
         return {"batches": batches, "before": self._remember(), "generators": {}}
 
     def rest(self, ended: bool = True) -> State:
@@ -303,7 +307,7 @@ class TorchSource(Source):
         if sampler is not None:
             state["sampler"] = sampler.state_dict()
         if self._keeps_place_here():
-            # It may count its passes, or stand where a limit broke off the last one.
+            # The dataset may count its passes, or be where a limit ended the last one.
             state["dataset"], state["ended"] = self.loader.dataset.state_dict(), ended  # type: ignore[attr-defined]
         return state
 
@@ -317,7 +321,7 @@ class TorchSource(Source):
             dataset: Any = self.loader.dataset
             dataset.load_state_dict(state["dataset"])
             if not state["ended"]:
-                # As for a loader with a state: the uninterrupted run left an iterator in the middle.
+                # As for a loader with a state, the uninterrupted run left an iterator in the middle.
                 iter(dataset)
         super().restore_rest(state)
 
@@ -328,7 +332,7 @@ class TorchSource(Source):
     def _remember(self) -> State:
         again = self.loader.persistent_workers and (self.had_workers or self.loader._iterator is not None)
         sampler = self._stateful_sampler()
-        # From before the epoch too: workers have indices drawn ahead, so where the sampler stands now is not the place.
+        # Saved from before the epoch, since workers draw indices ahead, so that the sampler's current state is too far.
         return {**super()._remember(), "again": again, "sampler": None if sampler is None else sampler.state_dict()}
 
     def _rewind(self, before: State) -> None:
@@ -349,19 +353,19 @@ class TorchSource(Source):
         length = length_of(self.loader)
         if length is not None and batches > length:
             raise ConfigurationError(
-                f"the checkpoint stands at batch {batches} of an epoch, and the loader has {length}: give the "
-                "data set and the batch_size of the saved run."
+                f"the checkpoint is at batch {batches} of an epoch, and the loader has {length}: give the dataset and "
+                "the batch_size of the saved run."
             )
-        # Workers of this process are at another place.
+        # The workers of this process are at another position.
         self.loader._iterator = None
         try:
             return self._build(batches, before)
         except DrawsFromGlobalRNG:
             if not self.allow_replay:
                 raise ConfigurationError(
-                    f"the sampler of the training loader ({type(self._own_sampler()).__name__}) draws from the "
-                    "global random generators during the epoch, so its place cannot be found again. Give it a "
-                    "torch.Generator of its own, or set allow_replay=True to load and drop the batches before."
+                    f"the sampler of the training loader ({type(self._own_sampler()).__name__}) draws from the global "
+                    "random generators during the epoch, so its position cannot be restored. Give it its own "
+                    "torch.Generator, or set allow_replay=True to load and drop the batches before."
                 ) from None
         self.loader._iterator = None
         self._rewind(before)
@@ -371,7 +375,7 @@ class TorchSource(Source):
         return getattr(self.index_sampler, "sampler", self.index_sampler)
 
     def _build(self, batches: int, before: State) -> Iterator[Any]:
-        """Makes the iterator over the batches that are left, and leaves the loader as it was."""
+        """Makes the iterator over the rest of the batches, and leaves the loader unchanged."""
         original = self.index_sampler
         slot = "sampler" if self.loader.batch_sampler is None else "batch_sampler"
         rewind = (lambda: self._rewind(before)) if before["again"] else None
@@ -384,13 +388,13 @@ class TorchSource(Source):
         iterator._index_sampler = original
         if isinstance(iterator._sampler_iter, Tail) and (batches or rewind):
             if batches and not self.loader.num_workers:
-                # For workers the first indices are drawn as the iterator is made.
+                # With workers the first indices are drawn when the iterator is made.
                 self._go_to_first()
             iterator._sampler_iter = iterator._sampler_iter.advance()
         return iterator  # type: ignore[no-any-return]
 
     def _noted(self, iterator: Any) -> Any:
-        """Keeps the iterator where its place will be asked for: over a data set with a state, in this process."""
+        """Keeps the iterator if its position will be saved: over a dataset with a state, in this process."""
         if self._keeps_place_here():
             self._iterator = iterator
         return iterator
@@ -412,8 +416,8 @@ class TorchSource(Source):
             if _has_state(dataset):
                 reason = "keeps its state in worker processes"
             raise ConfigurationError(
-                f"the iterable data set {type(dataset).__name__} {reason}, so the loader cannot go on at batch "
-                f"{state['batches']}. Use torchdata's StatefulDataLoader, give the data set state_dict and "
+                f"the iterable dataset {type(dataset).__name__} {reason}, so the loader cannot continue at batch "
+                f"{state['batches']}. Use torchdata's StatefulDataLoader, give the dataset state_dict and "
                 "load_state_dict and num_workers=0, or set allow_replay=True to load and drop the batches before."
             )
         return self._replay(state["batches"])
@@ -424,7 +428,7 @@ def _has_state(item: Any) -> bool:
 
 
 def _iterates_by_index(loader: Any) -> bool:
-    """True if iteration is by index 0, 1, … alone, so that it can begin anywhere."""
+    """Returns True if iteration goes by index 0, 1, …, so that it can start anywhere."""
     kind: Any = type(loader)
     if not hasattr(kind, "__getitem__"):
         return False
@@ -433,7 +437,7 @@ def _iterates_by_index(loader: Any) -> bool:
 
 
 def source_of(loader: Iterable[Any], allow_replay: bool = False) -> Source:
-    """The source that fits a loader."""
+    """Returns the source for a loader."""
     if isinstance(loader, Composite):
         return loader.source(allow_replay)
     if isinstance(getattr(loader, "batch_sampler", None), RankBatches):

@@ -1,4 +1,4 @@
-"""Loaders without an index to share: each rank takes whole batches of one stream, or reads a loader that is its own already."""
+"""Shards loaders without an index: each rank takes whole batches of a common stream, or reads a loader of its own."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 
 def shard(loader: Any, ranks: DataRanks, foreign: bool = False, asks: bool = True) -> Any:
-    """What one rank reads of a loader.
+    """Returns a loader of one rank's share.
 
     Args:
         loader: any iterable of batches.
-        ranks: who shares it.
-        foreign: each rank's loader is its own share already, by the user's doing.
-        asks: ranks tell each other of each batch how large theirs is, where only they know. Not needed where a rank may
-            stop before the others; loaders that are foreign and may be of different lengths ask all the same, so that each knows
-            when another has stopped.
+        ranks: the ranks that share it.
+        foreign: each rank's loader is its share already, as the user has sharded it.
+        asks: ranks exchange the sizes of their batches if they cannot be known otherwise. This is not needed if a rank
+            may stop before the others. Foreign loaders that may differ in length always exchange them, so that each
+            rank knows when another has stopped.
 
     Raises:
-        ConfigurationError: for a DistributedSampler of another number of ranks, or a global batch that cannot be kept.
+        ConfigurationError: for a DistributedSampler of another number of ranks, or a global batch size that is
+            impossible.
     """
     own = [sampler for sampler in _samplers(loader) if isinstance(sampler, DistributedSampler)]
     for sampler in own:
         if (sampler.num_replicas, sampler.rank) != (ranks.size, ranks.rank):
             raise ConfigurationError(
-                f"the loader's DistributedSampler is of rank {sampler.rank} of {sampler.num_replicas}, and this is rank {ranks.rank} of "
-                f"{ranks.size}: leave the sampler out, Leyden shards the loader, or give it num_replicas and rank of this run."
+                f"the loader's DistributedSampler is for rank {sampler.rank} of {sampler.num_replicas}, and this is "
+                f"rank {ranks.rank} of {ranks.size}: leave the sampler out, since Leyden shards the loader, or give it "
+                "this run's num_replicas and rank."
             )
     if ranks.global_batch is not None and (own or foreign or not is_indexed(loader)):
         raise ConfigurationError(
             f"global_batch_size={ranks.global_batch} needs a DataLoader with a batch_size that Leyden shards, not a "
-            f"{type(loader).__name__} that gives whole batches: leave it out."
+            f"{type(loader).__name__} that yields whole batches: leave it out."
         )
     if own:
-        # It pads, so that all ranks have as many samples in each batch.
+        # A DistributedSampler pads, so all ranks have the same number of samples in each batch.
         return loader
     if foreign:
         stream = RankStream(loader, ranks, True, True)
-        stream.tell_of_lengths()
-        # Ranks that are known to have as many batches need not ask for each.
+        stream.warn_of_lengths()
+        # Ranks that are known to have the same number of batches need not exchange sizes.
         return stream if asks or len(set(stream.lengths)) > 1 or None in stream.lengths else loader
     return shard_indices(loader, ranks) if is_indexed(loader) else RankStream(loader, ranks, False, asks)
 
@@ -61,12 +63,12 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 class RankStream(Composite):
-    """One rank's batches of a stream: of each `ranks.size` consecutive ones that with its number.
+    """One rank's batches of a stream: of each `ranks.size` consecutive batches, the one with the rank's number.
 
     Args:
-        loader: any iterable of batches; all ranks read the same, unless it is foreign.
-        ranks: who shares it.
-        foreign: the loader gives this rank's batches alone.
+        loader: any iterable of batches; all ranks read the same one unless it is foreign.
+        ranks: the ranks that share it.
+        foreign: the loader yields this rank's batches only.
         asks: see `shard`.
     """
 
@@ -74,22 +76,22 @@ class RankStream(Composite):
         self.loader = loader
         self.ranks, self.foreign, self.asks = ranks, foreign, asks
         length = length_of(loader)
-        # The ranks' own loaders may be of different lengths: the longest ends the epoch.
+        # The ranks' own loaders may differ in length: the longest ends the epoch.
         self.lengths = ranks.gather(length) if foreign else [length]
 
-    def tell_of_lengths(self) -> None:
-        """Warns where some ranks have so much less to do than others that no fair split can be meant."""
+    def warn_of_lengths(self) -> None:
+        """Warns if the lengths of the ranks' loaders differ by more than one batch, which no fair split does."""
         known = [length for length in self.lengths if length is not None]
         if self.ranks.rank == 0 and known and max(known) - min(known) > 1:
             warnings.warn(
-                f"the ranks' own loaders have {', '.join(map(str, self.lengths))} batches: those that end first wait for the others, "
-                "and take part with nothing. Give them as many.",
+                f"the ranks' own loaders have {', '.join(map(str, self.lengths))} batches: ranks that end first wait "
+                "for the others, and contribute nothing. Give all ranks the same number.",
                 stacklevel=2,
             )
 
     @property
     def span(self) -> int:
-        """Batches of the stream in a global batch."""
+        """The number of batches of the stream per global batch."""
         return 1 if self.foreign else self.ranks.size
 
     def __iter__(self) -> Iterator[Any]:
@@ -108,10 +110,11 @@ class RankStream(Composite):
 
 
 class StreamSource(Source):
-    """Reads global batches of a stream whole, so that its place is the same on every rank, and keeps this rank's part.
+    """Reads whole global batches of a stream, so that its position is the same on every rank, and keeps this rank's
+    part.
 
-    All ranks must read the same, so a shared stream draws its random numbers from rank 0's as they are at the start of the epoch,
-    and from a copy of its own from then on: what a rank draws for itself cannot bring the streams apart.
+    All ranks must read the same batches. So a shared stream starts from rank 0's random state at the start of the
+    epoch, and then draws from a separate copy, so that a rank's own draws cannot make the streams differ.
     """
 
     shares = True
@@ -148,12 +151,12 @@ class StreamSource(Source):
         loader, ranks = self.loader, self.loader.ranks
         ended = False
         while True:
-            # Workers that have been shut down cannot be asked again.
+            # Workers that were shut down cannot be asked again.
             group = [] if ended else self._read(iterator)
             ended = len(group) < loader.span
             place = 0 if loader.foreign else ranks.rank
             if group:
-                # A rank that reads what only it has must have kept something, if it is the first to end.
+                # A foreign rank that ends first needs a batch of its own to repeat.
                 self._filler = group[0] if loader.foreign or len(group) <= place else None
             if ranks.even and group and not loader.foreign:
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
@@ -167,7 +170,7 @@ class StreamSource(Source):
                 total, going, idle, untold, squares = ranks.total(
                     [here, going, held[0] is NOTHING, untold, here * here]
                 )
-                # The mean of squares is the square of the mean only where all are equal.
+                # The mean of squares equals the square of the mean only if all are equal.
                 even = ranks.size * squares == total * total
             group = []
             if not going:
@@ -190,7 +193,7 @@ class StreamSource(Source):
         begun, drawn = self._origin
         drawn += (batches - begun) * self.loader.span
         length = length_of(self.loader.loader)
-        # The last global batch may take less of the stream than the others.
+        # The last global batch may be smaller than the others.
         drawn = drawn if length is None else min(drawn, length)
         stream = None if self._stream is None else plain_state(self._stream)
         world = self.loader.ranks.size if self.loader.foreign else None
@@ -200,9 +203,9 @@ class StreamSource(Source):
         inner = state.get("inner", state)
         if self.loader.foreign and state.get("of") != self.loader.ranks.size:
             raise ConfigurationError(
-                f"the checkpoint was saved with another number of ranks, and only the user's own sharding knows where each of these "
-                f"{self.loader.ranks.size} goes on: resume on as many ranks, or let Leyden shard the loader "
-                "(use_distributed_sampler=True)."
+                "the checkpoint was saved with another number of ranks, and only your own sharding knows where each "
+                f"of these {self.loader.ranks.size} ranks continues: resume on the same number of ranks, or let Leyden "
+                "shard the loader (use_distributed_sampler=True)."
             )
         self._origin = (int(state["batches"]), _drawn(state))
         own = live_state(devices=False)
@@ -232,12 +235,12 @@ class StreamSource(Source):
 
 
 def _drawn(state: State) -> int:
-    """Batches of the stream before a place; of one process, all that it did."""
+    """Returns the number of batches of the stream before a position; for one process, all its batches."""
     return int(state["drawn"] if "inner" in state else state["batches"])
 
 
 def _size_of(batch: Any) -> int | None:
-    """Samples in a batch; None for one that does not tell, of which each weighs the same."""
+    """Returns the number of samples in a batch; None if it is unknown, in which case all batches weigh the same."""
     try:
         return batch_size_of(batch)
     except ConfigurationError:

@@ -1,4 +1,6 @@
-"""The end of a DataLoader's workers: at once where the loader is let go of, and by themselves where the main process is killed."""
+"""Ends a DataLoader's workers: without delay when the loader is released, and by themselves if the main process is
+killed.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-# A Trainer and its module refer to each other, so what they read ends by garbage collection. That closes the queues to the
-# workers before the iterator tells the workers by them to go, and then waits for each of them (torch 2.13, Python 3.11, tried).
-# The queues of an iterator that is still referred to from here outlive it.
+# A Trainer and its module refer to each other, so their loaders end by garbage collection. It closes the queues to the
+# workers before the iterator uses them to stop the workers, and the iterator then waits for each worker (torch 2.13,
+# Python 3.11, tried). The queues of an iterator are kept alive from here, so they outlive it.
 _queues: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's iterator.
+    """Returns the loader's iterator; its workers end when this process does.
 
     Example:
         >>> list(iterator_of([1, 2]))
@@ -24,7 +26,7 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
     """
     if getattr(loader, "num_workers", 0) == 0 or not hasattr(loader, "worker_init_fn"):
         return iter(loader)
-    # Torch's loader hands it to each worker that it starts here.
+    # torch's loader passes it to each worker that it starts here.
     own = loader.worker_init_fn
     loader.worker_init_fn = EndsWithParent(own)
     try:
@@ -38,14 +40,14 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 class EndsWithParent:
-    """A `worker_init_fn` by which a worker ends within a second or two of a main process that was killed.
+    """A `worker_init_fn` that ends a worker within a second or two after the main process was killed.
 
-    torch's worker looks for its main process only while it waits for work, and then waits until the pipe has taken what it has
-    loaded, which nobody reads any more: one that loads more than a pipe holds would stay.
+    torch's worker checks for its main process only while it waits for work. It then waits until the pipe has taken what
+    it loaded, which nobody reads any more, so a worker that loads more than a pipe holds would stay alive.
 
     Args:
-        then: the user's own.
-        interval: seconds between two looks.
+        then: the user's own `worker_init_fn`.
+        interval: seconds between two checks.
     """
 
     def __init__(self, then: Callable[[int], None] | None, interval: float = 1.0) -> None:
@@ -54,14 +56,15 @@ class EndsWithParent:
         self._parent = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
-        # Windows knows no parent that changes; there a pipe without a reader is an error.
+        # On Windows the parent never changes, and a pipe without a reader is an error.
         if sys.platform != "win32":
             threading.Thread(target=self._watch, name="leyden-parent", daemon=True).start()
         if self._then is not None:
             self._then(worker_id)
 
     def _watch(self) -> None:
-        # The main process, or multiprocessing's fork server, which ends with it; another one if it has ended already.
+        # This is the main process or multiprocessing's fork server, which ends with it; another process if it has
+        # ended.
         above, pause = os.getppid(), threading.Event()
         while os.getppid() == above and (above == self._parent or _is_there(self._parent)):
             pause.wait(self._interval)

@@ -184,7 +184,7 @@ class StatefulWithoutLength(StatefulLoader):
 
 
 class Passes(IterableDataset[Tensor]):
-    """An iterable data set that knows its pass, and goes on where it was left."""
+    """An iterable dataset that knows its pass, and goes on where it was left."""
 
     def __init__(self) -> None:
         self.passes, self.at = 0, 0
@@ -203,7 +203,7 @@ class Passes(IterableDataset[Tensor]):
 
 
 class Stream(IterableDataset[Tensor]):
-    """An iterable data set that knows its place."""
+    """An iterable dataset that knows its place."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -583,7 +583,7 @@ def test_state_in_worker_processes_is_refused() -> None:
 def test_a_shorter_data_set_is_refused() -> None:
     cursor = LoaderCursor(DataLoader(Indices(), BATCH))
     cursor.start(0)
-    with pytest.raises(ConfigurationError, match="stands at batch 5.*has 2"):
+    with pytest.raises(ConfigurationError, match="is at batch 5.*has 2"):
         LoaderCursor(DataLoader(Indices(8), BATCH)).resume(0, cursor.state_dict(5))
 
 

@@ -47,12 +47,12 @@ def test_limits(limit: float, length: int | None, expected: int | None) -> None:
     [
         (0.01, 10, r"limit_val_batches=0.01 of 10 batches is less than one batch: give at least 0.1"),
         (0.5, None, "no length"),
-        (1.5, 10, "out of the range from 0.0 to 1.0"),
-        (-0.1, 10, "out of the range"),
+        (1.5, 10, "outside 0.0 to 1.0"),
+        (-0.1, 10, "outside 0.0 to 1.0"),
         (-1, 10, "is negative"),
-        (True, 10, "is no number"),
-        ("3", 10, "is no number"),
-        (float("nan"), 10, "out of the range"),
+        (True, 10, "is not a number"),
+        ("3", 10, "is not a number"),
+        (float("nan"), 10, "outside 0.0 to 1.0"),
     ],
 )
 def test_wrong_limits(limit: Any, length: int | None, message: str) -> None:
@@ -77,7 +77,7 @@ def test_lengths() -> None:
 
 
 def test_empty_loaders_are_refused_with_the_likely_reason() -> None:
-    with pytest.raises(ConfigurationError, match="validation loader has a length of 0.*data set with samples"):
+    with pytest.raises(ConfigurationError, match="validation loader has a length of 0.*dataset with samples"):
         check_not_empty([], "val")
     with pytest.raises(
         ConfigurationError, match="training loader.*3 samples, fewer than batch_size=8.*drop_last=False"

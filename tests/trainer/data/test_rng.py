@@ -123,7 +123,7 @@ def test_a_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert seed_everything(verbose=True) == 12
     assert capsys.readouterr().out == "Seed set to 12\n"
     monkeypatch.setenv(SEED_VARIABLE, "twelve")
-    with pytest.raises(ConfigurationError, match="LEYDEN_SEED='twelve' is no integer"):
+    with pytest.raises(ConfigurationError, match="LEYDEN_SEED='twelve' is not an integer"):
         seed_everything()
 
 
