@@ -1,7 +1,8 @@
-"""The checkpoint on disk: a folder of safetensors and JSON, complete or absent, verified when read, without a pickle.
+"""Checkpoints on disk: folders of safetensors and JSON, complete or absent, verified when read, without pickles.
 
-`run.py` says what a checkpoint holds of a run; `writer.py` and `reader.py` write and read it. Below them: `manifest.py` (checksums),
-`safefile.py` (the bytes of safetensors), `codec.py` (state as JSON), `tensors.py` (tensors of every kind), `shards.py` and `sharded.py`
-(tensors in parts), `ranks.py` and `nodes.py` (several processes and machines), `staging.py` (temporary folders), `folder.py` (which
-is the last one). `merge.py` and `foreign.py` are for the files of others.
+`writer.py` and `reader.py` write and read a checkpoint, `shards.py` plans sharded tensors, and `ranks.py` and
+`nodes.py` coordinate processes and machines. `folder.py` finds the newest checkpoint in a folder, `optimizers.py` keys
+optimizer state by parameter name. `merge.py` and `foreign.py`
+serve other tools. The file formats are in `trainer/format`; `trainer/run/saving.py` says what a checkpoint holds of a
+run.
 """

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which is the newest that can be trusted, which are there, and deleting one."""
+"""Finds, lists and deletes the checkpoints in a folder."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 def newest(
     folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: Peers | None = None
 ) -> Path | None:
-    """The newest checkpoint of which every byte agrees with its checksum. Damaged ones are warned about and passed over.
+    """Returns the newest checkpoint whose bytes all match their checksums, and warns of damaged ones that it skips.
 
     Args:
-        folder: where the checkpoints are.
-        depth: levels of folders between it and them; it looks at each level down to there.
-        strict: raise if there are only damaged ones, in place of returning None.
-        ranks: those who look for it together: rank 0 says what is there, and each verifies a part.
+        folder: the folder of the checkpoints.
+        depth: the number of levels of folders below it that may also hold checkpoints.
+        strict: raise if all checkpoints are damaged, instead of returning None.
+        ranks: the ranks that search together: rank 0 lists the checkpoints, and each rank verifies a part.
 
     Raises:
-        CheckpointError: if strict, and none of those there can be trusted; the message names each.
+        CheckpointError: if strict, and all checkpoints are damaged; names each.
 
     Example:
         >>> newest("no/such/folder") is None
@@ -46,17 +46,17 @@ def newest(
         except CheckpointError as error:
             damaged.append(error)
             if ranks.rank == 0:
-                warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
+                warnings.warn(f"skipping a damaged checkpoint: {error}", stacklevel=2)
             continue
         return path
     if damaged and strict:
         listed = "; ".join(str(error) for error in damaged)
-        raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start anew. {listed}")
+        raise CheckpointError(folder, f"holds only damaged checkpoints. Remove them to start from scratch. {listed}")
     return None
 
 
 def _newest_first(folder: Path, depth: int) -> list[tuple[str, tuple[str, str] | None]]:
-    """The names of checkpoints that seem to be there, each with the file and the reason for which it is none."""
+    """Returns the names of possible checkpoints, newest first, each with the file and the reason if it is damaged."""
     return [
         (str(path.relative_to(folder)), (str(found.path), found.reason) if isinstance(found, CheckpointError) else None)
         for path, found in reversed(_ordered(folder, depth))
@@ -64,17 +64,17 @@ def _newest_first(folder: Path, depth: int) -> list[tuple[str, tuple[str, str] |
 
 
 def all_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """The checkpoints in a folder whose manifest can be read, from the oldest to the newest."""
+    """Returns the checkpoints in a folder whose manifest can be read, oldest first."""
     return [path for path, found in _ordered(Path(folder)) if isinstance(found, Manifest)]
 
 
 def highest_counter(folder: Path, depth: int = 0) -> int:
-    """The highest save counter in a folder and in those so many levels below it, 0 if there is no checkpoint."""
+    """Returns the highest save counter in a folder and `depth` levels below it; 0 if there is no checkpoint."""
     return max((found.save_counter for _, found in _ordered(folder, depth) if isinstance(found, Manifest)), default=0)
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """True for a folder with a manifest, damaged or not."""
+    """Returns True for a folder with a manifest, damaged or not."""
     path = Path(path)
     return not path.is_symlink() and path.is_dir() and os.path.lexists(path / MANIFEST)
 
@@ -83,11 +83,11 @@ def delete(path: str | os.PathLike[str]) -> None:
     """Deletes a checkpoint. It is renamed first, so that a kill never leaves half of one that looks whole.
 
     Raises:
-        CheckpointError: if the folder is no checkpoint, or cannot be deleted.
+        CheckpointError: if the folder is not a checkpoint, or cannot be deleted.
     """
     path = Path(os.path.abspath(path))
     if not is_checkpoint(path):
-        raise CheckpointError(path, "is no checkpoint folder and is not deleted.")
+        raise CheckpointError(path, "is not a checkpoint, and is not deleted.")
     away = staging.sibling(path, "del")
     try:
         os.rename(path, away)
@@ -98,13 +98,15 @@ def delete(path: str | os.PathLike[str]) -> None:
 
 
 def _ordered(folder: Path, depth: int = 0) -> list[tuple[Path, Manifest | CheckpointError]]:
-    """Every checkpoint with its manifest, or with why that cannot be read; those come last, as if they were newest."""
+    """Returns every checkpoint with its manifest, oldest first; those with an unreadable manifest come last, with the
+    error.
+    """
     found = [entry for place in _levels(folder, depth) for entry in _entries(place)]
     return [(path, manifest) for _, path, manifest in sorted(found, key=lambda entry: entry[0])]
 
 
 def _levels(folder: Path, depth: int) -> list[Path]:
-    """A folder, and the folders so many levels below it that are no checkpoints themselves."""
+    """Returns a folder, and the folders up to `depth` levels below it that are not checkpoints."""
     found = level = [folder]
     for _ in range(depth):
         below: list[Path] = []
@@ -125,7 +127,7 @@ def _may_hold_some(path: Path) -> bool:
 
 
 def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]]:
-    """The checkpoints directly in a folder, each after what orders them by age."""
+    """Returns the checkpoints directly in a folder, each after a key that orders them by age."""
     found: list[tuple[tuple[int, int, str, str], Path, Manifest | CheckpointError]] = []
     try:
         names = sorted(os.listdir(folder))
@@ -136,7 +138,7 @@ def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manife
         path = folder / name
         if staging.is_staging(name) and name not in aside:
             continue
-        # A link such as "last" leads to one that is listed by its own name.
+        # A link such as "last" points to a checkpoint that is listed by its own name.
         if path.is_symlink() or not path.is_dir() or not _looks_like_one(path):
             continue
         try:
@@ -148,12 +150,12 @@ def _entries(folder: Path) -> list[tuple[tuple[int, int, str, str], Path, Manife
 
 
 def _looks_like_one(path: Path) -> bool:
-    # A checkpoint that lost its manifest is damaged, which is worth a warning.
+    # A checkpoint that has lost its manifest is damaged, which is worth a warning.
     return any(os.path.lexists(path / name) for name in (MANIFEST, "layout.json", "progress.json"))
 
 
 def identity(path: str | Path) -> str | None:
-    """What tells a checkpoint from another one of the same name; None if there is none that can be read."""
+    """Returns a text that differs between checkpoints of the same name; None if the manifest cannot be read."""
     try:
         manifest = read_manifest(Path(path))
     except CheckpointError:

@@ -46,7 +46,8 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
 
 
 def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
-    """Loads a file of another trainer by torch's safe loader, which takes tensors and plain containers and runs nothing.
+    """Loads a file of another trainer by torch's safe loader, which takes tensors and plain containers and runs
+    nothing.
 
     Args:
         path: `.safetensors`, or a pickle.
@@ -65,8 +66,8 @@ def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> A
             raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
         raise CheckpointError(
             path,
-            "holds more than weights, and to read that is to run the code it holds. If you trust who wrote it, pass trust=True "
-            "(--trust).",
+            "holds more than weights, and to read that is to run the code it holds. If you trust who wrote it, pass "
+            "trust=True (--trust).",
         ) from error
 
 

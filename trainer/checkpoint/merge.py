@@ -1,4 +1,4 @@
-"""One file of weights from a checkpoint of any number of shards, as `safetensors` and `transformers` users expect it."""
+"""Merges the weights of a checkpoint of any number of shards into one file that safetensors and transformers can load."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from leyden.trainer.format.tensors import TRANSLATED, dtype_named
 
 
 def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_prefix: str | None = None) -> Path:
-    """Writes the weights of a checkpoint as one safetensors file. One tensor at a time is in memory.
+    """Writes the weights of a checkpoint to one safetensors file, with one tensor at a time in memory.
 
-    Tied weights are stored once, under the first of their names; the header tells the others. Entries from `get_extra_state`
-    are no weights and are left out.
+    Tied weights are stored once, under the first of their names; the header lists the others. Entries from
+    `get_extra_state` are not weights, and are left out.
 
     Args:
         path: the checkpoint.
-        out: the file to write, or a folder for `model.safetensors` in it: one that is there, or whose name ends with `/`. What
-            stands there is replaced.
-        module_prefix: only the weights of this part of the module, and without its name: "net" makes `weight` of `net.weight`.
+        out: the file to write, which ends with `.safetensors`, or a folder for `model.safetensors`: an existing one, or
+            one whose name ends with `/`. An existing file is replaced.
+        module_prefix: write only this submodule's weights, without its name: with "net", `net.weight` becomes `weight`.
 
     Returns:
         The file.
 
     Raises:
-        CheckpointError: if the checkpoint is damaged, or a tensor is of a kind that no reader of safetensors knows.
-        ConfigurationError: if no name begins with the prefix.
+        CheckpointError: if the checkpoint is damaged, or has a tensor that safetensors cannot store.
+        ConfigurationError: if no name begins with the prefix, or `out` is a file with another ending.
 
     Example:
         >>> import tempfile, torch
@@ -45,6 +45,8 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
     reader, target = CheckpointReader(path), Path(os.path.abspath(out))
     if target.is_dir() or os.fspath(out).endswith(("/", os.sep)):
         target = target / "model.safetensors"
+    if target.suffix != ".safetensors":
+        raise ConfigurationError(f"{target} would hold safetensors under another name: end it with .safetensors.")
     tables, aliases = _named(reader, module_prefix)
     forms = {name: (dtype_named(table["dtype"]), tuple(table["shape"])) for name, table in tables.items()}
     new = staging.sibling(target, "tmp")
@@ -61,13 +63,14 @@ def merge(path: str | os.PathLike[str], out: str | os.PathLike[str], module_pref
 
 
 def _named(reader: CheckpointReader, module_prefix: str | None) -> tuple[dict[str, Table], dict[str, str]]:
-    """The tables of weights by the names that they get, and further names of some of them."""
+    """Returns the tables of the weights by their new names, and the aliases of tied ones."""
     start = "" if not module_prefix else module_prefix.rstrip(".") + "."
     layout = reader.layout()
     chosen = [name for name in layout if name.startswith(start)]
     if not chosen:
         raise ConfigurationError(
-            f"no weight of {reader.path} begins with {start!r}. {nearest(start, sorted({n.split('.')[0] for n in layout}))}"
+            f"no weight of {reader.path} begins with {start!r}. "
+            f"{nearest(start, sorted({n.split('.')[0] for n in layout}))}"
         )
     tables: dict[str, Table] = {}
     aliases: dict[str, str] = {}
@@ -83,7 +86,7 @@ def _named(reader: CheckpointReader, module_prefix: str | None) -> tuple[dict[st
         if list(spec["parts"]) != [""] or dtype_named(spec["dtype"]) in TRANSLATED:
             kind = spec.get("layout", spec["dtype"])
             raise CheckpointError(
-                reader.path, f"has {name!r} as {kind}, which no reader of safetensors knows: convert it first."
+                reader.path, f"has {name!r} as {kind}, which safetensors cannot store: convert it first."
             )
         tables[short] = spec["parts"][""]
     return tables, aliases

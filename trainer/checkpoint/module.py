@@ -1,4 +1,4 @@
-"""Building a module from a checkpoint: its hyperparameters, then its weights."""
+"""Builds a module from a checkpoint: its hyperparameters, then its weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ M = TypeVar("M", bound="TrainModule")
 
 @dataclass(frozen=True, slots=True)
 class SavedArguments:
-    """What is known of the arguments that a module was made with.
+    """The arguments that a module was made with, as a checkpoint records them.
 
     Attributes:
         values: hyperparameters by name.
-        argument: name and kind of the one argument that held all of them; None where each is an argument.
-        skipped: arguments that no checkpoint holds, each with what it was, in words.
+        argument: name and kind of the single argument that held all of them; None if each is an argument.
+        skipped: arguments that checkpoints cannot hold, each with a description.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def load_module(
     given: dict[str, Any],
     arguments_for: Callable[[type, SavedArguments, dict[str, Any]], dict[str, Any]],
 ) -> M:
-    """See `TrainModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
+    """Implements `TrainModule.load_from_checkpoint`; `arguments_for` chooses the arguments of `__init__`."""
     path = Path(os.path.expanduser(path))
     reader = ForeignWeights(path, trust, weights_only) if path.is_file() else CheckpointReader(path)
     saved = _saved_arguments(reader, cls)
@@ -70,7 +70,7 @@ def load_module(
 
 
 def _device(map_location: Any) -> Any:
-    """The device that torch.load's argument means for tensors that were read to the CPU; None to leave them there."""
+    """Returns the device that torch.load's `map_location` means for CPU tensors; None to leave them there."""
     if callable(map_location):
         storage = map_location(torch.empty(0).untyped_storage(), "cpu")
         return None if storage is None else storage.device
@@ -110,7 +110,7 @@ def _read_hparams(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(path, f"is no JSON file of hyperparameters: {error}.") from error
+        raise CheckpointError(path, f"is not a JSON file of hyperparameters: {error}.") from error
     if not isinstance(found, dict):
-        raise CheckpointError(path, "is no JSON object of hyperparameters.")
+        raise CheckpointError(path, "is not a JSON object of hyperparameters.")
     return found

@@ -1,4 +1,4 @@
-"""Machines that share no folder: finding out, and giving each the files that the others wrote."""
+"""Finds out whether machines share a folder, and if not, sends each machine the files that the others wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PIECE = 16 * 1024 * 1024
 
 
 def is_shared(folder: str | os.PathLike[str], ranks: Peers) -> bool:
-    """True on every rank if all of them see the same folder: rank 0 puts a token there, and the others look for it.
+    """Returns True on every rank if all see the same folder: rank 0 puts a token there, and the others look for it.
 
     Raises:
         CheckpointError: if rank 0 cannot write there.
@@ -44,20 +44,20 @@ def _leave_token(folder: Path) -> str:
 
 
 def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: Peers) -> None:
-    """Gives the keeper of every other folder the files that a rank wrote into its own.
+    """Sends the files that each rank wrote to the keepers of all other folders.
 
     Args:
-        files: of each rank, what it wrote.
-        folder: this rank's.
-        ranks: all of them, in step.
+        files: for each rank, the files that it wrote.
+        folder: this rank's folder.
+        ranks: all ranks, in step.
 
     Raises:
-        CheckpointError: on all ranks, if one cannot read or write, or something else has arrived.
+        CheckpointError: on all ranks, if one cannot read or write, or receives other bytes.
     """
     problems: list[str] = []
     for source, written in enumerate(files):
         for name in sorted(written):
-            # Ranks of the machine that wrote it see it already; all go through every piece, to stay in step.
+            # The machine that wrote the file has it already; all ranks go through every piece to stay in step.
             writes = ranks.is_keeper and ranks.rank != source - source % ranks.share[1]
             pieces = _pieces(folder / name, source, ranks, problems)
             if not writes:
@@ -68,7 +68,7 @@ def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: Peers) -> No
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 arrived = write_file(folder / name, pieces, written[name].chunk)
                 if arrived != written[name]:
-                    problems.append(f"{name} has arrived with other bytes than rank {source} wrote")
+                    problems.append(f"{name} arrived with other bytes than rank {source} wrote")
             except OSError as error:
                 problems.append(f"{name} cannot be written: {error.strerror or error}")
                 for _ in pieces:
@@ -79,7 +79,7 @@ def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: Peers) -> No
 
 
 def _pieces(path: Path, source: int, ranks: Peers, problems: list[str]) -> Iterator[bytes]:
-    """The bytes of a file of rank `source`, on every rank; it ends early where that one cannot read it."""
+    """Yields the bytes of a file of rank `source` on every rank; ends early if that rank cannot read it."""
     with ExitStack() as stack:
         file: BinaryIO | None = None
         if ranks.rank == source:

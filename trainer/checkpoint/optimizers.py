@@ -1,4 +1,4 @@
-"""Optimizer state by the names of the parameters, in the dtype it was saved in."""
+"""Saves and loads optimizer state by parameter names, in the dtype in which it was saved."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Names: TypeAlias = "Mapping[nn.Parameter, str] | Mapping[Tensor, str] | nn.Modul
 
 
 def parameter_names(module: nn.Module) -> dict[Tensor, str]:
-    """The full name of every parameter; a tied one goes by its first."""
+    """Returns the full name of every parameter; the first name of a tied one."""
     return {parameter: name for name, parameter in module.named_parameters()}
 
 
 def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    """The state of an optimizer, keyed by parameter names and never by index.
+    """Returns the state of an optimizer, keyed by parameter names and never by index.
 
     Args:
         optimizer: any optimizer with torch's `state_dict`.
-        names: parameter → full name, or the module. Parameters outside it are called `__extra__.<group>.<place>`.
+        names: parameter → full name, or the module. Parameters outside it are named `__extra__.<group>.<place>`.
 
     Returns:
-        `state` by name, `param_groups` with names under `params`, `other` state that belongs to no parameter, `host`: which
-        entries are on the CPU although their parameter is not, and `dtypes`: of the parameters that are not float32, as the
-        optimizer steps them. Tensors are the optimizer's own, not copies.
+        `state` by name; `param_groups` with names under `params`; `other` for state that belongs to no parameter;
+        `host` for the entries that are on the CPU although their parameter is not; and `dtypes` for the parameters that
+        the optimizer steps in another dtype than float32. Tensors are the optimizer's own, not copies.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -56,13 +56,13 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
             host[name] = [
                 entry
                 for entry, value in entries.items()
-                # Where an engine has offloaded its memory to is its own matter.
+                # An engine decides itself where its offloaded memory is.
                 if isinstance(value, Tensor) and value.device.type == "cpu" and not isinstance(value, Fragment)
             ]
     groups = [{**group, "params": list(own)} for group, own in zip(plain["param_groups"], flat, strict=True)]
     known = {"state", "param_groups"}
     extra = {key: value for key, value in plain.items() if key not in known}
-    # An engine that steps copies tells their dtype.
+    # An engine that steps copies of the parameters has their dtypes.
     stepped: Mapping[Tensor, torch.dtype] = getattr(optimizer, "dtypes", {})
     dtypes = {name: stepped.get(parameter, parameter.dtype) for name, parameter in parameters.items()}
     lower = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
@@ -77,15 +77,15 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> None:
-    """Loads what `to_named` gave. The optimizer takes the tensors over; it does not copy them.
+    """Loads what `to_named` returned. The optimizer takes over the tensors without copying them.
 
-    torch's `load_state_dict` casts state to the dtype of its parameter; here it keeps the dtype it was saved in, as
-    otherwise NAdam and others continue with other numbers when parameters are bf16. Where the parameter itself had another dtype,
-    as under another precision, state of its shape and dtype is cast as it is.
+    torch's `load_state_dict` casts state to the dtype of its parameter. Here state keeps the dtype in which it was
+    saved; otherwise NAdam and others would continue with different numbers if parameters are bf16. If the parameter
+    itself had another dtype, as under another precision, state of its shape and dtype is cast with it.
 
     Args:
-        optimizer: of the same class, with the same groups of parameters.
-        saved: the state, tensors on any device.
+        optimizer: of the same class, with the same parameter groups.
+        saved: the state, with tensors on any device.
         names: as for `to_named`.
 
     Raises:
@@ -103,7 +103,7 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
         ],
     }
     rates = [group.get("lr") for group in optimizer.param_groups]
-    # Asked before loading, in which torch adds to the defaults. What an engine gives in the place of its optimizer has none.
+    # Read before loading, since loading adds to the defaults. An engine's stand-in for its optimizer has none.
     defaults = set(getattr(optimizer, "defaults", ()))
     needed = [defaults.intersection(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(plain)
@@ -111,8 +111,8 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
     lacking = sorted({key for keys, group in pairs for key in keys if key not in group})
     if lacking:
         raise ConfigurationError(
-            f"the checkpoint's optimizer was of another kind than {type(optimizer).__name__}: it has no {', '.join(lacking)}. Build "
-            "the same optimizer, or leave 'optimizers' out of restore."
+            f"the checkpoint's optimizer was of another class than {type(optimizer).__name__}: it has no "
+            f"{', '.join(lacking)}. Build the same optimizer, or leave 'optimizers' out of restore."
         )
     _restore_dtypes(optimizer, saved, flat)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -120,14 +120,14 @@ def from_named(optimizer: Optimizer, saved: Mapping[str, Any], names: Names) -> 
             group["lr"] = group["lr"].to(rate.device)
 
 
-# What torch's optimizers keep for each element of a parameter.
+# Entries of torch's optimizers that have the shape of the parameter.
 _BY_ELEMENT = {
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum"),
     *("exp_inf", "prev", "ax"),
 }
 
 
-# What a step of torch's optimizers needs, once there is any state of a parameter.
+# Entries that a step of torch's optimizers needs if there is any state for a parameter.
 _NEEDED = {
     **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"), ("step", "exp_avg", "exp_avg_sq")),
     "Adamax": ("step", "exp_avg", "exp_inf"),
@@ -139,7 +139,7 @@ _NEEDED = {
 
 
 def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
-    """Refuses what `from_named` cannot load; changes nothing.
+    """Raises if `from_named` cannot load a state; changes nothing.
 
     Args:
         optimizer: as for `from_named`.
@@ -148,10 +148,12 @@ def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
 
     Raises:
         ConfigurationError: if groups differ, or a parameter is missing or new; names it.
-        StateError: if an entry is of another kind than `to_named` returned; names it.
+        StateError: if `to_named` cannot have returned an entry; names it.
     """
     if not isinstance(saved, Mapping) or not {"state", "param_groups"} <= saved.keys():
-        raise ConfigurationError("this is no state of an optimizer by name: give what to_named or the reader returned.")
+        raise ConfigurationError(
+            "this is not the state of an optimizer by name: give what to_named or the reader returned."
+        )
     entries, flat = SavedState(saved), _flat_names(optimizer, names)
     groups = [
         SavedState(group, f"param_groups[{number}]") for number, group in enumerate(entries.items("param_groups"))
@@ -177,7 +179,7 @@ def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
 
 
 def _check_options(saved: SavedState, now: Mapping[str, Any]) -> None:
-    """Compares the options of a group with those that it has now: of the same kinds."""
+    """Compares the types of a group's saved options with those of its current ones."""
     for key, present in now.items():
         if key == "params" or key not in saved or present is None:
             continue
@@ -215,7 +217,7 @@ def _check_moments(saved: SavedState, parameter: Tensor, kind: str) -> None:
 
 
 def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[list[str]]) -> None:
-    """Puts the saved tensors in the place of those that `load_state_dict` cast."""
+    """Replaces the tensors that `load_state_dict` cast by the saved ones."""
     own_loading = type(optimizer).load_state_dict is not Optimizer.load_state_dict
     groups = {name: group for group, own in zip(optimizer.param_groups, flat, strict=True) for name in own}
     for name, parameter in _by_name(optimizer, flat).items():
@@ -224,7 +226,7 @@ def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[l
         if not isinstance(entries, Mapping) or not isinstance(loaded, dict):
             continue
         on_host = saved.get("host", {}).get(name)
-        # A checkpoint of an earlier version does not tell.
+        # Checkpoints of earlier versions do not record dtypes.
         before = saved["dtypes"].get(name, torch.float32) if "dtypes" in saved else parameter.dtype
         for key, value in entries.items():
             if key not in loaded or (own_loading and not _only_cast(value, loaded[key])):
@@ -255,7 +257,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:
-    """Names of the parameters, group by group."""
+    """Returns the names of the parameters, group by group."""
     known: Mapping[Any, str] = parameter_names(names) if isinstance(names, nn.Module) else names
     name_of: Callable[[Any, str], str] = known.get
     flat = [
@@ -265,7 +267,7 @@ def _flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:
     everything = [name for group in flat for name in group]
     if len(set(everything)) != len(everything):
         twice = next(name for name in everything if everything.count(name) > 1)
-        raise ConfigurationError(f"two parameters of an optimizer are called {twice!r}. Give each a name of its own.")
+        raise ConfigurationError(f"two parameters of an optimizer are called {twice!r}. Give each its own name.")
     return flat
 
 
@@ -291,15 +293,15 @@ def _check_groups(optimizer: Optimizer, saved: list[list[str]], current: list[li
         )
     if len(saved) != len(current):
         raise ConfigurationError(
-            f"{kind} has {len(current)} parameter groups and the checkpoint has {len(saved)}. Build the same groups, or "
-            "restore only the weights."
+            f"{kind} has {len(current)} parameter groups and the checkpoint has {len(saved)}. Build the same groups, "
+            "or restore only the weights."
         )
     for number, (was, here) in enumerate(zip(saved, current, strict=True)):
         if set(was) != set(here):
             name = min(set(was) ^ set(here))
             raise ConfigurationError(
-                f"the parameter {name!r} of {kind} is in another group than in the checkpoint (group {number}). Build the "
-                "same groups, or restore only the weights."
+                f"the parameter {name!r} of {kind} is in another group than in the checkpoint (group {number}). Build "
+                "the same groups, or restore only the weights."
             )
         if isinstance(optimizer, LBFGS) and was != here:
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Ranks that write or read one checkpoint together: what they exchange, and how an error on one reaches all."""
+"""Coordinates the ranks that write or read one checkpoint together, so that an error on one is raised on all."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 class Peers:
-    """This process among those that work on one checkpoint: alone, or in step with the others of its run.
+    """The ranks that work on one checkpoint: this process alone, or all ranks of a run in step.
 
-    Ranks have one kind of exchange, which carries an error as well as a value. So a rank that failed still answers the next
-    exchange of the others, nobody waits for a rank that has left, and all raise.
+    Ranks have one kind of exchange, which carries a value or an error. So a rank that failed still answers the next
+    exchange of the others, no rank waits for one that has left, and all raise.
 
     Args:
-        strategy: of the run; None for a process by itself.
+        strategy: the run's strategy; None for a single process.
         path: the checkpoint, for messages.
-        each_node: every machine keeps a whole checkpoint in a folder of its own; else all see one folder.
+        each_node: every machine keeps a whole checkpoint in its own folder; otherwise all see one folder.
 
     Attributes:
         path: the checkpoint.
-        rank: of this process, from 0.
-        size: how many there are.
-        share: this rank's number, and how many there are, of those that see the same folder.
-        keeper: the rank that looks after that folder: 0, or the first of this machine.
-        is_keeper: it is this one.
+        rank: the number of this process, from 0.
+        size: the number of ranks.
+        share: the number of this rank, and the number of ranks, among those that see the same folder.
+        keeper: the rank that manages that folder: 0, or the first of this machine.
+        is_keeper: True on that rank.
         keepers: the keepers of all folders.
 
     Example:
@@ -58,35 +58,35 @@ class Peers:
         self.keepers = list(range(0, self.size, here))
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks.
+        """Returns the values of all ranks.
 
         Raises:
-            OtherRankError: if one of them has told an error; names the rank.
+            OtherRankError: if another rank reported an error; names the rank.
         """
         return [value] if self._strategy is None else self._exchange(value, None)
 
     def each(self, work: Callable[[], T]) -> list[T]:
-        """Every rank does its work; returns the results of all. The error of one is raised on all."""
+        """Calls `work` on every rank, and returns all results; an error on one is raised on all."""
         return self.gather(self._told(work))
 
     def first(self, work: Callable[[], T]) -> T:
-        """Rank 0 does the work, and every rank gets the result."""
+        """Calls `work` on rank 0, and returns the result on every rank."""
         found: list[Any] = self.gather(self._told(work) if self.rank == 0 else None)
         result: T = found[0]
         return result
 
     def keep(self, work: Callable[[], T]) -> T:
-        """The rank that looks after a folder does the work, and all that see the folder get the result."""
+        """Calls `work` on the keeper of each folder, and returns the result on all ranks that see the folder."""
         found: list[Any] = self.gather(self._told(work) if self.is_keeper else None)
         result: T = found[self.keeper]
         return result
 
     def send(self, value: T, source: int) -> T:
-        """Gives every rank the value of one; an error is for the next `gather`."""
+        """Returns the value of rank `source` on every rank; an error waits for the next `gather`."""
         return value if self._strategy is None else self._strategy.ranks.broadcast(value, source)
 
     def tell(self, error: BaseException) -> None:
-        """Tells the others of an error, once, where they do not know of it yet. It is the caller's to raise."""
+        """Reports an error to the other ranks, once, unless they know it already. The caller raises it."""
         if self._strategy is not None and not self._over and isinstance(error, Exception):
             self._over = True
             self._strategy.ranks.all_gather_object((None, f"{type(error).__name__}: {error}"))
@@ -103,7 +103,7 @@ class Peers:
         try:
             found: list[tuple[Any, str | None]] = self._strategy.ranks.all_gather_object((value, error))
         except BaseException:
-            # A rank has died: there is nobody left to tell.
+            # A rank has died, so no error can be reported.
             self._over = True
             raise
         for rank, (_, failure) in enumerate(found):

@@ -1,4 +1,4 @@
-"""Reading a checkpoint. Every byte that is used was compared with its checksum; nothing in it is ever run."""
+"""Reads a checkpoint. Every byte that is used is compared with its checksum, and nothing in it is ever executed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.codec import Classes, decode
-from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.errors import CheckpointError, NoCheckpointError, blame
 from leyden.trainer.format.manifest import (
     EXTRA,
     LAYOUT,
+    MANIFEST,
     MAX_PARTS,
     OPTIMIZERS,
     PROGRESS,
@@ -43,22 +44,22 @@ from leyden.trainer.format.tensors import (
 )
 
 _MAX_JSON = 2**31
-# Tables of many shards have more parts than MAX_PARTS; what they describe has many bytes.
+# Tables of many shards have more parts than MAX_PARTS, but then the tensors they describe have many bytes.
 _BYTES_OF_A_PART = 256
 
 
 class CheckpointReader:
-    """Reads one checkpoint. Nothing is read but the manifest until it is asked for.
+    """Reads one checkpoint: the manifest at once, everything else on demand.
 
     Args:
         path: the folder.
 
     Raises:
-        CheckpointError: from every method, if a file is missing, damaged or not what it should be; names the file.
+        CheckpointError: from every method, if a file is missing, damaged or invalid; names the file.
 
     Attributes:
         path: the folder.
-        manifest: what `manifest.json` says.
+        manifest: the contents of `manifest.json`.
 
     Example:
         >>> import tempfile
@@ -74,17 +75,19 @@ class CheckpointReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = staging.standing(Path(path))
         if not self.path.is_dir():
-            what = "is a file, and a checkpoint is a folder" if self.path.exists() else "is not there"
-            raise CheckpointError(self.path, f"{what}. A file of another trainer is read by load_foreign.")
+            what = "is a file, and a checkpoint is a folder" if self.path.exists() else "does not exist"
+            raise CheckpointError(self.path, f"{what}. Read files of other trainers with load_foreign.")
+        if not any((self.path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS)):
+            raise NoCheckpointError(self.path, _what_else(self.path))
         self.manifest: Manifest = read_manifest(self.path)
 
     def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compares every byte of every file with its checksum, or of one of so many parts of them all."""
+        """Compares every byte with its checksum, or those of one of `parts` equal parts of all files."""
         total, start = sum(entry.size for entry in self.manifest.files.values()), 0
         first, last = total * part // parts, total * (part + 1) // parts
         spans = []
         for name, entry in self.manifest.files.items():
-            # A file without a byte is looked at by the first, since it may be missing.
+            # The first part includes empty files, since they may be missing.
             if (start < last and start + entry.size > first) or (not entry.size and part == 0):
                 spans.append((name, max(0, first - start), min(entry.size, last - start)))
             start += entry.size
@@ -94,12 +97,12 @@ class CheckpointReader:
                 pass
 
     def verify_sizes(self) -> None:
-        """Checks that every file is there with its size, and reads none."""
+        """Checks that every file exists with its size, without reading any."""
         for name in self.manifest.files:
             self._file(name).__exit__()
 
     def has(self, name: str) -> bool:
-        """True if there is a file of that name, or a JSON or state of that name."""
+        """Returns True if there is a file, a JSON file or a state of that name."""
         return name in self.manifest.files or f"{name}.json" in self.manifest.files
 
     def json(self, name: str) -> Any:
@@ -107,14 +110,15 @@ class CheckpointReader:
         name = name if name.endswith(".json") else f"{name}.json"
         with self._file(name) as file:
             data = file.read(_MAX_JSON)
-            # Each list and dict takes fifty times its bytes in memory, so what was not written for its tensors is refused unparsed.
+            # A list or dict takes fifty times its bytes in memory, so too many of them are refused before they are
+            # parsed.
             allowed = MAX_PARTS + sum(entry.size for entry in self.manifest.files.values()) // _BYTES_OF_A_PART
             if parts_in(data) > allowed:
                 raise CheckpointError(file.path, f"has {parts_in(data)} nested parts, more than the {allowed} allowed.")
             try:
                 return json.loads(data, parse_constant=_no_constant)
             except (ValueError, RecursionError, MemoryError) as error:
-                raise CheckpointError(file.path, f"is no JSON ({type(error).__name__}: {error}).") from error
+                raise CheckpointError(file.path, f"is not valid JSON ({type(error).__name__}: {error}).") from error
 
     def state(
         self,
@@ -126,22 +130,22 @@ class CheckpointReader:
         """Reads what `CheckpointWriter.state` wrote.
 
         Args:
-            name: the same.
-            like: the state as it stands now, whose Enum classes, dataclasses and namedtuples are used for those saved.
-                Without it they come back as values, SimpleNamespaces and tuples.
+            name: the name it was written under.
+            like: the current state, whose Enum classes, dataclasses and namedtuples are used for the saved ones.
+                Without it these are read as values, SimpleNamespaces and tuples.
             types: further such classes.
-            device: where tensors go that were not on the CPU when saved; the CPU if left out.
+            device: the device of tensors that were not on the CPU when saved; the CPU by default.
         """
         with self._blame(f"{name}.json"):
             parsed = self.json(name)
             return self._tree(parsed, f"{name}.json", device, like, types)
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-        """Reads the module's tensors, and the entries from `get_extra_state`, merged from all shards.
+        """Reads the module's tensors, merged from all shards, and the entries from `get_extra_state`.
 
         Args:
-            names: only these; all if left out.
-            device: where to put them.
+            names: read only these; all by default.
+            device: the device to put them on.
         """
         parsed = self.json(LAYOUT)
         with self._blame(LAYOUT):
@@ -163,7 +167,7 @@ class CheckpointReader:
             return {name: joined[owners[name]] if name in owners else extra[name] for name in chosen}
 
     def layout(self) -> dict[str, dict[str, Any]]:
-        """What `layout.json` says of each of the module's tensors."""
+        """Returns the entry in `layout.json` of each of the module's tensors."""
         with self._blame(LAYOUT):
             tensors = SavedState(self.json(LAYOUT)).nested("tensors")
             specs = {name: tensors.nested(name) for name in tensors.entries}
@@ -172,20 +176,20 @@ class CheckpointReader:
             return {name: dict(spec.entries) for name, spec in specs.items()}
 
     def read_table(self, table: Table) -> Tensor:
-        """The whole tensor of a table, merged from its shards, in the form in which it is stored."""
+        """Reads the whole tensor of a table, merged from its shards, in its stored form."""
         with self._blame(LAYOUT):
             want = self._whole({"": table})[""]
             fill(self._file, [want])
             return want.target
 
     def names(self) -> list[str]:
-        """The names of the module's tensors, and of the entries from `get_extra_state`."""
+        """Returns the names of the module's tensors, and of the entries from `get_extra_state`."""
         parsed = self.json(LAYOUT)
         with self._blame(LAYOUT):
             return [*parsed["tensors"], *(self.state(EXTRA) if parsed["extra"] else {})]
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads the module's tensors into tensors where they are, in their dtype; of a sharded one only this rank's part.
+        """Reads the module's tensors into existing tensors, in their dtype; only this rank's part of sharded ones.
 
         Raises:
             ConfigurationError: if a shape differs.
@@ -199,7 +203,7 @@ class CheckpointReader:
         for name, target in targets.items():
             if shapes[name] != tuple(target.shape):
                 raise ConfigurationError(
-                    f"the checkpoint's weights do not fit: {name!r} has the shape {shapes[name]} there, and "
+                    f"the checkpoint's weights do not fit: {name!r} has shape {shapes[name]} in the checkpoint, and "
                     f"{tuple(target.shape)} here. Build the module as it was saved."
                 )
         with self._blame(LAYOUT):
@@ -216,7 +220,7 @@ class CheckpointReader:
             fill(self._file, wants.values())
 
     def optimizer_count(self) -> int:
-        """How many optimizers' states were saved."""
+        """Returns the number of optimizers whose states were saved."""
         if not self.has(OPTIMIZERS):
             return 0
         parsed = self.json(OPTIMIZERS)
@@ -229,9 +233,9 @@ class CheckpointReader:
         """Reads the optimizers' states, for `optimizers.from_named`; an empty list if none were saved.
 
         Args:
-            device: where tensors go that were not on the CPU when saved; the CPU if left out.
-            like: the module's parameters by name. Where one is a DTensor or a Fragment, so is the state of its shape, and no
-                more than this rank's part is read.
+            device: the device of tensors that were not on the CPU when saved; the CPU by default.
+            like: the module's parameters by name. If one is a DTensor or a Fragment, so is the state of its shape, and
+                only this rank's part is read.
         """
         if not self.has(OPTIMIZERS):
             return []
@@ -240,10 +244,10 @@ class CheckpointReader:
             return [self._tree(entry, OPTIMIZERS, device, like=like) for entry in parsed["optimizers"]]
 
     def progress(self) -> dict[str, Any]:
-        """What was given to `commit`."""
+        """Returns the progress that was passed to `commit`."""
         progress = self.json(PROGRESS)
         if not isinstance(progress, dict):
-            raise CheckpointError(self.path / PROGRESS, "is no JSON object.")
+            raise CheckpointError(self.path / PROGRESS, "is not a JSON object.")
         return progress
 
     def _tree(
@@ -274,7 +278,7 @@ class CheckpointReader:
         return decode(parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=where)
 
     def _whole(self, tables: Mapping[str, Table]) -> dict[str, Want]:
-        """Room for whole tensors, by key; not more of it than there is in the files."""
+        """Allocates whole tensors, by key, but not more bytes than the files have."""
         sizes = [math.prod(table["shape"]) * dtype_named(table["dtype"]).itemsize for table in tables.values()]
         if sum(sizes) > sum(entry.size for entry in self.manifest.files.values()):
             raise ValueError(f"tensors of {sum(sizes)} bytes are more than its files hold")
@@ -291,23 +295,23 @@ class CheckpointReader:
         entry = self.manifest.files.get(name)
         if entry is None:
             hint = nearest(name, self.manifest.files)
-            raise CheckpointError(self.path / name, f"is no part of this checkpoint. {hint}")
+            raise CheckpointError(self.path / name, f"is not part of this checkpoint. {hint}")
         return CheckedFile(self.path, name, entry)
 
     def _blame(self, name: str) -> AbstractContextManager[None]:
-        """Turns whatever a forged file can provoke into one error that names the file."""
+        """Turns any error that a forged file can provoke into a CheckpointError that names the file."""
         return blame(self.path / name)
 
 
 class _Forms:
-    """Stands in for the tensors of a tree: gives their shapes without data, and remembers which is which."""
+    """Stands in for the tensors of a tree: returns their shapes without data, and remembers their keys."""
 
     def __init__(self) -> None:
         self._given: dict[int, tuple[Tensor, str]] = {}
 
     def get(self, spec: Spec) -> Tensor:
         tensor = torch.empty(spec["shape"], device="meta")
-        # Kept, so that its number is not given to another.
+        # Kept alive, so that its id is not reused.
         self._given[id(tensor)] = (tensor, spec.get("key", ""))
         return tensor
 
@@ -316,7 +320,7 @@ class _Forms:
 
 
 def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> dict[str, tuple[str, Tensor]]:
-    """Keys of an optimizer's tensors that are to be sharded, each with its name there and the parameter that it belongs to."""
+    """Returns the keys of an optimizer's tensors that are to be sharded, each with its entry name and its parameter."""
     sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
     if not sharded:
         return {}
@@ -327,17 +331,17 @@ def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> di
         for name, entries in state.items()
         if name in sharded and isinstance(entries, Mapping)
         for entry, value in entries.items()
-        # As torch has it, "step" is a number, even where a parameter is one too.
+        # torch's "step" is a number, even if its parameter has one element.
         if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step"
     }
 
 
 def open_verified(path: str | os.PathLike[str], ranks: Peers) -> CheckpointReader:
-    """A checkpoint that several ranks are going to read, of which each has verified a part; all of them raise, or none.
+    """Opens a checkpoint for several ranks, of which each verifies a part; all of them raise, or none.
 
     Args:
         path: the folder.
-        ranks: those who read.
+        ranks: the ranks that read it.
 
     Raises:
         CheckpointError: if one of them finds it missing or damaged.
@@ -358,5 +362,15 @@ def open_verified(path: str | os.PathLike[str], ranks: Peers) -> CheckpointReade
     return readers[0]
 
 
+def _what_else(folder: Path) -> str:
+    """Describes a folder that is not a checkpoint, and says what to do."""
+    names = os.listdir(folder)
+    if not names:
+        return "is an empty folder: give a checkpoint."
+    if any(name.startswith(("random_states_", "pytorch_model", "optimizer.bin")) for name in names):
+        return "was saved by Accelerate: `leyden convert` makes a checkpoint of it."
+    return f"is not a checkpoint: it has no {MANIFEST}."
+
+
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")

@@ -1,11 +1,13 @@
-"""Tensors of which each rank holds a shard: who writes which, and which part a rank needs back.
+"""Plans which rank writes which shard of a sharded tensor, and which parts a rank reads back.
 
-Who writes what is planned by torch.distributed.checkpoint, whose planner knows every placement of a DTensor, writes replicas
-once, and checks that the shards fill each tensor. It is only shown tensors, since it would pickle anything else. What is stored, and
-how, is ours: a Fragment is stored as the rectangles that it consists of, so that readers need not know of it.
+The planner of torch.distributed.checkpoint decides who writes what: it knows every placement of a DTensor, writes
+replicas once, and checks that the shards fill each tensor. It only sees tensors, since it would pickle anything else.
+What is stored, and how, is our own: a Fragment is stored as the rectangles that it consists of, so readers need not
+know about it.
 
-Reading goes by the tables of the checkpoint (`shards.py`), without the planner: what a rank needs follows from the tensor that
-it fills, so there is nothing to agree on, and a single process, such as one that evaluates, need not import it (0.6 s).
+Reading uses the tables of the checkpoint (`format/shard_table.py`) and not the planner. What a rank needs follows from
+the tensor that it fills, so ranks need no agreement, and a single process, such as one that evaluates, need not import
+the planner (0.6 s).
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ if TYPE_CHECKING:
 
 
 def parts_of(tensor: Any) -> list[tuple[Sizes, Tensor]]:
-    """The rectangles that this rank has of a tensor: offsets in the whole one, and memory. The whole, if it is not sharded."""
+    """Returns this rank's rectangles of a tensor, each as its offsets in the whole and its memory; all of it if not
+    sharded.
+    """
     if isinstance(tensor, Fragment):
         return tensor.parts()
     if not is_sharded(tensor):
@@ -39,7 +43,7 @@ def parts_of(tensor: Any) -> list[tuple[Sizes, Tensor]]:
 
 
 def _place_of(tensor: Any) -> tuple[Sizes, Sizes]:
-    """Offsets and sizes of this rank's part of a DTensor in the whole one."""
+    """Returns the offsets and sizes of this rank's part of a DTensor in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -47,15 +51,15 @@ def _place_of(tensor: Any) -> tuple[Sizes, Sizes]:
 
 
 def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
-    """Room for this rank's part of a stored tensor, on the ranks and with the placements of another of its shape.
+    """Allocates this rank's part of a stored tensor, with the ranks and placements of its parameter.
 
     Args:
-        table: of the stored tensor.
+        table: the table of the stored tensor.
         entry: its name in the state of an optimizer.
-        like: the parameter that it belongs to: a DTensor, or a Fragment.
+        like: the parameter that it belongs to, a DTensor or a Fragment.
 
     Returns:
-        What is to be read, and the tensor that it fills, of the kind of `like`.
+        What to read, and the tensor that it fills, of the class of `like`.
     """
     dtype, shape = dtype_named(table["dtype"]), torch.Size(table["shape"])
     if isinstance(like, Fragment):
@@ -75,7 +79,7 @@ def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
 
 
 def wants_of(table: Table, target: Any) -> list[Want]:
-    """What is to be read to fill this rank's part of a tensor."""
+    """Returns what to read to fill this rank's part of a tensor."""
     return [Want(table, offsets, part) for offsets, part in parts_of(target)]
 
 
@@ -86,7 +90,9 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
         ConfigurationError: if the shapes differ.
     """
     if whole.shape != target.shape:
-        raise ConfigurationError(f"{name!r} has the shape {tuple(whole.shape)} there, and {tuple(target.shape)} here.")
+        raise ConfigurationError(
+            f"{name!r} has shape {tuple(whole.shape)} in the checkpoint, and {tuple(target.shape)} here."
+        )
     for offsets, place in parts_of(target):
         part = whole
         for dim, (start, size) in enumerate(zip(offsets, place.shape, strict=True)):
@@ -97,15 +103,15 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
 def plan(
     tensors: Mapping[str, Tensor], stem: str, ranks: Peers
 ) -> tuple[dict[str, Table], dict[str, dict[str, Tensor]]]:
-    """Agrees on who writes which shard. Plain tensors among them are rank 0's.
+    """Agrees with the other ranks on who writes which shard; rank 0 writes tensors that are not sharded.
 
     Args:
-        tensors: by key, the same keys on every rank.
-        stem: of the names of files.
-        ranks: those that write.
+        tensors: by key, with the same keys on every rank.
+        stem: of the file names.
+        ranks: the ranks that write.
 
     Returns:
-        The tables of all tensors; and for each file that this rank writes its tensors by key.
+        The tables of all tensors, and for each file that this rank writes, its tensors by key.
 
     Raises:
         CheckpointError: if the shards do not fill a tensor, or ranks do not hold the same tensors.
@@ -119,14 +125,15 @@ def plan(
     local = planner.create_local_plan()
     for item in local.items:
         if item.type is WriteItemType.BYTE_IO:
-            raise TypeError(f"{item.index.fqn!r} is no tensor, and would have been pickled")
+            raise TypeError(f"{item.index.fqn!r} is not a tensor, and would have been pickled")
     plans: list[SavePlan] = ranks.gather(local)
     held = plans
     try:
         plans, _ = planner.create_global_plan(plans)
     except ValueError as error:
         raise CheckpointError(
-            ranks.path, f"cannot be written: what the ranks hold is no whole tensor ({_uneven(held)}). {error}."
+            ranks.path,
+            f"cannot be written: the parts of the ranks do not make a whole tensor ({_uneven(held)}). {error}.",
         ) from error
     writers = [rank for rank, plan in enumerate(plans) if any(_counts(item) for item in plan.items)]
     names = {rank: file_name(stem, number, len(writers)) for number, rank in enumerate(writers)}
@@ -140,7 +147,7 @@ def plan(
                 continue
             name, data = item.index.fqn, item.tensor_data
             assert data is not None
-            # A rank may have several rectangles of one tensor, and in a file each has a name of its own.
+            # A rank may have several rectangles of one tensor, and each needs its own name in the file.
             key = f"{name}::{count[name]}" if count[name] else name
             count[name] += 1
             whole = {"dtype": str(data.properties.dtype).removeprefix("torch."), "shape": list(data.size), "shards": []}
@@ -152,7 +159,7 @@ def plan(
 
 
 def _uneven(plans: Sequence[SavePlan]) -> str:
-    """Names the tensors whose parts do not add up, as torch 2.9's own error does not."""
+    """Lists the tensors whose parts do not add up, which torch 2.9's own error does not."""
     sizes: dict[str, int] = {}
     parts: dict[str, dict[Any, int]] = {}
     for item in (item for plan in plans for item in plan.items if item.tensor_data is not None):
@@ -167,6 +174,6 @@ def _uneven(plans: Sequence[SavePlan]) -> str:
 
 
 def _counts(item: Any) -> bool:
-    # A tensor with fewer rows than ranks leaves some with nothing; one that is empty everywhere is still written once.
+    # With fewer rows than ranks, some ranks have nothing to write; a tensor without elements is still written once.
     data = item.tensor_data
     return bool(data.chunk.sizes.numel() or not data.size.numel())

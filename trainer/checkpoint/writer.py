@@ -1,4 +1,4 @@
-"""Writing a checkpoint: into a temporary sibling folder, which one rename then puts into its place."""
+"""Writes a checkpoint into a temporary sibling folder, which a rename then puts in place."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ if TYPE_CHECKING:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint, which is complete after `commit`, and does not exist before.
+    """Writes one checkpoint, which exists only after `commit`, and then is complete.
 
     Args:
-        path: the folder to be. If it is there already, `-v1`, `-v2`, … is appended.
-        overwrite: replace a checkpoint of that name, or an empty folder; the old one is deleted only after the new one is in
-            place.
-        ranks: those that write it together. All make a writer and call the same methods of it; what each writes goes into one
-            temporary folder, and rank 0 commits when all of them are done. If one fails, all raise and nothing is there.
-        home: among which checkpoints it is the newest: those in this folder, and so many levels below it. None for those
-            beside it.
+        path: the folder to write. If it exists, `-v1`, `-v2`, … is appended.
+        overwrite: replace a checkpoint of that name, or an empty folder; the old one is deleted only after the new one
+            is in place.
+        ranks: the ranks that write it together. All make a writer and call the same methods; they write into one
+            temporary folder, and rank 0 commits when all are done. If one fails, all raise, and nothing is left.
+        home: a folder and a number of levels below it: the new checkpoint is the newest of those there. None for the
+            checkpoints beside it.
 
     Raises:
-        CheckpointError: from every method, if something cannot be written; names the path and the cause. The previous
+        CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
             checkpoints stay as they are.
 
     Example:
@@ -90,7 +90,7 @@ class CheckpointWriter:
         ranks: Peers | None = None,
         home: tuple[Path, int] | None = None,
     ) -> None:
-        # Absolute, since the user's code may change the working directory before the commit.
+        # Absolute, since user code may change the working directory before the commit.
         self._target = Path(os.path.abspath(path))
         self._home = (self._target.parent, 0) if home is None else home
         self._overwrite = overwrite
@@ -110,7 +110,7 @@ class CheckpointWriter:
 
     def _begin(self) -> Path:
         if self._overwrite and os.path.lexists(self._target) and not _may_go(self._target):
-            what = "is a link" if self._target.is_symlink() else "is no checkpoint"
+            what = "is a link" if self._target.is_symlink() else "is not a checkpoint"
             raise CheckpointError(self._target, f"{what} and is not overwritten. Choose another path.")
         with self._writing(self._target):
             self._target.parent.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class CheckpointWriter:
         if not self._folder.is_dir():
             raise CheckpointError(
                 self._folder,
-                "is not seen by every rank: put checkpoints into a folder that all machines share, or give "
+                "is not visible to every rank: save checkpoints in a folder that all machines share, or use "
                 "ModelCheckpoint(save_on_each_node=True).",
             )
 
@@ -133,22 +133,22 @@ class CheckpointWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            # Before anything is removed: the others may still be writing, and have stopped when they have answered.
+            # Reported before anything is removed: the others may still be writing, and have stopped once they answer.
             self._ranks.tell(error)
         self.abort()
 
     @property
     def is_first(self) -> bool:
-        """True on the rank that writes what belongs to all."""
+        """True on the rank that writes what all ranks have in common."""
         return self._ranks.rank == 0
 
     @property
     def folder(self) -> Path:
-        """Where everything is written, until the commit renames it."""
+        """The temporary folder, until the commit renames it."""
         return self._folder
 
     def adopt(self) -> None:
-        """Takes what the user's own code has written into `folder`; all ranks call it, before they write anything else."""
+        """Adds files that user code has written into `folder`; all ranks call it, before they write anything else."""
         self._ranks.gather(None)
         for path in sorted(self._folder.rglob("*")) if self.is_first else ():
             if path.is_file():
@@ -159,11 +159,11 @@ class CheckpointWriter:
         self._ranks.gather(None)
 
     def json(self, name: str, obj: Any) -> None:
-        """Writes `name.json`, plain JSON that anybody can read. With several ranks, rank 0 does.
+        """Writes `name.json`, plain JSON that any program can read; rank 0 writes it for all.
 
         Args:
             name: the file's name, with or without `.json`.
-            obj: what `json.dumps` takes; no nan or inf, which are no JSON.
+            obj: what `json.dumps` accepts, without nan and inf, which are not JSON.
         """
         name = name if name.endswith(".json") else f"{name}.json"
         try:
@@ -176,13 +176,13 @@ class CheckpointWriter:
             self._write(name, lambda path: write_file(path, [data]))
 
     def state(self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False) -> None:
-        """Writes any tree of state: `name.json`, and `name.safetensors` if there are tensors in it.
+        """Writes any tree of state to `name.json`, and its tensors to `name.safetensors`.
 
         Args:
             name: such as `rank-0`, `callbacks`, `user`.
-            tree: any nest of the kinds that `codec.encode` knows.
-            where: what errors call its root; the name if left out.
-            of_rank: it is this rank's own, under a name of its own; else rank 0 writes it for all.
+            tree: any nest of types that `codec.encode` supports.
+            where: the name of its root in errors; `name` by default.
+            of_rank: the state is this rank's own, under its own name; otherwise rank 0 writes it for all.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
@@ -198,15 +198,16 @@ class CheckpointWriter:
         self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank, where or name)
 
     def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None:
-        """Writes `model.safetensors`, as any reader of safetensors takes it, and `layout.json`.
+        """Writes `model.safetensors`, which any reader of safetensors can load, and `layout.json`.
 
-        A tensor that stands under several names is stored once, under the first. Entries that are no tensors go to
-        `model-extra.json`. Several ranks write `model-00001-of-0000n.safetensors` and so on: each its shards where tensors are
-        sharded; else each some of the tensors, with the index that transformers reads them by, if there are 64 MiB of them.
+        A tensor with several names is stored once, under the first. Entries that are not tensors go to
+        `model-extra.json`. Several ranks write `model-00001-of-0000n.safetensors` and so on: each its shards if tensors
+        are sharded, otherwise each some of the tensors from 64 MiB on, with the index by which transformers reads them.
 
         Args:
-            state_dict: with the same names on every rank.
-            replicated: names whose tensors are alike on all ranks, so that any of them may write them; rank 0 writes the rest.
+            state_dict: the tensors, with the same names on every rank.
+            replicated: names of tensors that are the same on all ranks, so that any may write them; rank 0 writes the
+                rest.
 
         Raises:
             UnsupportedStateError: if a tensor cannot be saved; names it.
@@ -242,7 +243,7 @@ class CheckpointWriter:
             self.state(EXTRA, extra, where="state_dict")
 
     def _index(self, tables: Mapping[str, Table]) -> None:
-        """The file by which transformers finds whole tensors in several files; shards of tensors it could not put together."""
+        """Writes the index by which transformers finds whole tensors in several files; it cannot merge shards."""
         files = {key: [shard[0] for shard in table["shards"]] for key, table in tables.items()}
         whole = all(len(found) == 1 for found in files.values())
         if whole and any(found != [MODEL] for found in files.values()):
@@ -253,7 +254,7 @@ class CheckpointWriter:
     def _tensors(
         self, stem: str, tensors: dict[str, Tensor], movable: Collection[str], metadata: Mapping[str, str] | None = None
     ) -> dict[str, Table]:
-        """Writes tensors that all ranks have, or have shards of, each once; returns where each lies."""
+        """Writes tensors that all ranks have, or have shards of, once each, and returns their tables."""
         if any(is_sharded(tensor) for tensor in tensors.values()):
             from leyden.trainer.checkpoint.shards import plan
 
@@ -267,7 +268,7 @@ class CheckpointWriter:
             mine = {names[self._ranks.rank]: own} if self._ranks.rank in names else {}
         self._plan[stem] = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
         for name, own in mine.items():
-            # Bound now: the loop has moved on by the time that the lambda is called.
+            # Bound now, since the loop has moved on when the lambda is called.
             self._write(name, lambda path, own=own: write_tensors(path, own, metadata))  # type: ignore[misc]
         return tables
 
@@ -275,7 +276,7 @@ class CheckpointWriter:
         """Writes `optimizer-<i>.safetensors` for each optimizer and one `optimizer.json`.
 
         Args:
-            states: what `optimizers.to_named` gives, one for each optimizer.
+            states: what `optimizers.to_named` returned for each optimizer.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
@@ -287,7 +288,7 @@ class CheckpointWriter:
             tensors = collector.finish()
             tables: dict[str, Table] = {}
             if tensors:
-                # Parameters that are no part of the module are nobody's to keep alike on all ranks.
+                # Nothing keeps parameters outside the module the same on all ranks.
                 movable = {key for key in tensors if not key.startswith("state.__extra__")}
                 tables = self._tensors(f"optimizer-{index}", tensors, movable)
             described.append({"tensors": tables or None, "tree": encoded})
@@ -297,12 +298,13 @@ class CheckpointWriter:
         """Puts the checkpoint in its place.
 
         Args:
-            progress: `Progress.to_dict()`, written to `progress.json`; its epoch and global_step into the manifest.
-            world_size: ranks that wrote it.
-            strategy: name of the strategy.
+            progress: `Progress.to_dict()`, written to `progress.json`; its epoch and global_step also go to the
+                manifest.
+            world_size: the number of ranks that wrote it.
+            strategy: the name of the strategy.
 
         Returns:
-            The folder, whose name has `-v1` … appended if the path was taken.
+            The folder, with `-v1`, … appended to its name if the path was taken.
         """
         self.json(PROGRESS, dict(progress))
         found = self._ranks.gather((self._files, self._plan))
@@ -311,7 +313,7 @@ class CheckpointWriter:
         manifest = self._ranks.first(lambda: self._manifest(found, progress, world_size, strategy))
         path = self._ranks.first(lambda: self._commit(manifest))
         if len(self._ranks.keepers) > 1:
-            # Where other machines keep a folder of their own, it gets the name that it got here.
+            # Other machines with their own folder use the name that was free here.
             self._target = self._target.with_name(path.name)
             path = self._ranks.keep(lambda: path if self.is_first else self._commit(manifest, anew=False))
         self._open = False
@@ -324,13 +326,13 @@ class CheckpointWriter:
         world_size: int,
         strategy: str,
     ) -> Manifest:
-        """The manifest of what all ranks have written, after a check that all of it is seen from here."""
+        """Builds the manifest of what all ranks have written, after a check that they planned the same tensors."""
         for rank, (files, planned) in enumerate(found[1:], 1):
             for stem in planned.keys() | self._plan.keys():
                 if planned.get(stem) != self._plan.get(stem):
                     raise CheckpointError(
                         self._target,
-                        f"cannot be written: the tensors of {stem!r} on rank {rank} are others than on rank 0.",
+                        f"cannot be written: the tensors of {stem!r} on rank {rank} differ from those on rank 0.",
                     )
             for name, entry in files.items():
                 self._claim(name)
@@ -363,7 +365,7 @@ class CheckpointWriter:
         return path
 
     def _check_size(self, name: str, entry: FileEntry) -> None:
-        """What another rank wrote must be seen from here too."""
+        """Raises if a file that another rank wrote is not visible from here."""
         try:
             size = os.stat(self._folder / name).st_size
         except FileNotFoundError:
@@ -371,12 +373,12 @@ class CheckpointWriter:
         if size != entry.size:
             raise CheckpointError(
                 self._target / name,
-                f"was written with {entry.size} bytes by another rank and has {size} here: put checkpoints into a folder that "
-                "all machines share.",
+                f"was written with {entry.size} bytes by another rank, and has {size} here: save checkpoints in a "
+                "folder that all machines share.",
             )
 
     def abort(self) -> None:
-        """Removes what was written. After `commit` it does nothing."""
+        """Removes what was written; does nothing after `commit`."""
         if self._open:
             self._open = False
             self._rest()
@@ -384,14 +386,14 @@ class CheckpointWriter:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _rest(self) -> None:
-        """Nothing more is written into the temporary folder."""
+        """Stops the heartbeat of the temporary folder, as nothing more is written into it."""
         if self._heartbeat is not None:
             self._heartbeat.stop()
 
     def _place(self, anew: bool) -> Path:
-        """Renames into the first free name. Another writer may take it in between; then the rename fails."""
+        """Renames the folder to the first free name; if another writer takes that in between, the next one is tried."""
         if not anew and os.path.lexists(self._target):
-            raise CheckpointError(self._target, "is there on this machine, and free on the first one: remove it.")
+            raise CheckpointError(self._target, "exists on this machine, but not on the first one: remove it.")
         for version in itertools.count():
             path = self._target if version == 0 else self._target.with_name(f"{self._target.name}-v{version}")
             if os.path.lexists(path):
@@ -406,7 +408,9 @@ class CheckpointWriter:
         raise AssertionError("unreachable: itertools.count does not end")
 
     def _replace(self) -> Path:
-        """Killed between the two renames, readers find the old one aside, and the next `sweep` puts it back."""
+        """Replaces the old checkpoint by two renames. After a kill between them, readers find the old one aside, and
+        the next `sweep` restores it.
+        """
         aside = staging.sibling(self._target, "old")
         os.rename(self._target, aside)
         try:
@@ -424,7 +428,7 @@ class CheckpointWriter:
         data = json.dumps(obj, separators=(",", ":"), allow_nan=False).encode()
         if where is not None and parts_in(data) > MAX_PARTS:
             kind = f"a nest of {parts_in(data)} lists and dicts"
-            raise UnsupportedStateError(where, kind, f"Save tensors or arrays: up to {MAX_PARTS} are read again.")
+            raise UnsupportedStateError(where, kind, f"Save tensors or arrays: a reader accepts up to {MAX_PARTS}.")
         self._write(name, lambda path: write_file(path, [data]))
 
     def _write(self, name: str, write: Callable[[Path], FileEntry]) -> None:
@@ -438,9 +442,9 @@ class CheckpointWriter:
     def _claim(self, name: str) -> None:
         if not self._open:
             raise CheckpointError(self._target / name, "cannot be written: the checkpoint is committed or aborted.")
-        reason = "which is written by commit" if name == MANIFEST else unsafe(name)
+        reason = "which commit writes" if name == MANIFEST else unsafe(name)
         if reason or name in self._files:
-            raise CheckpointError(self._target / name, f"cannot be written as {name!r}, {reason or 'which is there'}.")
+            raise CheckpointError(self._target / name, f"cannot be written as {name!r}, {reason or 'which exists'}.")
 
     @contextmanager
     def _writing(self, path: Path) -> Iterator[None]:
@@ -453,7 +457,7 @@ class CheckpointWriter:
 
 
 def _may_go(path: Path) -> bool:
-    """True for what an overwrite may replace: a checkpoint, or a folder with nothing in it."""
+    """Returns True for what an overwrite may replace: a checkpoint or an empty folder."""
     return is_checkpoint(path) or (path.is_dir() and not path.is_symlink() and not os.listdir(path))
 
 
@@ -461,7 +465,7 @@ def _identity(tensor: Tensor) -> tuple[Any, ...]:
     if isinstance(tensor, Fragment):
         return (id(tensor),)
     if is_sharded(tensor):
-        # Of a tensor with few rows this rank may have nothing, so its memory has no address.
+        # This rank may have no rows of a small tensor, whose memory then has no address.
         local = local_part(tensor)
         return (local.untyped_storage()._cdata, local.storage_offset(), tensor.shape, local.shape)
     if tensor.layout is not torch.strided or not tensor.numel():
@@ -476,7 +480,7 @@ def _advice(error: OSError) -> str:
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "Make the folder writable, or choose another; earlier checkpoints are whole."
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
-        return "A file stands where a folder is needed: choose another path."
+        return "There is a file where a folder is needed: choose another path."
     return "Earlier checkpoints are whole."
 
 

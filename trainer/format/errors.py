@@ -31,6 +31,10 @@ class CheckpointError(LeydenError):
         self.reason = reason
 
 
+class NoCheckpointError(CheckpointError):
+    """A folder that never was a checkpoint, as opposed to a damaged one."""
+
+
 class OtherRankError(CheckpointError):
     """Another rank could not do its part of a checkpoint; that rank's own error is the one that tells."""
 

@@ -228,11 +228,11 @@ def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"file.*choose another path") as caught:
         CheckpointWriter(tmp_path / "file" / "new")
     assert isinstance(caught.value.__cause__, NotADirectoryError | FileExistsError)
-    with pytest.raises(CheckpointError, match="is no checkpoint and is not overwritten"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint and is not overwritten"):
         CheckpointWriter(tmp_path / "file", overwrite=True)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine").touch()
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         CheckpointWriter(tmp_path / "folder", overwrite=True)
 
 
@@ -277,7 +277,7 @@ def test_names_that_cannot_be_written(tmp_path: Path) -> None:
             with pytest.raises(CheckpointError, match="cannot be written as"):
                 writer.json(name, 1)
         writer.json("a", 1)
-        with pytest.raises(CheckpointError, match="which is there"):
+        with pytest.raises(CheckpointError, match="which exists"):
             writer.state("a", 1)
         with pytest.raises(CheckpointError, match="plain JSON"):
             writer.json("nan", float("nan"))

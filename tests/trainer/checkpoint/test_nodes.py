@@ -129,7 +129,7 @@ def damaged(folder: str) -> tuple[int, int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = fit(own, 2, "ddp", "last", save_on_each_node=True)
-    return trainer.global_step, sum("passing over a damaged" in str(warning.message) for warning in caught)
+    return trainer.global_step, sum("skipping a damaged" in str(warning.message) for warning in caught)
 
 
 def test_one_that_is_damaged_on_one_machine_is_passed_over_by_all(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def unseen(folder: str) -> str:
     if machine == 1:
         # As if it had another disk.
         Path.is_dir = lambda self: False  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError, match="not seen by every rank") as error:
+    with pytest.raises(CheckpointError, match="not visible to every rank") as error:
         CheckpointWriter(Path(folder, "one"), ranks=Peers(strategy, folder))
     strategy.teardown()
     return str(error.value)
