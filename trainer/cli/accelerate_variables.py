@@ -1,4 +1,6 @@
-"""Accelerate's own variables, set beside ours, so that code that runs on Accelerate, as transformers' Trainer does, follows the file too."""
+"""Sets Accelerate's own variables beside ours, so that code built on Accelerate, such as transformers' Trainer, obeys
+the configuration file too.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ FSDP_DEFAULTS = {
     "FSDP_ACTIVATION_CHECKPOINTING": False,
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": False,
 }
-"""Those of Accelerate's launcher; its library has others where a variable is not set."""
+"""The defaults of Accelerate's launcher; its library has other ones for unset variables."""
 FSDP_NAMES = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-"""Those that are not the key in capitals."""
+"""Variables whose name is not the key in capitals."""
 DEEPSPEED_NAMES = {
     "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
     "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
@@ -40,13 +42,13 @@ LINEAR_PRECISION = ("ACCELERATE_FP8_OVERRIDE_FPROP", "ACCELERATE_FP8_OVERRIDE_DG
 
 
 def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerator: str) -> dict[str, str]:
-    """What Accelerate's launcher would set for the same file and flags.
+    """Returns the variables that Accelerate's launcher would set for the same file and flags.
 
-    Keys that do nothing in Leyden's own Trainer, such as `fsdp_state_dict_type`, count here: they are Accelerate's to read.
+    Keys that have no effect in Leyden, such as `fsdp_state_dict_type`, are set too, since Accelerate reads them.
 
     Args:
         settings: flags over the file.
-        launched: what a script of ours is told.
+        launched: the settings that scripts on Leyden receive.
         accelerator: cpu, cuda or xla.
 
     Example:
@@ -54,7 +56,7 @@ def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerat
         {'ACCELERATE_USE_CPU': 'true', 'ACCELERATE_MIXED_PRECISION': 'bf16'}
     """
     found: dict[str, Any] = {}
-    # Without it ranks on CPUs would each train alone. DeepSpeed asks its own accelerator.
+    # Without it each rank on a CPU would train alone. DeepSpeed asks its own accelerator.
     if accelerator == "cpu" and settings.kind != "DEEPSPEED":
         found["ACCELERATE_USE_CPU"] = True
     if launched.precision is not None or settings.get("mixed_precision") is not None:
@@ -65,10 +67,10 @@ def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerat
         found |= _fp8(settings.section("fp8_config"))
     found |= _compile(settings.section("dynamo_config"))
     if settings.kind == "FSDP":
-        # Accelerate shards on GPUs alone: on CPUs it passes over FSDP2, and raises at FSDP1.
+        # Accelerate shards on GPUs only: on CPUs it ignores FSDP2 and raises for FSDP1.
         found |= _fsdp(settings.section("fsdp_config")) if accelerator != "cpu" else {"ACCELERATE_USE_FSDP": False}
-        # It makes from_pretrained skip the weights on all ranks but 0, for whoever prepares the model to send them there. A launch
-        # cannot know that somebody will: a teacher that only evaluates, say, is never prepared, and would hold no weights.
+        # If set, from_pretrained loads weights on rank 0 only, and `prepare` must send them to the others. A launch
+        # cannot know that every model is prepared: a teacher that only evaluates is not, and would have no weights.
         found["FSDP_CPU_RAM_EFFICIENT_LOADING"] = False
     if settings.kind == "DEEPSPEED":
         found |= _deepspeed(settings.section("deepspeed_config"), launched)
@@ -98,7 +100,7 @@ def _deepspeed(section: Mapping[str, Any], launched: LaunchSettings) -> dict[str
     for key in DEEPSPEED:
         if key.name in section and not key.without:
             found[DEEPSPEED_NAMES.get(key.name, f"ACCELERATE_DEEPSPEED_{key.name.upper()}")] = section[key.name]
-    # Resolved: an absolute path, and the numbers of the file it names.
+    # These are resolved: an absolute path, and the numbers in DeepSpeed's own file.
     taken = {
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": launched.options.get("deepspeed_config_file"),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": launched.accumulate_grad_batches,

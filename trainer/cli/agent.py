@@ -1,4 +1,4 @@
-"""Starts the ranks of a plan on this machine, and tells how the first that failed has ended, in one block."""
+"""Starts the ranks of a plan on this machine, and reports the first one that failed in one block of text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ MEETING_SECONDS = 900
 
 
 def start(plan: LaunchPlan, command: list[str]) -> int:
-    """Runs a command on this machine's ranks, and waits for them.
+    """Runs a command on the ranks of this machine and waits for them.
+
+    If this process is a rank itself, it becomes the command and never returns.
 
     Args:
-        plan: which they are.
+        plan: says which ranks to start.
         command: a program and its arguments.
 
     Returns:
-        The exit status; where this process is a rank itself, it becomes the command and never returns.
+        The exit status.
     """
     if plan.rank is not None:
         sys.stdout.flush()
@@ -50,19 +52,20 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
         status = run_engine(config, command[0], command[1:], plan.variables(), tell=told.append)
     except RendezvousError as error:
         raise LeydenError(
-            f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not come within "
-            f"{MEETING_SECONDS} s. What its ranks printed tells why; what this machine's ranks left is in {logs}."
+            f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not "
+            f"answer within {MEETING_SECONDS} s. The output of its ranks says why; the logs of this machine's ranks "
+            f"are in {logs}."
         ) from error
     if told:
         print(block(told[0], _folder(logs, told[0])), file=sys.stderr, flush=True)
     elif kept is None and not list(logs.glob("*/attempt_1")):
-        # After a restart they still tell why.
+        # After a restart the logs are kept: they say why.
         shutil.rmtree(logs, ignore_errors=True)
     return status
 
 
 def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
-    """The fields of torch's LaunchConfig that the plan settles."""
+    """Returns the fields of torch's LaunchConfig that the plan decides."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
     elastic = plan.elastic
@@ -100,17 +103,17 @@ def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
 
 
 def _folder(logs: Path, ended: Ended) -> Path:
-    """What the engine keeps of a rank: a folder for each attempt, and in it one for each rank of this machine."""
+    """Returns the log folder of a rank: torch makes one for each attempt, and in it one for each rank of this machine."""
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, path.name))
     return (attempts[-1] if attempts else logs) / str(ended.failure.local_rank)
 
 
 def block(ended: Ended, folder: Path) -> str:
-    """The first failure: its traceback where there is one, and below it rank, host, exception, line and log file.
+    """Formats the first failure: the traceback if there is one, then rank, host, exception, line and log file.
 
     Args:
-        ended: which rank ended first, and how.
-        folder: what the engine keeps of it.
+        ended: the rank that failed first, and how it ended.
+        folder: its log folder.
     """
     failure = ended.failure
     found = failure.error_file_data.get("message") if os.path.isfile(failure.error_file) else None
@@ -123,7 +126,7 @@ def block(ended: Ended, folder: Path) -> str:
         ("rank", f"{ended.rank} (local {failure.local_rank}, process {failure.pid})"),
         ("host", str(said.get("host") or socket.gethostname())),
         ("exception", str(exception).split("; all ranks are ended", 1)[0]),
-        ("line", str(said.get("line") or _crash_line(text) or "not known: it is nowhere written down")),
+        ("line", str(said.get("line") or _crash_line(text) or "unknown: nothing recorded it")),
         ("log file", str(next((path for path in _files(folder) if path.is_file()), folder))),
     ]
     listed = "\n".join(f"  {name:<10} {value}" for name, value in rows)
@@ -137,7 +140,7 @@ def _files(folder: Path) -> tuple[Path, ...]:
 
 
 def _crash_line(text: str) -> str:
-    """The innermost line of a traceback that faulthandler wrote when a signal struck."""
+    """Returns the innermost line of a traceback that faulthandler wrote when a signal struck."""
     lines = [line.strip() for line in text.splitlines() if line.strip().startswith('File "')]
     own = [line for line in lines if "site-packages" not in line and "/lib/python" not in line] or lines
     return own[0].replace('File "', "", 1).replace('", ', ", ", 1) if own else ""

@@ -11,7 +11,7 @@ import click
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.errors import CheckpointError, NoCheckpointError, blame
 from leyden.trainer.format.manifest import KEPT, LAYOUT, MANIFEST, OPTIMIZERS
 from leyden.trainer.format.staging import set_aside
 from leyden.trainer.format.text import aligned, size_of
@@ -19,15 +19,15 @@ from leyden.trainer.format.text import aligned, size_of
 
 @click.group("checkpoint")
 def command() -> None:
-    """List, verify and show checkpoints. Nothing in them is run, whoever wrote them."""
+    """List, verify and show checkpoints. Nothing in a checkpoint is ever executed."""
 
 
 @command.command("ls")
 @click.argument("folder", default="checkpoints")
 def ls(folder: str) -> int:
-    """List the checkpoints in FOLDER (checkpoints, if left out), from the oldest to the newest, and say which are damaged.
+    """List the checkpoints in FOLDER (default: checkpoints), oldest first, and mark damaged ones.
 
-    Manifests and the sizes of the files are looked at; `verify` compares every byte.
+    This checks manifests and file sizes; `verify` compares every byte.
     """
     rows = []
     for path in found_in(folder):
@@ -59,9 +59,9 @@ def ls(folder: str) -> int:
 @command.command("verify")
 @click.argument("paths", nargs=-1, required=True)
 def verify(paths: tuple[str, ...]) -> int:
-    """Compare every byte of checkpoints with its checksum. A folder of checkpoints stands for all of them.
+    """Compare every byte of checkpoints with their checksums. A folder of checkpoints stands for all of them.
 
-    Ends with status 1 if one is damaged.
+    The exit status is 1 if one of them is damaged, or is no checkpoint.
     """
     wrong = 0
     for given in paths:
@@ -70,7 +70,7 @@ def verify(paths: tuple[str, ...]) -> int:
                 reader = CheckpointReader(path)
                 reader.verify()
             except CheckpointError as error:
-                click.echo(f"damaged  {error}")
+                click.echo(f"{'none   ' if isinstance(error, NoCheckpointError) else 'damaged'}  {error}")
                 wrong += 1
                 continue
             files = reader.manifest.files
@@ -87,7 +87,7 @@ def show(path: str, tensors: bool) -> None:
     manifest = reader.manifest
     versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     click.echo(
-        f"{path}, the {manifest.save_counter}. of its folder, saved {manifest.saved_at[:19].replace('T', ' ')} UTC"
+        f"{path}, number {manifest.save_counter} in its folder, saved {manifest.saved_at[:19].replace('T', ' ')} UTC"
     )
     click.echo(
         f"by {versions}, on {manifest.world_size} rank{'s' * (manifest.world_size > 1)}, strategy {manifest.strategy}"
@@ -103,8 +103,8 @@ def show(path: str, tensors: bool) -> None:
     layout = reader.layout()
     owned = {name: spec for name, spec in layout.items() if "alias_of" not in spec}
     count = sum(_numel(shape_of(spec)) for spec in owned.values())
-    tied = f", {len(layout) - len(owned)} more names of tied ones" if len(layout) > len(owned) else ""
-    click.echo(f"\nweights: {len(owned)} tensors of {count:,} numbers{tied}")
+    tied = f", and {len(layout) - len(owned)} tied names" if len(layout) > len(owned) else ""
+    click.echo(f"\nweights: {len(owned)} tensors with {count:,} elements{tied}")
     if tensors:
         for name, spec in layout.items():
             click.echo(f"  {name}  {_described(spec)}")
@@ -113,12 +113,12 @@ def show(path: str, tensors: bool) -> None:
 @click.command("merge")
 @click.argument("checkpoint")
 @click.argument("out", default=".")
-@click.option("--module", metavar="NAME", help="Only the weights of this part of the module, and without its name.")
+@click.option("--module", metavar="NAME", help="Write only this submodule's weights, without its name in front.")
 def merge_command(checkpoint: str, out: str, module: str | None) -> None:
-    """Write the weights of CHECKPOINT to OUT, a file or a folder (also a new one, as folder/), as one safetensors file.
+    """Write the weights of CHECKPOINT to one safetensors file, which transformers and safetensors can load.
 
-    transformers and safetensors load it. Where a model is a part of the module, --module strips its name: `net.weight`
-    becomes `weight` by --module net.
+    OUT is a .safetensors file or a folder (a new folder is written as folder/). If the model is a submodule, --module
+    strips its name: with --module net, `net.weight` becomes `weight`.
     """
     path = merge(checkpoint, out, module)
     click.echo(f"{path} ({size_of(path.stat().st_size)})")
@@ -126,14 +126,14 @@ def merge_command(checkpoint: str, out: str, module: str | None) -> None:
 
 def _described(spec: dict[str, Any]) -> str:
     if "alias_of" in spec:
-        return f"is {spec['alias_of']}"
+        return f"tied to {spec['alias_of']}"
     part = next(iter(spec["parts"].values()))
     shards = len(part["shards"])
     return f"{part['dtype']} {tuple(shape_of(spec))}" + (f" in {shards} shards" if shards > 1 else "")
 
 
 def shape_of(spec: dict[str, Any]) -> list[int]:
-    """The shape of a tensor of the layout."""
+    """Returns the shape of a tensor from its entry in the layout."""
     found = spec.get("shape") or next(iter(spec["parts"].values()))["shape"]
     return [int(size) for size in found]
 
@@ -152,15 +152,19 @@ def _section(title: str, values: Mapping[str, Any]) -> None:
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """True for a folder that is a checkpoint, or was one before it was damaged."""
+    """Returns True for a folder that is a checkpoint, even a damaged one."""
     return any((Path(path) / name).exists() for name in (MANIFEST, LAYOUT))
 
 
 def found_in(folder: str | Path) -> list[Path]:
-    """The checkpoints of a folder by name, damaged ones too, first those that a killed overwrite left aside. A link such as "last" leads to one that is listed itself."""
+    """Returns the checkpoints in a folder by name, damaged ones included; those that a killed overwrite set aside come
+    first.
+
+    Links such as "last" are left out: the checkpoints they point at are listed.
+    """
     root = Path(folder)
     if not root.is_dir():
-        raise CheckpointError(root, "is no folder: give the one that holds the checkpoints.")
+        raise CheckpointError(root, "is not a folder: give the one that holds the checkpoints.")
     aside = [path for path, _ in set_aside(root)]
     return aside + [
         path

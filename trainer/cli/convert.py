@@ -1,4 +1,6 @@
-"""`leyden convert`: another trainer's checkpoint as one of ours: weights and hyperparameters; the rest in `convert_state.py`."""
+"""`leyden convert` turns another trainer's checkpoint into one of ours: weights and hyperparameters are read here, the
+state of the run in `convert_state.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,30 +31,29 @@ OTHERS = ("optimizer", "schedul", "random_states", "sampler", "scaler", "dl_stat
 @click.argument("file")
 @click.argument("out", required=False)
 @click.option(
-    "--trust", is_flag=True, help="Also read what torch's safe loader refuses; that runs whatever code FILE holds."
+    "--trust", is_flag=True, help="Also read what torch's safe loader refuses. This runs any code that FILE holds."
 )
 @click.option("--model", type=click.IntRange(0), help="Which of several models of an Accelerate folder, from 0.")
-@click.option(
-    "--prefix", help="Put this before each name: the weights of a model become those of a module that holds it."
-)
+@click.option("--prefix", help="Put this in front of each name, for a module that holds the model under it.")
 @click.option(
     "--like",
     metavar="MODULE:CLASS",
-    help="The class whose weights these are: tells the order of its parameters, where FILE does not.",
+    help="The model's class, for the order of its parameters where FILE does not record it.",
 )
 @click.option("--args", "arguments", default="{}", metavar="JSON", help="Arguments of that class.")
 def command(
     file: str, out: str | None, trust: bool, model: int | None, prefix: str | None, like: str | None, arguments: str
 ) -> None:
-    """Take what FILE holds of a run, and write it to OUT as a checkpoint.
+    """Convert what FILE holds of a run to a checkpoint, and write it to OUT.
 
-    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file of a state dict. Beside weights and
-    hyperparameters, optimizers, schedulers and counters are taken where they can be told; others save them by order and not by
-    name. Train on with fit(ckpt_path=OUT, restore={"weights", "optimizers", "progress"}), or restore="weights"; an Accelerator by
-    load_state(OUT). The data begins anew.
+    FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file with a state dict.
+    Weights and hyperparameters are always converted. Optimizers, schedulers and counters are converted if they can be
+    identified: other trainers save them by order and not by name. Continue with fit(ckpt_path=OUT, restore={"weights",
+        "optimizers",
+    "progress"}) or restore="weights"; with an Accelerator, by load_state(OUT). The data starts from the beginning.
     """
     source = Path(file)
-    # The folder one stands in has a name, too.
+    # "." and ".." have no stem.
     named = source if source.name.strip(".") else source.resolve()
     target = Path(out) if out else named.with_name(f"{named.stem}-leyden")
     before = f"{prefix}." if prefix else ""
@@ -79,11 +80,11 @@ def command(
     also = f", {taken.words}" if taken.words else ""
     click.echo(f"{path}: {len(weights)} tensors, {len(kept)} hyperparameters, step {taken.progress.global_step}{also}")
     if taken.optimizers:
-        click.echo("by order   optimizers are right if they were made of model.parameters(), and are made so again")
+        click.echo("by order   optimizers are right only if both runs make them from model.parameters()")
     for name in dropped:
-        click.echo(f"not taken: the hyperparameter {name}, which is no plain value")
+        click.echo(f"not converted: the hyperparameter {name}, which is not a plain value")
     for left in taken.left:
-        click.echo(f"not taken: {left}")
+        click.echo(f"not converted: {left}")
 
 
 def _order(like: str | None, arguments: str) -> list[str] | None:
@@ -95,12 +96,14 @@ def _order(like: str | None, arguments: str) -> list[str] | None:
 
 
 def _state_dict(loaded: Any, source: Path) -> dict[str, Tensor]:
-    """The weights of a file: its own dict, or the entry state_dict (Lightning) or model."""
+    """Returns the weights in a file: its own dict, or the entry state_dict (Lightning) or model."""
     candidates = [loaded.get("state_dict"), loaded.get("model"), loaded] if isinstance(loaded, Mapping) else []
     for found in candidates:
         if isinstance(found, Mapping) and found and all(isinstance(value, Tensor) for value in found.values()):
             return {str(name): tensor for name, tensor in found.items()}
-    raise CheckpointError(source, "holds no dict of tensors, neither by itself nor under 'state_dict' or 'model'.")
+    raise CheckpointError(
+        source, "holds no dict of tensors, neither at the top level nor under 'state_dict' or 'model'."
+    )
 
 
 def _hparams(loaded: Any) -> dict[str, Any]:
@@ -120,10 +123,10 @@ def _encodable(values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights of one model of an Accelerate folder, and what else is there.
+    """Reads the weights of one model from a folder of Accelerate, and lists the other files.
 
     Raises:
-        CheckpointError: if there is none, or several and none was chosen.
+        CheckpointError: if there is no model, or several and `model` chooses none.
     """
     files: dict[int, list[Path]] = {}
     for path in sorted(source.iterdir()):
@@ -139,7 +142,7 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
         )
     count = len(files) or len(sharded) or len(zero)
     if model is None and count > 1:
-        raise CheckpointError(source, f"holds {count} models: choose one by --model 0 to --model {count - 1}.")
+        raise CheckpointError(source, f"holds {count} models: choose one with --model 0 to --model {count - 1}.")
     model = model or 0
     if not files:
         if model >= count:
@@ -147,7 +150,7 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
         return _sharded(sharded[model], trust) if sharded else _zero(zero[model], trust), others
     if model not in files:
         raise CheckpointError(source, f"has no model {model}: there are {', '.join(map(str, sorted(files)))}.")
-    # A single file stands before an index and its parts.
+    # A single file has precedence over an index and its parts.
     whole = [path for path in files[model] if not path.name.endswith(".index.json")]
     if whole:
         best = next((path for path in whole if path.suffix == ".safetensors"), whole[0])
@@ -156,11 +159,11 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
 
 
 def _indexed(index: Path, trust: bool) -> dict[str, Tensor]:
-    """The weights of several files that an index names."""
+    """Reads the weights of the files that an index names."""
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(index, "is no index of weights.") from error
+        raise CheckpointError(index, "is not an index of weights.") from error
     weights: dict[str, Tensor] = {}
     for name in names:
         if Path(name).name != name:
@@ -170,7 +173,7 @@ def _indexed(index: Path, trust: bool) -> dict[str, Tensor]:
 
 
 def _sharded(folder: Path, trust: bool) -> dict[str, Tensor]:
-    """The weights of torch's own distributed checkpoint, whose metadata is a pickle."""
+    """Reads the weights of torch's own distributed checkpoint, whose metadata is a pickle."""
     if not trust:
         raise CheckpointError(
             folder, "is a sharded checkpoint whose .metadata is a pickle. If you trust who wrote it, pass --trust."
@@ -186,7 +189,9 @@ def _sharded(folder: Path, trust: bool) -> dict[str, Tensor]:
 
 
 def _zero_folders(source: Path) -> list[Path]:
-    """Folders that DeepSpeed's engine saved: this one, its latest, or those that Accelerate and Lightning put into theirs."""
+    """Returns the folders that DeepSpeed's engine saved: this one, its latest, or those inside Accelerate's or
+    Lightning's.
+    """
     latest = source / "latest"
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
     inside = [source / tag] if tag and Path(tag).name == tag else []
@@ -195,7 +200,7 @@ def _zero_folders(source: Path) -> list[Path]:
 
 
 def _zero(folder: Path, trust: bool) -> dict[str, Tensor]:
-    """The float32 masters of DeepSpeed's engine, which DeepSpeed itself puts together; its files are pickles."""
+    """Reads the float32 master weights of DeepSpeed's engine. DeepSpeed merges them; its files are pickles."""
     if not trust:
         raise CheckpointError(
             folder, "was saved by DeepSpeed's engine, in pickles. If you trust who wrote it, pass --trust."
@@ -204,18 +209,18 @@ def _zero(folder: Path, trust: bool) -> dict[str, Tensor]:
 
     from leyden.strategies.deepspeed.initialize import import_deepspeed
 
-    # It tells on standard output what it does.
+    # DeepSpeed reports its progress on standard output.
     with contextlib.redirect_stdout(sys.stderr):
         import_deepspeed(torch.device("cpu"))
         reading = importlib.import_module("deepspeed.utils.zero_to_fp32")
         try:
             found = reading.get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
         except Exception as error:
-            # What a damaged or foreign pickle raises may be anything.
+            # A damaged or foreign pickle may raise anything.
             raise CheckpointError(folder, f"cannot be read by DeepSpeed ({type(error).__name__}: {error}).") from error
     weights: dict[str, Tensor] = {str(name): tensor.contiguous() for name, tensor in found.items()}
     for wrapper in ("_forward_module.", "module."):
-        # The names that Lightning's wrappers give.
+        # Lightning's wrappers add these to the names.
         if all(name.startswith(wrapper) for name in weights):
             weights = {name.removeprefix(wrapper): tensor for name, tensor in weights.items()}
     return weights

@@ -1,4 +1,6 @@
-"""What `leyden convert` takes beside the weights: optimizers, schedulers, counters and random numbers, as far as they can be told."""
+"""Converts the state of a run for `leyden convert`: optimizers, schedulers, counters and random numbers, where
+possible.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,20 @@ from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.errors import CheckpointError
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-"""Buffers of torch's own modules, which stand among the parameters in a state dict."""
+"""Buffers of torch's own modules, which are listed among the parameters in a state dict."""
 
 
 @dataclass
 class Taken:
-    """State of a run, from another's checkpoint.
+    """The state of a run, read from another trainer's checkpoint.
 
     Attributes:
-        optimizers: by the names of parameters.
-        schedulers: their own states.
-        progress: where the run stood.
-        rng: random numbers of the first rank; None where they are not known.
-        left: what was there and is not taken, with the reason.
-        files: that were taken.
+        optimizers: states of optimizers, keyed by parameter names.
+        schedulers: states of schedulers, as they saved them.
+        progress: the run's counters.
+        rng: random numbers of the first rank; None if unknown.
+        left: what is not converted, with the reason.
+        files: names of the files that are converted.
     """
 
     optimizers: list[dict[str, Any]] = field(default_factory=list)
@@ -45,18 +47,18 @@ class Taken:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is known but weights."""
+        """True if nothing but weights is known."""
         return not (self.optimizers or self.schedulers or self.rng or self.progress != Progress())
 
     @property
     def words(self) -> str:
-        """What there is, in a few words."""
+        """A summary in a few words."""
         parts = [(len(self.optimizers), "optimizer"), (len(self.schedulers), "scheduler")]
         found = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return ", ".join([*found, *(["random numbers"] if self.rng is not None else [])])
 
     def write(self, writer: CheckpointWriter) -> None:
-        """Writes all of it, so that both a Trainer and an Accelerator can resume it; their data starts from the beginning."""
+        """Writes the state so that a Trainer or an Accelerator can resume it, with the data from the beginning."""
         writer.optimizers(self.optimizers)
         writer.state("schedulers", {"schedulers": self.schedulers, "precision": {}, "strategy": {}})
         writer.state("callbacks", {})
@@ -69,12 +71,12 @@ class Taken:
 
 @dataclass(frozen=True)
 class Names:
-    """How an optimizer's parameters are called, which others save by their order.
+    """Names for the parameters of an optimizer, which other trainers save by their order.
 
     Attributes:
-        weights: of the checkpoint.
-        order: the parameters' names as the model has them; None where the order of the weights must tell.
-        prefix: stands before each name in what is written.
+        weights: the weights of the checkpoint.
+        order: the parameters' names in the model's order; None to use the order of the weights.
+        prefix: put in front of each name that is written.
     """
 
     weights: Mapping[str, Tensor]
@@ -88,37 +90,35 @@ class Names:
         missing = [name for name in self.order if name not in self.weights]
         if missing:
             raise ConfigurationError(
-                f"--like: the model has {missing[0]!r}, and the weights have not: give the class they are of."
+                f"--like: the model has {missing[0]!r}, and the weights do not: give the class they belong to."
             )
         return self.order
 
 
 def named(state: Any, known: Names) -> dict[str, Any]:
-    """The state of an optimizer by names.
+    """Returns the state of an optimizer keyed by parameter names.
 
-    It is taken if one group has as many parameters as there are, and every shape agrees.
+    This works if a single group has as many parameters as the weights have, and every shape agrees.
 
     Raises:
-        ConfigurationError: says why the names cannot be told.
+        ConfigurationError: if the names cannot be found out; says why.
     """
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        raise ConfigurationError("is no state of an optimizer")
+        raise ConfigurationError("is not the state of an optimizer")
     groups = state["param_groups"]
     if len(groups) != 1:
-        raise ConfigurationError(f"has {len(groups)} groups of parameters, whose names it does not tell")
+        raise ConfigurationError(f"has {len(groups)} groups of parameters, and does not record their names")
     names, weights, prefix = known.known, known.weights, known.prefix
     places = list(groups[0]["params"])
     if len(places) != len(names):
-        raise ConfigurationError(
-            f"has {len(places)} parameters, and the weights {len(names)}: their names cannot be told"
-        )
+        raise ConfigurationError(f"has {len(places)} parameters, and the weights {len(names)}: their names are unknown")
     by_name = dict(zip(names, places, strict=True))
     for name, place in by_name.items():
         for entry, value in state["state"].get(place, {}).items():
             if isinstance(value, Tensor) and value.dim() and value.shape != weights[name].shape:
                 raise ConfigurationError(
-                    f"has {entry} of the shape {tuple(value.shape)} where {name} has {tuple(weights[name].shape)}: its parameters "
-                    "stand in another order"
+                    f"has {entry} of shape {tuple(value.shape)} where {name} has {tuple(weights[name].shape)}: its "
+                    "parameters are in another order"
                 )
     found = {
         "state": {
@@ -135,7 +135,7 @@ def named(state: Any, known: Names) -> dict[str, Any]:
 
 
 def _parameters(weights: Mapping[str, Tensor]) -> list[str]:
-    """The names that are parameters, in their order; tied ones once."""
+    """Returns the names of parameters in their order, tied ones once."""
     seen: set[int] = set()
     names = []
     for name, tensor in weights.items():
@@ -149,7 +149,7 @@ def _parameters(weights: Mapping[str, Tensor]) -> list[str]:
 
 
 def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
-    """Of a `.ckpt` of Lightning."""
+    """Reads the state in a `.ckpt` of Lightning."""
     taken = Taken()
     states = {f"optimizer {i}": state for i, state in enumerate(loaded.get("optimizer_states") or [])}
     schedulers = {f"scheduler {i}": state for i, state in enumerate(loaded.get("lr_schedulers") or [])}
@@ -159,11 +159,11 @@ def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
     epoch, step = (_count(loaded, name) for name in ("epoch", "global_step"))
     inside = batches.get("current", {}).get("completed", 0)
     if batches.get("is_last_batch"):
-        # Saved after fit, the epoch that is done is counted already.
+        # A checkpoint saved after fit has counted the finished epoch already.
         ready = loop.get("epoch_progress", {}).get("current", {}).get("ready", epoch + 1)
         epoch += int(ready > epoch)
     elif inside:
-        taken.left.append(f"the place in epoch {epoch} (batch {inside}): the epoch begins anew")
+        taken.left.append(f"the position in epoch {epoch} (batch {inside}): the epoch starts from the beginning")
     total = batches.get("total", {}).get("completed", 0)
     taken.progress = Progress(epoch=epoch, global_step=step, stepped=step, batches=total)
     taken.left += [
@@ -175,14 +175,14 @@ def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
 
 
 def of_accelerate(folder: Path, names: Names, trust: bool, model: int) -> Taken:
-    """Of a folder of Accelerate's `save_state`."""
+    """Reads the state in a folder of Accelerate's `save_state`."""
     taken = Taken()
     states, schedulers = (_read(folder, stem, trust, taken.left) for stem in ("optimizer", "scheduler"))
     if model or (folder / "model_1.safetensors").exists() or (folder / "pytorch_model_1.bin").exists():
-        # Which optimizer is of which model is written nowhere.
+        # Nothing records which optimizer belongs to which model.
         taken.left += sorted([*states, *schedulers])
     elif states and names.order is None and any(folder.glob("*.safetensors")):
-        why = "safetensors has no order of parameters; --like package.module:Class tells it"
+        why = "safetensors does not record the order of parameters; give --like package.module:Class"
         taken.left += [f"{name} ({why})" for name in states] + list(schedulers)
     else:
         _take(taken, states, schedulers, names)
@@ -197,7 +197,7 @@ def of_accelerate(folder: Path, names: Names, trust: bool, model: int) -> Taken:
 
 
 def _read(folder: Path, stem: str, trust: bool, left: list[str]) -> dict[str, Any]:
-    """The files of one kind that the safe loader reads."""
+    """Reads the files of one kind that torch's safe loader accepts."""
     found = {}
     for path in sorted(folder.glob(f"{stem}*.bin")):
         try:
@@ -208,7 +208,7 @@ def _read(folder: Path, stem: str, trust: bool, left: list[str]) -> dict[str, An
 
 
 def _take(taken: Taken, states: Mapping[str, Any], schedulers: Mapping[str, Any], names: Names) -> None:
-    """All optimizers and all schedulers, or none: they are told apart by their number."""
+    """Takes all optimizers and schedulers, or none: they are identified only by their number."""
     try:
         taken.optimizers = [_named(where, state, names) for where, state in states.items()]
         for where, state in schedulers.items():
@@ -228,7 +228,7 @@ def _named(where: str, state: Any, names: Names) -> dict[str, Any]:
 
 
 def _take_random(taken: Taken, path: Path, trust: bool) -> int:
-    """Random numbers of the first rank, and the steps that Accelerate counted."""
+    """Takes the first rank's random numbers, and returns the steps that Accelerate counted."""
     try:
         states = load_weights_only(path, trust=trust)
         random.setstate(states["random_state"])

@@ -1,4 +1,4 @@
-"""`leyden env`: what this machine has, to paste into a report."""
+"""`leyden env` prints the versions and hardware of this machine, for a bug report."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ SHOWN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RAN
 
 @click.command("env")
 def command() -> None:
-    """Print versions, devices, variables and the configuration file, to paste into a report.
+    """Print versions, devices, variables and the configuration file, for a bug report.
 
-    Of the environment only the variables are shown that decide how ranks are run; what looks like a key or a token is not.
+    Only environment variables that decide how ranks run are shown; keys and tokens are masked.
     """
     click.echo("\n".join(aligned([*_versions(), *_machine(), *_variables()])))
     path, why = found_file()
@@ -64,7 +64,7 @@ def _versions() -> list[tuple[str, str]]:
     rows += [("python", f"{platform.python_version()} ({sys.executable})"), ("system", platform.platform())]
     for name in PACKAGES:
         try:
-            # Of torch's own version the part after + tells what it was built for, and its wheels on PyPI do not name it.
+            # torch.__version__ has the build after its +, which the wheels' metadata on PyPI leaves out.
             rows.append((name, str(torch.__version__) if name == "torch" else importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
@@ -84,7 +84,7 @@ def _machine() -> list[tuple[str, str]]:
         name for name in ("gloo", "nccl", "mpi", "ucc") if dist.is_available() and dist.is_backend_available(name)
     ]
     rows.append(("backends", ", ".join(backends)))
-    rows.append(("torch of CUDA", str(torch.version.cuda or "none")))
+    rows.append(("torch's CUDA", str(torch.version.cuda or "none")))
     for index in range(machine.gpus):
         found = torch.cuda.get_device_properties(index)
         rows.append((f"GPU {index}", f"{found.name}, {size_of(found.total_memory)}, sm_{found.major}{found.minor}"))

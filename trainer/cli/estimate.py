@@ -1,4 +1,4 @@
-"""`leyden estimate`: the parameters of a model, and what training it takes on each rank before any activation."""
+"""`leyden estimate` prints the parameters of a model and the memory that training it takes, without activations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from leyden.strategies.precision import ALIASES, NAMES
 from leyden.trainer.format.text import aligned, size_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
-"""How many numbers each keeps for a parameter."""
+"""Numbers that each optimizer keeps per parameter."""
 DTYPES = {"float32": "32-true", "float64": "64-true", "float16": "16-true", "bfloat16": "bf16-true"}
 HALF = {"16-mixed": 2, "bf16-mixed": 2, "16-true": 2, "bf16-true": 2}
 STRATEGIES = ("single_device", "ddp", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_offload")
@@ -28,13 +28,13 @@ STRATEGIES = ("single_device", "ddp", "fsdp_shard_grad_op", "fsdp", "fsdp_cpu_of
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank's device during training, without activations.
+    """Bytes that training takes on one rank's device, without activations.
 
     Attributes:
-        weights: parameters and buffers that stay.
-        gradients: of the parameters that are trained; DDP's buckets too.
-        optimizer: its state.
-        passing: whole parameters and gradients while they are gathered, or weights cast for mixed precision.
+        weights: parameters and buffers that stay on the device.
+        gradients: of the trained parameters, with DDP's buckets.
+        optimizer: the optimizer's state.
+        passing: parameters and gradients while they are gathered, or weights cast for mixed precision.
     """
 
     weights: int
@@ -48,12 +48,12 @@ class Memory:
 
 
 def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimizer: str) -> Memory:
-    """What training takes on each rank's device, without activations and what the device itself needs.
+    """Estimates what training takes on each rank's device, without activations and the device's own overhead.
 
     Args:
         model: on any device, meta too.
         strategy: one of `STRATEGIES`.
-        ranks: how many share the work.
+        ranks: the number of ranks.
         precision: the precision's full name.
         optimizer: one of `OPTIMIZERS`.
 
@@ -61,7 +61,7 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
         >>> memory(nn.Linear(2, 1), "ddp", 2, "32-true", "adamw")
         Memory(weights=12, gradients=24, optimizer=24, passing=0)
     """
-    # fp8 keeps no weight in 8 bits for longer than an operation: it takes what bf16-mixed does.
+    # fp8 holds weights in 8 bits only during an operation, so it takes as much memory as bf16-mixed.
     precision = "bf16-mixed" if precision in ("fp8", "transformer-engine") else precision
     held = _held(precision)
     states = OPTIMIZERS[optimizer]
@@ -70,13 +70,13 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
     trained = sum(_shard(p, shards) * (held or p.element_size()) for p in _parameters(model) if p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in _buffers(model))
     if not strategy.startswith("fsdp"):
-        # Gradients are copied into the buckets that DDP sends; autocast keeps what it has cast until the pass is over.
+        # DDP copies gradients into the buckets it sends; autocast keeps the weights it has cast until the pass ends.
         gradients = 2 * trained if strategy == "ddp" else trained
         cast = sum(p.numel() * 2 for p in _parameters(model)) if precision.endswith("mixed") else 0
         return Memory(kept + buffers, gradients, states * trained, cast)
     computed = HALF.get(precision, held or 4)
     whole, largest = sum(p.numel() for p in _parameters(model)) * computed, _largest_group(model) * computed
-    # The group at work and the next one, which is gathered ahead; and the gradients of one before they are sharded.
+    # The current group and the next one, which is prefetched, and one group's gradients before they are sharded.
     passing = (whole if strategy == "fsdp_shard_grad_op" else 2 * largest) + largest
     if strategy == "fsdp_cpu_offload":
         return Memory(buffers, 0, 0, passing)
@@ -84,12 +84,12 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
 
 
 def _held(precision: str) -> int | None:
-    """Bytes that a number is held in; None as the module has it."""
+    """Returns the bytes per element; None for the dtype of the module."""
     return {"64-true": 8, "16-true": 2, "bf16-true": 2}.get(precision)
 
 
 def _parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Each once, also where it stands under several names."""
+    """Returns each parameter once, even if it has several names."""
     return list(model.parameters())
 
 
@@ -98,14 +98,14 @@ def _buffers(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> int:
-    """Numbers of the largest shard: the first dimension is cut, and the first rank has the larger part."""
+    """Returns the elements of the largest shard: the first dimension is split, and the first rank has the larger part."""
     if not parameter.dim() or ranks == 1:
         return parameter.numel()
     return -(-parameter.shape[0] // ranks) * (parameter.numel() // max(1, parameter.shape[0]))
 
 
 def _largest_group(model: nn.Module) -> int:
-    """Parameters of the largest group that is gathered at once; the root's own are one."""
+    """Returns the elements of the largest group that FSDP gathers at once; the root's own parameters are one group."""
     from leyden.strategies.fsdp.policy import choose
 
     groups = [model.get_submodule(name) for name in choose(model, "auto").names]
@@ -114,20 +114,20 @@ def _largest_group(model: nn.Module) -> int:
     return max([own, *(sum(parameter.numel() for parameter in group.parameters()) for group in groups)])
 
 
-# the model ----------------------------------------------------------------------------------------------------------------
+# the model ------------------------------------------------------------------------------------------------------------
 def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> tuple[nn.Module, str]:
-    """Builds a model without its numbers.
+    """Builds a model on the meta device.
 
     Args:
-        name: an import path as `package.module:Class`, a folder with a Hugging Face config.json, or such a file.
-        arguments: of the class.
-        download: a name of the hub may be fetched: its config.json, and no weights.
+        name: an import path such as `package.module:Class`, a config.json of Hugging Face, or a folder with one.
+        arguments: the arguments of the class.
+        download: `name` may be a model on Hugging Face's hub, whose config.json is downloaded (no weights).
 
     Returns:
-        The model on the meta device, and a note where it had to be built in memory.
+        The model, and a note if it had to be built in memory.
 
     Raises:
-        ConfigurationError: if there is no such model; names the forms.
+        ConfigurationError: if there is no such model; lists the accepted forms.
     """
     path = Path(name)
     if path.is_dir() or path.suffix == ".json":
@@ -137,8 +137,8 @@ def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> 
         if download:
             return _hugging_face(None, name)
         raise ConfigurationError(
-            f"{name!r} is no import path (package.module:Class) and no local folder with a config.json. For a model of Hugging "
-            "Face's hub add --download, which fetches its config.json."
+            f"{name!r} is neither an import path (package.module:Class) nor a local folder with a config.json. For a "
+            "model on Hugging Face's hub add --download, which downloads its config.json."
         )
     return _imported(module, attribute, arguments)
 
@@ -147,7 +147,7 @@ def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[n
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     if not module or not attribute:
-        raise ConfigurationError(f"{module}:{attribute} is no import path: give package.module:Class.")
+        raise ConfigurationError(f"{module}:{attribute} is not an import path: give package.module:Class.")
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -168,7 +168,7 @@ def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[n
                 model = kind(**arguments)
                 _configure(model)
         except (NotImplementedError, RuntimeError) as error:
-            note = f"built in memory, since on the meta device it says: {str(error).splitlines()[0]}"
+            note = f"built in memory, since it failed on the meta device: {str(error).splitlines()[0]}"
             model = kind(**arguments)
             _configure(model)
     except Exception as error:
@@ -176,12 +176,12 @@ def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[n
             f"{module}:{attribute} cannot be built ({error}): give its arguments as --args '{{…}}'."
         ) from error
     if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{module}:{attribute} makes {kind_of(model)}, which is no nn.Module.")
+        raise ConfigurationError(f"{module}:{attribute} makes {kind_of(model)}, which is not an nn.Module.")
     return model, note
 
 
 def _configure(model: Any) -> None:
-    """A TrainModule may build its layers in configure_model."""
+    """Builds the layers of a TrainModule that makes them in `configure_model`."""
     if callable(getattr(model, "configure_model", None)):
         model.configure_model()
 
@@ -192,13 +192,15 @@ def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "transformers", None, "a Hugging Face model") from error
     if config is not None and not config.is_file():
-        raise ConfigurationError(f"there is no {config}: give a folder that has one, or an import path.")
-    # Nothing of the file is run: code beside it is not trusted.
+        raise ConfigurationError(f"{config} does not exist: give a folder with a config.json, or an import path.")
+    # Code beside the file is not trusted, and not run.
     try:
         found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
     except (OSError, ValueError, KeyError, RecursionError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"{config or name} is no configuration of a Hugging Face model: {said}") from error
+        raise ConfigurationError(
+            f"{config or name} is not the configuration of a Hugging Face model: {said}"
+        ) from error
     architectures = getattr(found, "architectures", None) or [""]
     kind: Any = (
         transformers.AutoModelForCausalLM
@@ -211,46 +213,48 @@ def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str
     return model, ""
 
 
-# the command --------------------------------------------------------------------------------------------------------------
+# the command ----------------------------------------------------------------------------------------------------------
 @click.command("estimate")
 @click.argument("model")
-@click.option("--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, as '{\"width\": 64}'.")
-@click.option("--ranks", default="1,2,8", show_default=True, help="World sizes, with commas.")
+@click.option(
+    "--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, such as '{\"width\": 64}'."
+)
+@click.option("--ranks", default="1,2,8", show_default=True, help="World sizes, separated by commas.")
 @click.option(
     "--precision",
     "--dtypes",
     "precision",
     default="32-true,bf16-mixed",
     show_default=True,
-    help="Precisions, with commas.",
+    help="Precisions, separated by commas.",
 )
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)
-@click.option("--strategy", default="", help="Only these strategies, with commas.")
+@click.option("--strategy", default="", help="Only these strategies, separated by commas.")
 @click.option(
-    "--download", is_flag=True, help="MODEL may be a name of Hugging Face's hub, whose config.json is fetched."
+    "--download", is_flag=True, help="MODEL may be a name on Hugging Face's hub; its config.json is downloaded."
 )
 def command(
     model: str, arguments: str, ranks: str, precision: str, optimizer: str, strategy: str, download: bool
 ) -> None:
-    """Print the parameters of MODEL, and the memory that training it takes on each rank.
+    """Print the parameters of MODEL and the memory that training it takes on each rank.
 
     MODEL is an import path (package.module:Class) of a TrainModule or nn.Module, a local Hugging Face folder, or a
-    config.json. It is built on the meta device, which takes no memory. Activations come on top: they grow with the batch.
+    config.json. It is built on the meta device, which takes no memory. Activations come on top and grow with the batch.
     """
     sizes = [_positive(size) for size in ranks.split(",")]
     precisions = [_precision(name.strip()) for name in precision.split(",")]
     chosen = [name.strip() for name in strategy.split(",") if name.strip()] or list(STRATEGIES)
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
-        raise ConfigurationError(f"--strategy {unknown[0]!r} is not known. {nearest(unknown[0], STRATEGIES)}")
+        raise ConfigurationError(f"--strategy {unknown[0]!r} is unknown. {nearest(unknown[0], STRATEGIES)}")
     built, note = load_model(model, parse_arguments(arguments), download)
     click.echo(describe(model, built, note))
-    click.echo(f"\ntraining with {optimizer}, each rank's device, activations not counted:")
+    click.echo(f"\ntraining with {optimizer}, on each rank's device, without activations:")
     click.echo(table(built, chosen, sizes, precisions, optimizer))
 
 
 def describe(name: str, model: nn.Module, note: str = "") -> str:
-    """Counts of a model, in a few lines."""
+    """Describes a model in a few lines: parameters, memory, the largest FSDP group."""
     parameters = _parameters(model)
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
     total, held = (
@@ -260,8 +264,9 @@ def describe(name: str, model: nn.Module, note: str = "") -> str:
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in _buffers(model))
     lines = [
         f"model       {name} ({type(model).__name__})",
-        f"parameters  {total:,}, {trained:,} of them trained; {size_of(held)} as it is built, buffers {size_of(buffers)}",
-        f"group       {_largest_group(model):,} parameters are gathered at once under FSDP, at most",
+        f"parameters  {total:,}, of which {trained:,} are trained; {size_of(held)} as built, buffers "
+        f"{size_of(buffers)}",
+        f"group       FSDP gathers at most {_largest_group(model):,} parameters at once",
     ]
     return "\n".join([*lines, *([f"note        {note}"] if note else [])])
 
@@ -269,7 +274,7 @@ def describe(name: str, model: nn.Module, note: str = "") -> str:
 def table(
     model: nn.Module, strategies: Sequence[str], sizes: Sequence[int], precisions: Sequence[str], optimizer: str
 ) -> str:
-    """A row for each strategy, world size and precision that go together."""
+    """Formats a row for each combination of strategy, world size and precision that is possible."""
     rows: list[tuple[str, ...]] = [
         ("precision", "ranks", "strategy", "weights", "gradients", "optimizer", "passing", "total")
     ]
@@ -287,14 +292,14 @@ def table(
 def _positive(text: str) -> int:
     # Nine digits are a billion ranks.
     if not text.strip().isdecimal() or len(text.strip()) > 9 or not int(text):
-        raise ConfigurationError(f"--ranks: {text!r} is no number of ranks: give some, as 1,2,8.")
+        raise ConfigurationError(f"--ranks: {text!r} is not a number of ranks: give some, such as 1,2,8.")
     return int(text)
 
 
 def _precision(name: str) -> str:
     found = ALIASES.get(DTYPES.get(name, name), DTYPES.get(name, name))
     if found not in NAMES:
-        raise ConfigurationError(f"--precision {name!r} is not known. {nearest(name, (*NAMES, *ALIASES, *DTYPES))}")
+        raise ConfigurationError(f"--precision {name!r} is unknown. {nearest(name, (*NAMES, *ALIASES, *DTYPES))}")
     return found
 
 
@@ -302,7 +307,9 @@ def parse_arguments(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"--args {text[:99]}: is no JSON ({error}): give '{{\"name\": value}}'.") from error
+        raise ConfigurationError(
+            f"--args {text[:99]}: not valid JSON ({error}): give '{{\"name\": value}}'."
+        ) from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"--args {text}: give '{{\"name\": value}}'.")
     return found

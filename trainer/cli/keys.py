@@ -1,4 +1,4 @@
-"""The keys of a configuration file, as Accelerate's users know them: what each may be, and what it does here."""
+"""The keys of a configuration file, named as in Accelerate: the values that each accepts, and what it does here."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ DYNAMO = (
 
 @dataclass(frozen=True, slots=True)
 class ConfigKey:
-    """One key of the file, which is a flag of `leyden launch` too.
+    """A key of the configuration file, which is also a flag of `leyden launch`.
 
     Attributes:
-        name: as the file has it.
-        kind: `bool`, `int`, `float`, `str`, `list`, `dict`, `tuple` for three truths, or the choices there are.
+        name: its name in the file.
+        kind: `bool`, `int`, `float`, `str`, `list`, `dict`, `tuple` for three booleans, or a tuple of choices.
         help: what it does.
-        without: why it does nothing here; empty if it does.
-        flag: the name of its flag, where that is another one; "" where it has none.
-        older: names that older files use.
-        least: the least number.
-        most: the largest, where there is a least.
+        without: why it has no effect here; empty if it has one.
+        flag: the name of its flag if that differs; "" if it has no flag.
+        older: names in older files.
+        least: the smallest number allowed.
+        most: the largest number allowed; only with `least`.
     """
 
     name: str
@@ -54,10 +54,10 @@ class ConfigKey:
     most: float = math.inf
 
     def read(self, value: Any) -> Any:
-        """The value in its own type; None stays None, which leaves it open.
+        """Converts a value to the type of the key; None stays None, which leaves the key open.
 
         Raises:
-            ConfigurationError: if it is none; says what is.
+            ConfigurationError: if the value is invalid; says what is valid.
 
         Example:
             >>> ConfigKey("num_processes", int, least=1).read("2"), ConfigKey("debug", bool).read("False")
@@ -97,12 +97,12 @@ class ConfigKey:
         return text in YES
 
     def _truths(self, value: Any) -> list[bool]:
-        """Three of them: a list, one text with commas, in brackets or not, or one for all three."""
+        """Reads three booleans: a list, a text with commas (with or without brackets), or one value for all three."""
         parts = str(value).strip().strip("()[]").split(",") if not isinstance(value, (list, tuple)) else list(value)
         parts = [str(part).strip().lower() for part in parts]
         parts = parts * 3 if len(parts) == 1 else parts
         if len(parts) != 3 or not set(parts) <= set(YES + NO):
-            raise self._wrong(value, "three times true or false, as (false, true, false)")
+            raise self._wrong(value, "three booleans, such as (false, true, false)")
         return [part in YES for part in parts]
 
     def _number(self, value: Any) -> float | int:
@@ -126,8 +126,8 @@ TYPES = (
     *("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA", "MULTI_NPU", "MULTI_XPU", "MULTI_MLU"),
     *("MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON"),
 )
-_POD = "pods are started by their own tools; start `leyden launch` on each host."
-_MPI = "ranks are started by torch's elastic engine and not by mpirun."
+_POD = "Google's own tools start pods; start `leyden launch` on each host."
+_MPI = "torch's elastic agent starts the ranks, not mpirun."
 _FSDP2 = "FSDP2, which is used here, "
 _HOSTS = "every machine starts its own `leyden launch`."
 
@@ -135,36 +135,36 @@ TOP: tuple[ConfigKey, ...] = (
     ConfigKey(
         "compute_environment", ("LOCAL_MACHINE", "SLURM"), "SLURM: machines, ranks and addresses are srun's", flag=""
     ),
-    ConfigKey("distributed_type", (*TYPES, "TPU"), "what kind of machine, and how a model is spread over it", flag=""),
+    ConfigKey(
+        "distributed_type", (*TYPES, "TPU"), "the kind of machine, and how the model is distributed over it", flag=""
+    ),
     ConfigKey("mixed_precision", ("no", "fp16", "bf16", "fp8"), "the precision of the forward pass"),
-    ConfigKey("use_cpu", bool, "ranks on CPUs, also where there are GPUs", flag="cpu"),
-    ConfigKey("debug", bool, "compare what ranks put into collectives, and name a mismatch"),
-    ConfigKey("num_processes", int, "ranks, over all machines; as many as GPUs if left out", least=-1, most=1_000_000),
+    ConfigKey("use_cpu", bool, "run on CPUs even if there are GPUs", flag="cpu"),
+    ConfigKey("debug", bool, "compare the operands of collectives over the ranks, and report a mismatch"),
+    ConfigKey("num_processes", int, "ranks over all machines; one per GPU if left out", least=-1, most=1_000_000),
     ConfigKey("num_machines", int, "machines", least=1, most=1_000_000),
-    ConfigKey("machine_rank", int, "which of them this is, from 0", least=0),
+    ConfigKey("machine_rank", int, "the number of this machine, from 0", least=0),
     ConfigKey("main_process_ip", str, "address of machine 0"),
     ConfigKey("main_process_port", int, "port of machine 0; 0 takes a free one", least=0, most=65535),
-    ConfigKey("rdzv_backend", str, "how machines meet: static or c10d"),
-    ConfigKey("gpu_ids", str, "GPUs of this machine: all, or their numbers as 0,1"),
+    ConfigKey("rdzv_backend", str, "rendezvous backend: static or c10d"),
+    ConfigKey("gpu_ids", str, "GPUs of this machine: all, or their numbers, such as 0,1"),
     ConfigKey("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
-    ConfigKey("max_restarts", int, "start the ranks anew so often when one fails; Leyden's own key", least=0),
+    ConfigKey("max_restarts", int, "how often to restart all ranks when one fails; Leyden's own key", least=0),
     ConfigKey("num_cpu_threads_per_process", int, "OMP_NUM_THREADS of each rank; Leyden's own key", least=1),
-    ConfigKey("same_network", bool, without="the main address is used as it is given."),
-    ConfigKey("main_training_function", str, without="the script is run as it stands."),
-    ConfigKey("downcast_bf16", str, without="torch_xla has left it: use mixed_precision: bf16."),
-    ConfigKey("tpu_name", str, "the pod, in the command that tpu_use_cluster names"),
-    ConfigKey("tpu_zone", str, "its zone, there"),
-    ConfigKey(
-        "tpu_use_cluster", bool, "a whole pod is meant: names the command that reaches its hosts, and starts nothing"
-    ),
-    ConfigKey("tpu_use_sudo", bool, "with sudo, there"),
+    ConfigKey("same_network", bool, without="the main address is used as given."),
+    ConfigKey("main_training_function", str, without="the script is run as it is."),
+    ConfigKey("downcast_bf16", str, without="torch_xla has dropped it: use mixed_precision: bf16."),
+    ConfigKey("tpu_name", str, "the pod, in the command that tpu_use_cluster prints"),
+    ConfigKey("tpu_zone", str, "the pod's zone, in that command"),
+    ConfigKey("tpu_use_cluster", bool, "print the command that starts a whole pod, and start nothing"),
+    ConfigKey("tpu_use_sudo", bool, "use sudo in that command"),
     ConfigKey("tpu_vm", list, without=_POD, flag=""),
     ConfigKey("tpu_env", list, "environment variables of the ranks on TPUs, each as NAME=value", flag=""),
     ConfigKey("command_file", str, without=_POD, flag=""),
     ConfigKey("tpu_config_file", str, without=_POD, flag=""),
     ConfigKey("commands", list, without=_POD, flag=""),
     ConfigKey("mpirun_config", dict, without=_MPI, flag=""),
-    ConfigKey("ipex_config", dict, without="what Intel's extension did is in torch itself.", flag=""),
+    ConfigKey("ipex_config", dict, without="torch itself now has what Intel's extension did.", flag=""),
 )
 
 FSDP: tuple[ConfigKey, ...] = (
@@ -175,26 +175,32 @@ FSDP: tuple[ConfigKey, ...] = (
         older=("sharding_strategy",),
     ),
     ConfigKey(
-        "fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"), "how modules are grouped"
+        "fsdp_auto_wrap_policy",
+        ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
+        "how modules are grouped for sharding",
     ),
     ConfigKey(
         "fsdp_transformer_layer_cls_to_wrap",
         str,
-        "classes of the modules to group, with commas",
+        "classes of the modules to group, separated by commas",
         older=("transformer_layer_cls_to_wrap",),
     ),
-    ConfigKey("fsdp_min_num_params", int, "parameters of a group, by size", older=("min_num_params",), least=0),
-    ConfigKey("fsdp_offload_params", bool, "parameters wait on the CPU", older=("offload_params",)),
-    ConfigKey("fsdp_activation_checkpointing", bool, "compute activations again in backward"),
-    ConfigKey("fsdp_activation_checkpointing_offload", bool, without="kept activations stay on the device."),
-    ConfigKey("fsdp_ignored_modules", str, without="give FSDPStrategy(ignored_modules=…) the modules themselves."),
-    ConfigKey("fsdp_reshard_after_forward", str, "free gathered parameters after forward (true, false, FULL_SHARD …)"),
-    ConfigKey("fsdp_sync_module_states", bool, "every rank begins with rank 0's weights"),
-    ConfigKey("fsdp_cpu_ram_efficient_loading", bool, without="every rank reads the weights in from_pretrained."),
+    ConfigKey(
+        "fsdp_min_num_params", int, "parameters per group, for SIZE_BASED_WRAP", older=("min_num_params",), least=0
+    ),
+    ConfigKey("fsdp_offload_params", bool, "keep parameters on the CPU between uses", older=("offload_params",)),
+    ConfigKey("fsdp_activation_checkpointing", bool, "recompute activations in backward"),
+    ConfigKey("fsdp_activation_checkpointing_offload", bool, without="saved activations stay on the device."),
+    ConfigKey("fsdp_ignored_modules", str, without="pass the modules themselves to FSDPStrategy(ignored_modules=…)."),
+    ConfigKey("fsdp_reshard_after_forward", str, "free gathered parameters after forward (true, false, FULL_SHARD, …)"),
+    ConfigKey("fsdp_sync_module_states", bool, "start every rank with rank 0's weights"),
+    ConfigKey(
+        "fsdp_cpu_ram_efficient_loading", bool, without="every rank reads the weights itself in from_pretrained."
+    ),
     ConfigKey(
         "fsdp_state_dict_type",
         ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-        without="a checkpoint is sharded, fits any number of ranks, and `leyden merge` makes one file of it.",
+        without="checkpoints are sharded and load on any number of ranks; `leyden merge` writes one file.",
     ),
     ConfigKey(
         "fsdp_backward_prefetch",
@@ -202,22 +208,22 @@ FSDP: tuple[ConfigKey, ...] = (
         without=f"{_FSDP2}prefetches by itself.",
         older=("fsdp_backward_prefetch_policy", "backward_prefetch_policy", "backward_prefetch"),
     ),
-    ConfigKey("fsdp_forward_prefetch", bool, "gather the next group ahead in forward too"),
+    ConfigKey("fsdp_forward_prefetch", bool, "prefetch the next group in forward too"),
     ConfigKey("fsdp_use_orig_params", bool, without=f"{_FSDP2}always keeps the original parameters."),
-    ConfigKey("fsdp_version", int, without="it is always FSDP2.", least=1),
+    ConfigKey("fsdp_version", int, without="this is always FSDP2.", least=1),
 )
 DEEPSPEED: tuple[ConfigKey, ...] = (
-    ConfigKey("zero_stage", int, "what is sharded: 1 optimizer, 2 and gradients, 3 and parameters", least=0),
-    ConfigKey("gradient_accumulation_steps", str, "batches of one optimizer step"),
+    ConfigKey("zero_stage", int, "what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters", least=0),
+    ConfigKey("gradient_accumulation_steps", str, "batches per optimizer step"),
     ConfigKey("gradient_clipping", str, "largest norm of the gradients"),
-    ConfigKey("offload_optimizer_device", NVME, "where optimizer state waits"),
-    ConfigKey("offload_param_device", NVME, "where parameters wait"),
-    ConfigKey("offload_optimizer_nvme_path", str, "folder on the disk for it"),
-    ConfigKey("offload_param_nvme_path", str, "folder on the disk for it"),
+    ConfigKey("offload_optimizer_device", NVME, "where optimizer state is offloaded to"),
+    ConfigKey("offload_param_device", NVME, "where parameters are offloaded to"),
+    ConfigKey("offload_optimizer_nvme_path", str, "folder on the NVMe disk for optimizer state"),
+    ConfigKey("offload_param_nvme_path", str, "folder on the NVMe disk for parameters"),
     ConfigKey("zero3_init_flag", bool, "build the model sharded"),
     ConfigKey("zero3_save_16bit_model", bool, "save 16-bit weights too"),
     ConfigKey("deepspeed_config_file", str, "DeepSpeed's own JSON file"),
-    ConfigKey("deepspeed_moe_layer_cls_names", str, "classes of mixture-of-experts layers, with commas"),
+    ConfigKey("deepspeed_moe_layer_cls_names", str, "classes of mixture-of-experts layers, separated by commas"),
     ConfigKey("deepspeed_hostfile", str, without=_HOSTS),
     ConfigKey("deepspeed_exclusion_filter", str, without=_HOSTS),
     ConfigKey("deepspeed_inclusion_filter", str, without=_HOSTS),
@@ -226,55 +232,66 @@ DEEPSPEED: tuple[ConfigKey, ...] = (
 _SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
 PARALLELISM: tuple[ConfigKey, ...] = (
     *(ConfigKey(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
-    ConfigKey("parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how context parallel ranks exchange"),
-    ConfigKey("parallelism_config_cp_backend", str, "which context parallelism"),
-    ConfigKey("parallelism_config_sp_backend", str, "which sequence parallelism"),
-    ConfigKey("parallelism_config_sp_seq_length", int, "tokens of a sequence", least=1),
+    ConfigKey(
+        "parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how ranks of context parallelism communicate"
+    ),
+    ConfigKey("parallelism_config_cp_backend", str, "backend of context parallelism"),
+    ConfigKey("parallelism_config_sp_backend", str, "backend of sequence parallelism"),
+    ConfigKey("parallelism_config_sp_seq_length", int, "tokens per sequence", least=1),
     ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, "sequences differ in length"),
-    ConfigKey("parallelism_config_sp_attn_implementation", str, "attention of sequence parallelism"),
+    ConfigKey("parallelism_config_sp_attn_implementation", str, "attention implementation of sequence parallelism"),
 )
 MEGATRON: tuple[ConfigKey, ...] = (
     *(
         ConfigKey(f"megatron_lm_{name}_degree", int, f"ranks of the {name} axis", least=1)
         for name in ("tp", "pp", "cp", "ep")
     ),
-    ConfigKey("megatron_lm_num_micro_batches", int, "micro-batches of a pipeline", least=1),
+    ConfigKey("megatron_lm_num_micro_batches", int, "micro-batches per batch of a pipeline", least=1),
     ConfigKey("megatron_lm_sequence_parallelism", bool, "shard activations over the tensor ranks"),
-    ConfigKey("megatron_lm_recompute_activations", bool, "compute activations again in backward"),
+    ConfigKey("megatron_lm_recompute_activations", bool, "recompute activations in backward"),
     ConfigKey("megatron_lm_use_distributed_optimizer", bool, "shard optimizer state"),
     ConfigKey("megatron_lm_gradient_clipping", float, "largest norm of the gradients", least=0),
 )
 FP8: tuple[ConfigKey, ...] = (
-    ConfigKey("fp8_backend", ("TE", "MSAMP", "AO"), "who computes", older=("backend",)),
-    ConfigKey("fp8_use_autocast_during_eval", bool, "fp8 in evaluation too", older=("use_autocast_during_eval",)),
+    ConfigKey("fp8_backend", ("TE", "MSAMP", "AO"), "the library that computes in fp8", older=("backend",)),
+    ConfigKey("fp8_use_autocast_during_eval", bool, "use fp8 in evaluation too", older=("use_autocast_during_eval",)),
     ConfigKey("fp8_margin", int, "margin of the scaling factor", older=("margin",)),
-    ConfigKey("fp8_interval", int, "steps between scaling factors", older=("interval",)),
-    ConfigKey("fp8_format", ("HYBRID", "E4M3", "E5M2"), "format of forward and backward"),
-    ConfigKey("fp8_amax_history_len", int, "steps of history", older=("amax_history_len", "amax_history_length")),
+    ConfigKey("fp8_interval", int, "steps between updates of the scaling factor", older=("interval",)),
+    ConfigKey("fp8_format", ("HYBRID", "E4M3", "E5M2"), "number format in forward and backward"),
+    ConfigKey(
+        "fp8_amax_history_len",
+        int,
+        "length of the history of maxima, in steps",
+        older=("amax_history_len", "amax_history_length"),
+    ),
     ConfigKey(
         "fp8_amax_compute_algo",
         ("max", "most_recent"),
-        "what is taken of it",
+        "how the maximum is chosen from the history",
         older=("amax_compute_algo", "amax_compute_algorithm"),
     ),
     ConfigKey(
         "fp8_override_linear_precision",
         tuple,
         "",
-        "give the recipe in the script.",
+        "set the recipe in the script.",
         older=("override_linear_precision",),
     ),
     ConfigKey(
-        "fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer kept.", older=("optimization_level", "opt_level")
+        "fp8_opt_level", ("O1", "O2"), "", "MS-AMP is no longer maintained.", older=("optimization_level", "opt_level")
     ),
-    ConfigKey("fp8_enable_fsdp_float8_all_gather", bool, "gather in fp8", older=("enable_fsdp_float8_all_gather",)),
-    ConfigKey("fp8_pad_inner_dim", bool, "pad to what the hardware needs", older=("pad_inner_dim",)),
+    ConfigKey(
+        "fp8_enable_fsdp_float8_all_gather", bool, "gather parameters in fp8", older=("enable_fsdp_float8_all_gather",)
+    ),
+    ConfigKey(
+        "fp8_pad_inner_dim", bool, "pad the inner dimension to the hardware's multiple", older=("pad_inner_dim",)
+    ),
 )
 COMPILE: tuple[ConfigKey, ...] = (
-    ConfigKey("dynamo_backend", DYNAMO, "compile the model by torch.compile with this backend"),
+    ConfigKey("dynamo_backend", DYNAMO, "compile the model with torch.compile and this backend"),
     ConfigKey("dynamo_mode", ("default", "reduce-overhead", "max-autotune"), "torch.compile's mode"),
     ConfigKey("dynamo_use_dynamic", bool, "compile for any shape"),
-    ConfigKey("dynamo_use_fullgraph", bool, "refuse what breaks the graph"),
+    ConfigKey("dynamo_use_fullgraph", bool, "raise on a graph break"),
     ConfigKey(
         "dynamo_use_regional_compilation",
         bool,
@@ -296,13 +313,13 @@ OLDER_TYPES = {
     "use_ddp": "",
     "use_parallelism_config": "",
 }
-"""Switches that chose how a model is spread before distributed_type did; empty: plain ranks, by what the machine has."""
+"""Switches of older files in place of distributed_type; empty for plain ranks, whose type the hardware decides."""
 NAMES_OF_1 = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-"""FSDP's strategies were numbers."""
+"""Older files number FSDP's sharding strategies."""
 
 
 def shown(value: Any) -> str:
-    """A value in a message. It may come from anywhere: a list that holds itself, a number of thousands of digits.
+    """Formats a value for a message, however it was made: a list that holds itself, a number of thousands of digits.
 
     Example:
         >>> shown("bf61"), shown([1, [2, [3]]])
@@ -311,19 +328,19 @@ def shown(value: Any) -> str:
     try:
         return reprlib.repr(value)
     except ValueError:
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
 
 
 def read_section(keys: tuple[ConfigKey, ...], found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """The values of one level of the file, under their names of today.
+    """Reads the values of one level of the file, under the current names of their keys.
 
     Args:
-        keys: those it may have.
-        found: what it has.
-        section: its name, for errors.
+        keys: the keys allowed there.
+        found: the entries of the file.
+        section: the section's name, for errors.
 
     Raises:
-        ConfigurationError: for an unknown key or a value that cannot be; names both, and the nearest.
+        ConfigurationError: for an unknown key or an invalid value; suggests the nearest.
     """
     names = {name: key for key in keys for name in (key.name, *key.older)}
     values: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""`leyden launch` starts ranks by flags, the file and defaults; `leyden test` runs a small training on them."""
+"""`leyden launch` starts ranks from flags, the configuration file and defaults; `leyden test` runs a trial on them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ KINDS = {
     "use_megatron_lm": "MEGATRON_LM",
     "tpu": "XLA",
 }
-"""Flags that choose what distributed_type chooses in the file."""
+"""Flags that set what distributed_type sets in the file."""
 
 
 class KeyType(click.ParamType):  # type: ignore[type-arg]
-    """A flag's value, read as the file's is: "False" is false."""
+    """The type of a flag's value, which is read as in the file: "False" is false."""
 
     def __init__(self, key: ConfigKey) -> None:
         self.key = key
@@ -48,7 +48,7 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
 
 
 class Launch(click.Command):
-    """A command whose help tells the families of flags apart."""
+    """A command whose help groups the flags by family."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -65,7 +65,7 @@ _GROUPS: dict[str, str] = {}
 
 
 def _flags() -> list[click.Option]:
-    """A flag for each key of the file that may have one."""
+    """Makes a flag for each key of the file that has one."""
     made = []
     titles = {
         "fsdp_config": "FSDP",
@@ -79,7 +79,7 @@ def _flags() -> list[click.Option]:
         for key in keys:
             if key.flag == "":
                 continue
-            title = "Without an effect here" if key.without else titles.get(family, "The same keys as in the file")
+            title = "Without effect here" if key.without else titles.get(family, "The same keys as in the file")
             made.append(_flag(key, title))
     return made
 
@@ -100,41 +100,43 @@ def _switch(name: str, help: str) -> click.Option:
 OPTIONS: list[click.Parameter] = [
     click.Option(
         ["--config_file", "file"],
-        help="Read this file, Leyden's or Accelerate's; if left out, Leyden's default one, else Accelerate's.",
+        help="Read this file, Leyden's or Accelerate's; by default Leyden's default file, else Accelerate's.",
     ),
-    _switch("dry_run", "Show the plan, and start nothing."),
+    _switch("dry_run", "Show the plan and start nothing."),
     click.Option(["-q", "--quiet"], is_flag=True, help="Do not show the plan."),
-    click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is a module, as of python -m."),
-    _switch("no_python", "SCRIPT is a program of its own and not run by Python."),
-    _switch("multi_gpu", "Ranks on the GPUs of this machine."),
-    _switch("use_fsdp", "Shard the model: FSDP."),
-    _switch("use_deepspeed", "Shard by DeepSpeed."),
+    click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is a module, as for python -m."),
+    _switch("no_python", "SCRIPT is an executable, not run by Python."),
+    _switch("multi_gpu", "Use the GPUs of this machine."),
+    _switch("use_fsdp", "Shard the model with FSDP."),
+    _switch("use_deepspeed", "Shard with DeepSpeed."),
     _switch("use_megatron_lm", "Use Megatron-LM."),
-    _switch("use_parallelism_config", "Does nothing: the sizes of the axes tell."),
-    _switch("tpu", "Run on TPUs, by XLA."),
-    click.Option(["--rdzv_endpoint"], metavar="HOST:PORT", help="Where machines meet, in place of a main machine."),
-    click.Option(["--rdzv_id"], help="Name of the meeting, where several jobs share an end point."),
-    click.Option(["--rdzv_conf"], default="", metavar="KEY=VALUE,…", help="Further settings of the meeting."),
+    _switch("use_parallelism_config", "Has no effect: the sizes of the axes decide."),
+    _switch("tpu", "Run on TPUs with XLA."),
+    click.Option(["--rdzv_endpoint"], metavar="HOST:PORT", help="Where machines meet, instead of at a main machine."),
+    click.Option(["--rdzv_id"], help="Name of the rendezvous, if several jobs share an endpoint."),
+    click.Option(["--rdzv_conf"], default="", metavar="KEY=VALUE,…", help="Further settings of the rendezvous."),
     click.Option(
         ["--monitor_interval"],
         type=click.FloatRange(0.01),
         default=0.1,
         show_default=True,
-        help="Seconds between two looks at the ranks.",
+        help="Seconds between two checks of the ranks.",
     ),
-    click.Option(["--log_dir"], type=click.Path(file_okay=False), help="Keep what each rank prints in files here too."),
+    click.Option(
+        ["--log_dir"], type=click.Path(file_okay=False), help="Also write the output of each rank to files here."
+    ),
     click.Option(
         ["--tee"],
         metavar="[0|1|2|3]",
-        help="What is kept there: 1 stdout, 2 stderr, 3 both, 0 only errors; or 0:3,1:0 by local rank.",
+        help="What is written there: 1 stdout, 2 stderr, 3 both, 0 only errors; or by local rank, such as 0:3,1:0.",
     ),
-    click.Option(["--role"], default="default", help="Name of the ranks in what is kept."),
+    click.Option(["--role"], default="default", help="Name of the ranks in the logs."),
     click.Option(
         ["--preflight_timeout"],
         type=click.FloatRange(0),
         default=300.0,
         show_default=True,
-        help="Seconds to wait for other machines before the start; 0 does without.",
+        help="Seconds to wait for the other machines before the start; 0 skips the check.",
     ),
     *_flags(),
     click.Argument(["script"]),
@@ -154,9 +156,11 @@ def run(
     preflight_timeout: float,
     **flags: Any,
 ) -> int:
-    """Reads, plans, shows the plan, and runs it."""
+    """Reads the settings, makes the plan, shows it and runs it."""
     if module and no_python:
-        raise ConfigurationError("--module and --no_python: a module is run by Python; give one of them.")
+        raise ConfigurationError(
+            "--module and --no_python exclude each other, since Python runs a module: give one of them."
+        )
     elastic = ElasticOptions(
         endpoint=flags.pop("rdzv_endpoint"),
         rdzv_id=flags.pop("rdzv_id"),
@@ -174,14 +178,14 @@ def run(
         machine = planned_for(settings, machine)
     plan = resolve(settings, elastic, machine, str(below.source or "flags"))
     command = command_of(script, arguments, module, no_python)
-    # Of the tasks of srun, one speaks for all.
+    # Under srun, only the first task prints the plan.
     if dry_run or not (quiet or (plan.rank is not None and plan.rank.rank)):
         shown = [script, *arguments] if no_python else ["python", *(["-m"] if module else []), script, *arguments]
         click.echo(plan.lines(shlex.join(masked_words(shown)), reasons=dry_run))
         sys.stdout.flush()
     if dry_run:
         return 0
-    # A folder or an archive with a __main__.py is one, too.
+    # A folder or an archive with a __main__.py is a script too.
     is_script = os.path.exists(script) and (not os.path.isdir(script) or os.path.isfile(f"{script}/__main__.py"))
     if not no_python and not module and not is_script:
         raise ConfigurationError(
@@ -192,14 +196,14 @@ def run(
 
 
 def command_of(script: str, arguments: tuple[str, ...], module: bool, no_python: bool) -> list[str]:
-    """What each rank runs. A script runs inside of a small program of ours that keeps a record of its errors."""
+    """Returns the command of each rank. A script runs inside a small program of ours that records its errors."""
     if no_python:
         return [script, *arguments]
     return [sys.executable, "-u", "-m", "leyden.trainer.cli.rank", *(["-m"] if module else []), script, *arguments]
 
 
 def _given(flags: dict[str, Any]) -> Settings:
-    """The flags, as a file would say them."""
+    """Returns the flags as the settings of a file."""
     kinds = [name for name in KINDS if flags.pop(name)]
     flags.pop("use_parallelism_config")
     if len(kinds) > 1:
@@ -215,11 +219,11 @@ def _given(flags: dict[str, Any]) -> Settings:
 
 
 def _file(file: str | None, *, alone: bool) -> Settings:
-    """The file that was named, or the default one where there is one.
+    """Reads the named file, or the default one if it exists.
 
     Args:
-        file: the one that was named.
-        alone: True under --cpu, where Accelerate's default file, which is of this machine's GPUs, is left out.
+        file: the file that was named.
+        alone: True under --cpu: Accelerate's default file describes this machine's GPUs, so it is ignored.
     """
     if file is not None:
         return read_file(file)
@@ -234,7 +238,7 @@ def _file(file: str | None, *, alone: bool) -> Settings:
 def _pairs(text: str) -> dict[str, str]:
     pairs = [part.partition("=") for part in text.split(",") if part.strip()]
     if not all(equals and name.strip() for name, equals, _ in pairs):
-        raise ConfigurationError(f"--rdzv_conf {text}: give KEY=VALUE, several with commas.")
+        raise ConfigurationError(f"--rdzv_conf {text}: give KEY=VALUE, separated by commas.")
     return {name.strip(): value.strip() for name, _, value in pairs}
 
 
@@ -250,7 +254,7 @@ def _say(text: str) -> None:
 
 
 def _underscored(name: str) -> str:
-    """--num-processes is --num_processes."""
+    """Turns --num-processes into --num_processes."""
     return name.replace("-", "_")
 
 
@@ -258,8 +262,8 @@ command = Launch(
     "launch",
     callback=run,
     params=OPTIONS,
-    help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nA flag stands over the file, which "
-    "stands over the default. Words in a flag are joined by _ or by -.",
+    help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nFlags override the file, which "
+    "overrides the defaults. Words in a flag are joined by _ or -.",
     context_settings={
         "token_normalize_func": _underscored,
         "allow_interspersed_args": False,
@@ -275,9 +279,9 @@ command = Launch(
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
-    """Try the configuration: a real training of a few steps on its ranks.
+    """Test the configuration with a real training of a few steps on its ranks.
 
-    Takes the flags of `leyden launch`, --config_file among them. Checked are collectives, equality with a plain loop,
+    Takes the flags of `leyden launch`, such as --config_file. It checks collectives, parity with a plain loop,
     accumulation, the precision, and saving and resuming.
     """
     if flags[:1] in (("--help",), ("-h",)):

@@ -1,4 +1,4 @@
-"""What this machine has, as far as it matters for how to run on it."""
+"""The hardware of this machine, as far as a launch depends on it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ NUMA = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts of a machine.
+    """The hardware of one machine.
 
     Attributes:
-        gpus: how many CUDA devices.
-        cpus: how many this process may run on.
-        numa_nodes: groups of CPUs, each with memory of its own; 0 where that is not known.
-        slurm: srun is here, or this is a job of SLURM.
+        gpus: number of CUDA devices.
+        cpus: number of CPUs that this process may use.
+        numa_nodes: number of NUMA nodes; 0 if unknown.
+        slurm: srun is installed, or this is a SLURM job.
         bf16: the GPUs compute in bf16.
         fp8: the GPUs compute in fp8.
-        supposed: its GPUs are those of another machine, which a file describes.
+        supposed: the GPUs are assumed: a file describes another machine.
     """
 
     gpus: int = 0
@@ -34,11 +34,11 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Looks at this machine. No process of it holds a GPU afterwards."""
+    """Detects the hardware of this machine without creating a context on a GPU."""
     import torch
 
     gpus = torch.cuda.device_count()
-    # Asked of the driver, which makes no context on the device.
+    # The driver answers this without creating a context on the device.
     capability = torch.cuda.get_device_capability(0) if gpus else (0, 0)
     return Machine(
         gpus=gpus,
@@ -51,7 +51,7 @@ def this_machine() -> Machine:
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use, which in a container can be fewer than there are."""
+    """Returns the number of CPUs that this process may use; in a container they can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""`leyden`: finds the command that was asked for. Each is imported only when it is run."""
+"""The `leyden` command: finds the subcommand and imports it only when it is run."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from typing import Any
 import click
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and keep the answers in a file."),
+    "config": ("leyden.trainer.cli.wizard", "Ask how to run on this machine, and save the answers to a file."),
     "launch": ("leyden.trainer.cli.launch", "Run a script on all ranks of this machine, or of several."),
-    "env": ("leyden.trainer.cli.env", "Print what this machine has, to paste into a report."),
+    "env": ("leyden.trainer.cli.env", "Print versions and hardware of this machine, for a bug report."),
     "test": (
         "leyden.trainer.cli.launch:selftest_command",
         "Try the configuration: collectives, parity, save and resume.",
     ),
     "estimate": (
         "leyden.trainer.cli.estimate",
-        "Parameters of a model, and the memory of training it (also estimate-memory).",
+        "Estimate the parameters of a model and the memory to train it (also estimate-memory).",
     ),
     "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
     "merge": (
         "leyden.trainer.cli.checkpoints:merge_command",
-        "One file of weights from a sharded checkpoint (also merge-weights).",
+        "Write the weights of a sharded checkpoint to one file (also merge-weights).",
     ),
-    "convert": ("leyden.trainer.cli.convert", "Take the weights of a Lightning or Accelerate checkpoint."),
+    "convert": ("leyden.trainer.cli.convert", "Convert a checkpoint of Lightning or Accelerate."),
 }
 ALIASES = {"estimate-memory": "estimate", "merge-weights": "merge"}
 
 
 class Commands(click.Group):
-    """The commands of the table above; help on all of them imports none."""
+    """The commands of `COMMANDS`, imported when they are run; their help needs no import."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -65,7 +65,7 @@ class Commands(click.Group):
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    help="Leyden on the command line. `leyden COMMAND --help` tells each command's own options.",
+    help="Leyden on the command line. `leyden COMMAND --help` shows the options of a command.",
 )
 @click.version_option(getattr(sys.modules["leyden"], "__version__", "?"), message="leyden %(version)s")
 def leyden() -> None:
@@ -76,10 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line.
 
     Args:
-        arguments: without the program's name; this process's if left out.
+        arguments: without the program's name; by default those of this process.
 
     Returns:
-        The exit status. A mistake is told in one line, with status 2.
+        The exit status. An error is reported in one line, with status 2.
     """
     try:
         result = leyden.main(list(arguments) if arguments is not None else None, "leyden", standalone_mode=False)
@@ -90,13 +90,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nleyden: stopped.", file=sys.stderr)
         return 130
     except Exception as error:
-        print(f"leyden: {_told(error)}", file=sys.stderr)
+        print(f"leyden: {_report(error)}", file=sys.stderr)
         return 2
     return result if isinstance(result, int) else 0
 
 
-def _told(error: Exception) -> str:
-    """What went wrong, in the words of the error where it is one of the user's or the system's, and never as a traceback.
+def _report(error: Exception) -> str:
+    """Describes an error in one line, without a traceback.
 
     Raises:
         Exception: the error itself, under LEYDEN_DEBUG=1.
@@ -110,7 +110,7 @@ def _told(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{str(error.filename)[:200]}: {error.strerror}." if error.filename is not None else f"{error.strerror}."
     if isinstance(error, (MemoryError, RecursionError)):
-        return f"what was given is too large or nested too deeply ({type(error).__name__})."
+        return f"the input is too large or nested too deeply ({type(error).__name__})."
     frame = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(frame.filename)}, line {frame.lineno}"
-    return f"{type(error).__name__}: {error} ({place}). Leyden did not expect this: LEYDEN_DEBUG=1 shows where it comes from."
+    return f"{type(error).__name__}: {error} ({place}). This is a bug in Leyden: LEYDEN_DEBUG=1 shows the traceback."

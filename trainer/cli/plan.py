@@ -1,4 +1,4 @@
-"""The plan of a launch, from flags and a file: which ranks run, where, and what they are told."""
+"""Makes the plan of a launch from flags and a file: which ranks run where, and with which settings."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from leyden.trainer.launched import LaunchSettings
 
 PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 PORT = 29500
-NOT_HERE = "this machine has no GPU that torch sees: the plan is of one that has them, and would not start here"
+NOT_HERE = "torch sees no GPU on this machine: the plan is for a machine that has them, and would not start here"
 
 
 @dataclass(frozen=True, slots=True)
 class ElasticOptions:
-    """How the ranks are started, beyond what a configuration file says.
+    """Options of torch's elastic agent, which only flags set.
 
     Attributes:
-        endpoint: host:port where machines meet; in place of the main machine's.
-        rdzv_id: name of the meeting.
-        rdzv_conf: further settings of it.
-        monitor_interval: seconds between two looks at the ranks.
-        log_dir: where output of the ranks is kept.
-        tee: streams that are kept in files and shown: "0" none, "1" stdout, "2" stderr, "3" both; or by local rank.
+        endpoint: host:port where machines meet, instead of at the main machine.
+        rdzv_id: name of the rendezvous.
+        rdzv_conf: further settings of the rendezvous.
+        monitor_interval: seconds between two checks of the ranks.
+        log_dir: folder for the output of the ranks.
+        tee: streams that are also written to files: "0" none, "1" stdout, "2" stderr, "3" both; or by local rank.
         role: name of the ranks in logs.
     """
 
@@ -49,22 +49,22 @@ class ElasticOptions:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """One launch, as this machine takes part in it.
+    """The plan of one launch on this machine.
 
     Attributes:
-        settings: what was read and given.
-        elastic: how the ranks are started.
+        settings: flags over the file.
+        elastic: options of torch's elastic agent.
         accelerator: cpu, cuda or xla.
-        per_machine: ranks of this machine.
-        machines: how many.
-        machine_rank: which this is; None where the meeting decides.
+        per_machine: number of ranks on this machine.
+        machines: number of machines.
+        machine_rank: the number of this machine; None if the rendezvous assigns it.
         address: of machine 0.
-        port: of machine 0; 0 for any that is free.
-        backend: how machines meet: static or c10d.
-        threads: of each rank.
-        launched: what scripts are told.
-        caveats: what holds of this plan on this machine alone.
-        rank: the rank that this process becomes; None where it starts its ranks.
+        port: of machine 0; 0 for any free port.
+        backend: rendezvous backend, static or c10d.
+        threads: CPU threads per rank.
+        launched: the settings that scripts receive.
+        caveats: remarks about this plan on this machine.
+        rank: the rank that this process becomes; None if it starts ranks.
     """
 
     settings: Settings
@@ -86,7 +86,7 @@ class LaunchPlan:
         return int(self.settings.get("max_restarts", 0))
 
     def variables(self) -> dict[str, str]:
-        """What the ranks find in their environment, beside torch's own: our variables, and Accelerate's."""
+        """Returns the environment variables of the ranks beside torch's own: ours and Accelerate's."""
         found = {STARTER: "launch", "OMP_NUM_THREADS": str(self.threads), **self.launched.variables()}
         found |= accelerate_variables(self.settings, self.launched, self.accelerator)
         found |= _tpu_variables(self.settings)
@@ -94,33 +94,34 @@ class LaunchPlan:
         if self.accelerator == "cuda" and gpus != "all":
             found["CUDA_VISIBLE_DEVICES"] = gpus
         if self.launched.debug:
-            # gloo aborts the process on operands that differ; with this they are compared first, and raise.
+            # gloo aborts the process if operands differ; with this setting they are compared first, and a mismatch
+            # raises.
             found["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
         if self.rank is not None:
             found |= _rank_variables(self.rank)
         return found
 
     def lines(self, command: str, *, reasons: bool = False) -> str:
-        """The plan in a few lines.
+        """Formats the plan in a few lines.
 
         Args:
             command: what the ranks run.
-            reasons: also why some keys have no effect, and the variables.
+            reasons: add the variables, and why some keys have no effect.
         """
         settings, launched = self.settings, self.launched
         ranks = self.per_machine * self.machines
         where = f"{self.machines} machines × {self.per_machine}" if self.machines > 1 else "this machine"
         source = f"{settings.source}{settings.origin and f' ({settings.origin})'}"
         found = [("file", source if settings.source else "none: flags and defaults")]
-        found += [("taken", note) for note in settings.notes]
+        found += [("read as", note) for note in settings.notes]
         found += [
             ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
         ]
         if self.rank is not None:
             found += [("started by", f"srun, one task for each rank; this is rank {self.rank.rank}")]
         elif self.machines > 1:
-            which = "by the meeting" if self.machine_rank is None else f"machine {self.machine_rank}"
-            found += [("meeting", f"{self.backend} at {self.address}:{self.port}, this is numbered {which}")]
+            which = "numbered there" if self.machine_rank is None else f"machine {self.machine_rank}"
+            found += [("meeting", f"{self.backend} at {self.address}:{self.port}, this is {which}")]
         strategy = launched.strategy or ("ddp" if ranks > 1 else "one rank")
         found += [
             ("strategy", f"{strategy}{_listed(launched.options)}, precision {launched.precision or 'of the script'}")
@@ -131,20 +132,20 @@ class LaunchPlan:
         found += [("beware", words) for words in (*self._not_here(), *self.caveats)]
         unused = settings.without_effect()
         if unused and not reasons:
-            found += [("no effect", f"{', '.join(name for name, _ in unused)} (--dry-run tells why)")]
+            found += [("no effect", f"{', '.join(name for name, _ in unused)} (--dry-run says why)")]
         found += [("no effect", f"{name}: {why}") for name, why in unused if reasons]
         variables = sorted(self.variables().items()) if reasons else []
         found += [("variable", f"{name}={masked_value(name, value)}") for name, value in variables]
         return "\n".join(f"{name:<11} {value}" for name, value in [*found, ("command", command)])
 
     def _not_here(self) -> list[str]:
-        """What this version's Trainer does not have, and refuses where a script leaves it open."""
+        """Lists what this version's Trainer lacks, and refuses if the script leaves it open."""
         from leyden.strategies import NAMES
         from leyden.strategies.precision import NAMES as PRECISION_NAMES
 
         wanted = (("strategy", self.launched.strategy, NAMES), ("precision", self.launched.precision, PRECISION_NAMES))
         return [
-            f"the Trainer of this version has no {kind} {name}, and refuses it where a script leaves its {kind} open"
+            f"this version's Trainer has no {kind} {name}, and refuses it if the script leaves the {kind} open"
             for kind, name, known in wanted
             if name is not None and name not in known
         ]
@@ -162,7 +163,7 @@ class LaunchPlan:
 
     @property
     def binds_cpus(self) -> bool:
-        """True if each rank is bound to the CPUs beside its GPU."""
+        """True if each rank is bound to the CPUs beside its GPU (NUMA)."""
         return bool(self.settings.get("enable_cpu_affinity", False)) and self.accelerator == "cuda"
 
 
@@ -173,17 +174,17 @@ def _listed(values: Mapping[str, Any]) -> str:
 def resolve(
     settings: Settings, elastic: ElasticOptions, machine: Machine, source: str, environ: Mapping[str, str] | None = None
 ) -> LaunchPlan:
-    """Works out the plan.
+    """Makes the plan of a launch.
 
     Args:
         settings: flags over the file.
-        elastic: how ranks are started.
-        machine: what this machine has.
-        source: where settings come from, for the scripts to tell.
-        environ: the environment; this process's if left out.
+        elastic: options of torch's elastic agent.
+        machine: the hardware of this machine.
+        source: where the settings come from, for messages of the scripts.
+        environ: the environment; by default that of this process.
 
     Raises:
-        ConfigurationError: if it cannot be; names the fix.
+        ConfigurationError: if the settings are impossible here; names the fix.
     """
     environ = os.environ if environ is None else environ
     _check_pod(settings)
@@ -206,7 +207,16 @@ def resolve(
         backend,
         _threads(settings, machine, per_machine, environ),
         launched_of(settings, source, accelerator, per_machine * machines),
-        (NOT_HERE,) if machine.supposed else (),
+        _caveats(settings, machine, accelerator),
+    )
+
+
+def _caveats(settings: Settings, machine: Machine, accelerator: str) -> tuple[str, ...]:
+    if machine.supposed:
+        return (NOT_HERE,)
+    chosen = settings.get("gpu_ids", "all")
+    return (
+        (f"gpu_ids: {chosen} has no effect: ranks run on the CPU",) if accelerator == "cpu" and chosen != "all" else ()
     )
 
 
@@ -219,12 +229,12 @@ def _as_rank(
     source: str,
     environ: Mapping[str, str],
 ) -> LaunchPlan:
-    """The plan of a task of srun that is one rank itself."""
+    """Makes the plan of a task of srun that is a rank itself."""
     wanted = settings.get("num_processes", -1)
     if wanted not in (-1, task.world_size):
         raise ConfigurationError(
-            f"srun started {task.world_size} tasks, one for each rank, and num_processes is {wanted}: leave it out, or start "
-            "one task on each machine (srun --ntasks-per-node=1)."
+            f"srun started {task.world_size} tasks, one for each rank, and num_processes is {wanted}: leave it out, or "
+            "start one task on each machine (srun --ntasks-per-node=1)."
         )
     if settings.get("max_restarts", 0):
         raise ConfigurationError(
@@ -243,16 +253,16 @@ def _as_rank(
         "static",
         _threads(settings, machine, task.local_world_size, environ),
         launched_of(settings, source, accelerator, task.world_size),
-        (NOT_HERE,) if machine.supposed else (),
+        _caveats(settings, machine, accelerator),
         task,
     )
 
 
 def _tpu_variables(settings: Settings) -> dict[str, str]:
-    """The environment variables of `tpu_env`.
+    """Returns the environment variables in `tpu_env`.
 
     Raises:
-        ConfigurationError: for an entry that is none.
+        ConfigurationError: for an entry that is not NAME=value.
     """
     if settings.kind != "XLA":
         return {}
@@ -260,22 +270,22 @@ def _tpu_variables(settings: Settings) -> dict[str, str]:
     for entry in settings.get("tpu_env") or []:
         name, equals, value = str(entry).partition("=")
         if not equals or not name.strip().isidentifier():
-            raise ConfigurationError(f"tpu_env: {entry!r} sets nothing: give NAME=value.")
+            raise ConfigurationError(f"tpu_env: {entry!r} sets no variable: give NAME=value.")
         found[name.strip()] = value
     return found
 
 
 def _check_pod(settings: Settings) -> None:
-    """Raises where a whole pod is meant, whose hosts only Google's own tool reaches; names its command."""
+    """Raises if a whole pod is asked for: only Google's own tool reaches its hosts. The error shows the command."""
     if settings.kind != "XLA" or not settings.get("tpu_use_cluster", False):
         return
     name, zone = settings.get("tpu_name") or "NAME", settings.get("tpu_zone")
     on_host = ["sudo"] * bool(settings.get("tpu_use_sudo", False)) + ["leyden", "launch", "--tpu", "SCRIPT"]
     command = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", str(name), *(["--zone", str(zone)] if zone else [])]
     raise ConfigurationError(
-        "tpu_use_cluster: the hosts of a pod are reached by Google's own tool, so start all of them with "
-        f"`{shlex.join([*command, '--worker=all', '--command', shlex.join(on_host)])}`, and set tpu_use_cluster: false in the file that "
-        "the hosts read."
+        "tpu_use_cluster: only Google's own tool reaches the hosts of a pod: start all of them with "
+        f"`{shlex.join([*command, '--worker=all', '--command', shlex.join(on_host)])}`, and set tpu_use_cluster: false "
+        "in the file that the hosts read."
     )
 
 
@@ -300,18 +310,19 @@ def _accelerator(settings: Settings, machine: Machine) -> str:
         return "cpu"
     if settings.kind.startswith("MULTI_") and settings.kind != "MULTI_GPU":
         raise ConfigurationError(
-            f"distributed_type: {settings.kind}: this version runs on CPUs and CUDA GPUs; use MULTI_GPU or MULTI_CPU."
+            f"distributed_type: {settings.kind}: this version runs on CPUs and CUDA GPUs: use MULTI_GPU or MULTI_CPU."
         )
     if wants_gpus(settings) and not machine.gpus:
         raise ConfigurationError(
-            f"distributed_type: {settings.kind}{', use_cpu: false' * (settings.kind != 'MULTI_GPU')}, and this machine has no GPU that "
-            "torch sees: add --cpu, or look at `leyden env`. --dry-run shows the plan of a machine that has them."
+            f"distributed_type: {settings.kind}{', use_cpu: false' * (settings.kind != 'MULTI_GPU')}, and torch sees "
+            "no GPU on this machine: add --cpu, or look at `leyden env`. --dry-run shows the plan for a machine that "
+            "has them."
         )
     return "cuda" if machine.gpus else "cpu"
 
 
 def wants_gpus(settings: Settings) -> bool:
-    """True for settings of a machine with GPUs; a kind that runs on CPUs too is one where it says `use_cpu: false`."""
+    """Returns True if the settings ask for GPUs. Types that also run on CPUs do so with `use_cpu: false`."""
     if settings.get("use_cpu", False):
         return False
     of_gpus = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
@@ -319,10 +330,10 @@ def wants_gpus(settings: Settings) -> bool:
 
 
 def planned_for(settings: Settings, machine: Machine) -> Machine:
-    """The machine that settings of GPUs are for, where this one has none: it is only planned for.
+    """Returns this machine, or one with the GPUs that the settings ask for if this one has none, for a dry run.
 
     Raises:
-        ConfigurationError: if they do not say how many GPUs it has.
+        ConfigurationError: if the settings do not say how many GPUs the machine has.
     """
     if machine.gpus or not wants_gpus(settings):
         return machine
@@ -331,26 +342,26 @@ def planned_for(settings: Settings, machine: Machine) -> Machine:
     gpus = ranks // machines if ranks > 0 else 0 if chosen == "all" else len(chosen.split(","))
     if not gpus:
         raise ConfigurationError(
-            "the plan is of a machine with GPUs, and nothing says how many: add --num_processes, or --cpu."
+            "the plan is for a machine with GPUs, and nothing says how many: add --num_processes, or --cpu."
         )
     return dataclasses.replace(machine, gpus=gpus, supposed=True)
 
 
 def _slurm_task(settings: Settings, environ: Mapping[str, str]) -> RankEnvironment | None:
-    """This task of srun, where there are several."""
+    """Returns this task of srun, or None outside of srun."""
     bare = {name: value for name, value in environ.items() if name.startswith("SLURM_")}
     given = {"MASTER_ADDR": settings.get("main_process_ip"), "MASTER_PORT": settings.get("main_process_port")}
     task = rank_environment({**bare, **{name: str(value) for name, value in given.items() if value is not None}})
     if task is None and settings.get("compute_environment") == "SLURM" and "SLURM_STEP_ID" not in environ:
         raise ConfigurationError(
-            "compute_environment: SLURM, and srun has not started this: use `srun --ntasks-per-node=1 leyden launch …`, or a "
-            "file for this machine."
+            "compute_environment: SLURM, and srun did not start this process: use `srun --ntasks-per-node=1 leyden "
+            "launch …`, or a file for this machine."
         )
     return task
 
 
 def _per_machine(settings: Settings, machine: Machine, accelerator: str, machines: int) -> int:
-    """Ranks of this machine."""
+    """Returns the number of ranks on this machine."""
     chosen = settings.get("gpu_ids", "all")
     gpus = machine.gpus if chosen == "all" else len(chosen.split(","))
     if accelerator == "cuda" and gpus > machine.gpus:
@@ -362,7 +373,7 @@ def _per_machine(settings: Settings, machine: Machine, accelerator: str, machine
         return gpus if accelerator == "cuda" else 1
     if total % machines:
         raise ConfigurationError(
-            f"num_processes: {total} ranks on {machines} machines: it is the number of all ranks, so give a multiple of {machines}."
+            f"num_processes: {total} is the number of ranks on all {machines} machines: give a multiple of {machines}."
         )
     per_machine = int(total) // machines
     if accelerator == "cuda" and per_machine > gpus:
@@ -376,23 +387,25 @@ def _per_machine(settings: Settings, machine: Machine, accelerator: str, machine
 def _meeting(
     settings: Settings, elastic: ElasticOptions, machines: int, task: RankEnvironment | None
 ) -> tuple[int | None, str, int, str]:
-    """Number of this machine, address, port and backend."""
+    """Returns the number of this machine, and the address, port and backend of the rendezvous."""
     backend = settings.get("rdzv_backend")
     if backend not in (None, "static", "c10d", "etcd", "etcd-v2"):
-        raise ConfigurationError(f"rdzv_backend: {backend!r} is not known: use static or c10d.")
+        raise ConfigurationError(f"rdzv_backend: {backend!r} is unknown: use static or c10d.")
     if machines == 1 and elastic.endpoint is None:
         return 0, "localhost", int(settings.get("main_process_port", 0)), "c10d"
-    # A static meeting hands stale addresses to ranks that start a second time.
+    # A static rendezvous hands stale addresses to restarted ranks.
     backend = backend or ("c10d" if elastic.endpoint or settings.get("max_restarts", 0) else "static")
     if backend == "static" and settings.get("max_restarts", 0):
-        raise ConfigurationError("max_restarts needs machines that can meet again: use rdzv_backend: c10d.")
+        raise ConfigurationError("max_restarts needs a rendezvous that can be repeated: use rdzv_backend: c10d.")
     rank = settings.get("machine_rank") if task is None else task.node_rank
     if elastic.endpoint is not None:
         if backend == "static":
-            raise ConfigurationError("--rdzv_endpoint is of c10d: leave rdzv_backend out, or give --main_process_ip.")
+            raise ConfigurationError(
+                "--rdzv_endpoint belongs to c10d: leave rdzv_backend out, or give --main_process_ip."
+            )
         address, _, port = elastic.endpoint.rpartition(":")
         if not address or not port.isdecimal() or not 0 < int(port[:6]) <= 65535:
-            raise ConfigurationError(f"--rdzv_endpoint {elastic.endpoint}: give host:port, as 10.0.0.1:29500.")
+            raise ConfigurationError(f"--rdzv_endpoint {elastic.endpoint}: give host:port, such as 10.0.0.1:29500.")
         return rank, address, int(port), backend
     if task is not None and task.address is not None:
         return rank, *task.address, backend
@@ -400,22 +413,24 @@ def _meeting(
     missing = [name for name, value in (("machine_rank", rank), ("main_process_ip", address)) if value is None]
     if missing:
         raise ConfigurationError(
-            f"{machines} machines, and no {' and no '.join(missing)}: give --machine_rank (0 to {machines - 1}) and "
+            f"{machines} machines, but no {' and no '.join(missing)}: give --machine_rank (0 to {machines - 1}) and "
             "--main_process_ip (of machine 0) on each machine, or --rdzv_endpoint host:port."
         )
     if rank >= machines:
-        raise ConfigurationError(f"machine_rank: {rank} is none of {machines} machines: give 0 to {machines - 1}.")
+        raise ConfigurationError(
+            f"machine_rank: {rank} is out of range for {machines} machines: give 0 to {machines - 1}."
+        )
     return rank, str(address), int(settings.get("main_process_port", PORT)), backend
 
 
 def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Mapping[str, str]) -> int:
-    """CPU threads of a rank: those asked for, else the machine's CPUs shared out."""
+    """Returns the CPU threads per rank: as asked for, else an equal share of the machine's CPUs."""
     asked = settings.get("num_cpu_threads_per_process") or environ.get("OMP_NUM_THREADS")
     return int(asked) if asked else max(1, machine.cpus // per_machine)
 
 
 def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> LaunchSettings:
-    """What the script is told."""
+    """Returns the settings that the script receives."""
     steps: Any = None
     norm: Any = None
     wanted = settings.precision
@@ -423,7 +438,7 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     if settings.kind == "DEEPSPEED":
         zero = zero_of(settings)
         strategy, options, steps, norm = zero.strategy, zero.options, zero.steps, zero.norm
-        # DeepSpeed's own file may say what ours leaves open.
+        # DeepSpeed's own file fills in what ours leaves open.
         wanted = zero.precision or wanted if wanted == "no" else wanted
     else:
         strategy, options = _strategy(settings, ranks)
@@ -453,7 +468,7 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
 
 
 def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
-    """The recipe of fp8, without what has no effect."""
+    """Returns the fp8 recipe, without keys that have no effect."""
     section = settings.section("fp8_config")
     if not section:
         return {}
@@ -468,7 +483,7 @@ def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
 
 
 def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any]]:
-    """The strategy's name and options; None leaves it to what one and several ranks use anyway."""
+    """Returns the strategy's name and options; None for the default of one rank or of several."""
     if settings.kind == "FSDP":
         options = settings.section("fsdp_config")
         unused = {name for name, _ in settings.without_effect()}
@@ -489,7 +504,8 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
         return None, {}
     if ranks % product:
         raise ConfigurationError(
-            f"parallelism_config: the sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} make {product} ranks, and "
-            f"there are {ranks}: make their product fit."
+            f"parallelism_config: the sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} make "
+            f"{product} ranks, and there are {ranks}: change the sizes so that their product divides the number of "
+            "ranks."
         )
     return "mesh", axes

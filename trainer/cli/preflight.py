@@ -1,7 +1,7 @@
-"""Before ranks start on several machines: does each reach the main one, and do all run the same versions?
+"""Checks, before ranks start on several machines, that all reach the main machine and run the same versions.
 
-The main machine listens where the ranks will meet. Each other one sends one line of JSON and is sent one back, which holds the
-mistake that was found, the same for all, or nothing.
+The main machine listens where the ranks will meet. Every other machine sends it one line of JSON. It answers with one
+line: the first mistake found, the same for all machines, or nothing.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ COMPARED = {
     "machines": "--num_machines",
     "backend": "the backend",
 }
-"""What must be the same on all machines, and its name in an error."""
+"""Facts that must be the same on all machines, with their names in an error."""
 MAX_LINE = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a machine says of itself.
+    """What a machine reports about itself.
 
     Attributes:
-        rank: its number; None where the meeting decides.
-        host: its name.
-        values: what is compared, by the keys of `COMPARED`.
+        rank: its number; None if the rendezvous assigns it.
+        host: its host name.
+        values: the facts to compare, by the keys of `COMPARED`.
     """
 
     rank: int | None
@@ -48,7 +48,7 @@ class Facts:
 
 
 def facts_of(rank: int | None, machines: int, backend: str) -> Facts:
-    """The facts of this machine."""
+    """Collects the facts of this machine."""
     import sys
 
     import torch
@@ -71,18 +71,18 @@ class _Guest:
 
 
 def check(facts: Facts, machines: int, address: str, port: int, timeout: float, say: Callable[[str], None]) -> None:
-    """Meets the other machines and compares.
+    """Meets the other machines and compares their facts.
 
     Args:
-        facts: of this machine.
-        machines: how many there are.
-        address: of the main machine, which is number 0; where nobody is numbered, the one whose address it is.
+        facts: those of this machine.
+        machines: number of machines.
+        address: of the main machine: number 0, or without numbers the machine with this address.
         port: of the main machine.
-        timeout: seconds to wait for the others.
-        say: told what is waited for.
+        timeout: seconds to wait for the other machines.
+        say: called with a message while this machine waits.
 
     Raises:
-        ConfigurationError: if a machine does not come, cannot be reached or differs; names it.
+        ConfigurationError: if a machine does not connect, cannot be reached or differs; names it.
     """
     server = _listen(facts, machines, address, port)
     if server is None:
@@ -102,13 +102,13 @@ def check(facts: Facts, machines: int, address: str, port: int, timeout: float, 
 
 
 def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.socket | None:
-    """The socket of the main machine; None on the others."""
+    """Opens the socket of the main machine; returns None on the others."""
     if facts.rank not in (0, None):
         return None
     server = socket.socket(socket.AF_INET)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        # A numbered main machine may stand behind another address than its own; an unnumbered one is known by it.
+        # Machine 0 may be behind another address than its own. Without numbers, the address says which machine is main.
         server.bind(("" if facts.rank == 0 else address, port))
         server.listen(machines)
     except OSError as error:
@@ -116,8 +116,8 @@ def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.sock
         if facts.rank is None:
             return None
         raise ConfigurationError(
-            f"machine 0 ({facts.host}) cannot listen on port {port} ({error.strerror}): give another --main_process_port on all "
-            "machines."
+            f"machine 0 ({facts.host}) cannot listen on port {port} ({error.strerror}): give another "
+            "--main_process_port on all machines."
         ) from error
     return server
 
@@ -125,21 +125,22 @@ def _listen(facts: Facts, machines: int, address: str, port: int) -> socket.sock
 def _receive(
     server: socket.socket, guests: list[_Guest], machines: int, timeout: float, say: Callable[[str], None]
 ) -> None:
-    """Waits for a line of each machine; whoever sends something else is sent away."""
+    """Waits for a line from each machine; closes connections that send anything else."""
     end = time.monotonic() + timeout
     told = False
     while len(guests) < machines - 1:
         left = end - time.monotonic()
         if left <= 0:
             return
-        # The first wait is short, so that whoever looks at the screen learns what is waited for.
+        # The first wait is short, so that the screen soon says what this machine is waiting for.
         server.settimeout(left if told else min(left, 2.0))
         try:
             connection, _ = server.accept()
         except TimeoutError:
             if not told:
                 say(
-                    f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to {timeout:.0f} s"
+                    f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to "
+                    f"{timeout:.0f} s"
                 )
                 told = True
             continue
@@ -152,7 +153,7 @@ def _receive(
 
 
 def _mistake(main: Facts, others: list[Facts], machines: int, address: str, port: int, timeout: float) -> str:
-    """What is wrong with the machines that came; "" if nothing."""
+    """Describes the first mistake among the machines that connected; returns "" if there is none."""
     if len(others) < machines - 1:
         came = {facts.rank for facts in others}
         missing = [str(rank) for rank in range(1, machines) if rank not in came] if main.rank is not None else []
@@ -162,13 +163,16 @@ def _mistake(main: Facts, others: list[Facts], machines: int, address: str, port
             else f"{machines - 1 - len(others)} of {machines} machines"
         )
         return (
-            f"{who} did not come to {address}:{port} within {timeout:.0f} s: start `leyden launch` there too, with "
-            f"--main_process_ip {address} --main_process_port {port}, and let that port through the firewall."
+            f"{who} did not connect to {address}:{port} within {timeout:.0f} s: start `leyden launch` there too, with "
+            f"--main_process_ip {address} --main_process_port {port}, and open that port in the firewall."
         )
     ranks = [facts.rank for facts in (main, *others) if facts.rank is not None]
     for facts in others:
         if facts.rank is not None and (facts.rank >= machines or ranks.count(facts.rank) > 1):
-            return f"{facts.name} has a number that another one has, or none of 0 to {machines - 1}: give each machine its own --machine_rank."
+            return (
+                f"{facts.name} has the number of another machine, or one that is not in 0 to {machines - 1}: give each "
+                "machine its own --machine_rank."
+            )
         for key, name in COMPARED.items():
             here, there = main.values.get(key), facts.values.get(key)
             if here != there:
@@ -180,13 +184,13 @@ def _answer(guests: list[_Guest], wrong: str) -> None:
     for guest in guests:
         with suppress(OSError):
             guest.connection.sendall(json.dumps({"wrong": wrong}).encode() + b"\n")
-            # The guest closes first: a port whose server closed first cannot be listened on again for a while.
+            # The guest closes first: if the server does, its port cannot be bound again for a while.
             guest.connection.settimeout(5.0)
             guest.connection.recv(1)
 
 
 def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
-    """Goes to the main machine, again until it listens."""
+    """Connects to the main machine, trying again until it listens."""
     end = time.monotonic() + timeout
     line = json.dumps({"rank": facts.rank, "host": facts.host, "values": dict(facts.values)}).encode() + b"\n"
     while True:
@@ -200,14 +204,16 @@ def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
                 break
         except socket.gaierror as error:
             raise ConfigurationError(
-                f"{facts.name} does not know the host {address!r} ({error.strerror}): give the main machine's number."
+                f"{facts.name} does not know the host {address!r} ({error.strerror}): give the main machine's IP "
+                "address."
             ) from error
         except (OSError, ValueError) as error:
             if time.monotonic() > end:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 raise ConfigurationError(
-                    f"{facts.name} does not reach the main machine at {address}:{port} within {timeout:.0f} s ({reason}): start "
-                    "`leyden launch` there, check --main_process_ip, and let the port through its firewall."
+                    f"{facts.name} could not reach the main machine at {address}:{port} within {timeout:.0f} s "
+                    f"({reason}): start `leyden launch` there, check --main_process_ip, and open the port in its "
+                    "firewall."
                 ) from error
             time.sleep(0.2)
     if reply.get("wrong"):
@@ -215,7 +221,7 @@ def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
 
 
 def _line(connection: socket.socket) -> bytes:
-    """One line; an error where it ends before, or never."""
+    """Reads one line; raises if the connection ends before it does, or if it never ends."""
     data = b""
     while not data.endswith(b"\n"):
         part = connection.recv(4096)

@@ -1,6 +1,7 @@
-"""What a rank of `leyden launch` runs: the script as `python script.py` would, and a record of how it ended if it failed.
+"""Runs the user's script on one rank of `leyden launch`, as `python script.py` would, and records the error if it
+fails.
 
-`python -m leyden.trainer.cli.rank script.py …`, or `-m module …` after it.
+Usage: `python -m leyden.trainer.cli.rank script.py …` or `python -m leyden.trainer.cli.rank -m module …`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from pathlib import Path
 from typing import Any
 
 TRACE = "traceback.txt"
-"""Beside the error file of torch's engine: the whole traceback, or where a signal struck."""
+"""A file beside torch's error file, with the whole traceback, or where a signal struck."""
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PLACES = ("site-packages", "dist-packages", os.sep + "torch" + os.sep, "<frozen ")
 
 
 def main(arguments: list[str]) -> None:
-    """Runs a script or a module in this process, as its main one."""
+    """Runs a script or module as the main module of this process."""
     folder = _folder()
     sys.excepthook = _record
     if folder is not None:
-        _tell_restart(folder)
-        # Kept open: it is written from within a signal's handler.
+        _report_restart(folder)
+        # Kept open: a signal handler writes to it.
         faulthandler.enable(open(folder / TRACE, "w"))  # noqa: SIM115
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
@@ -47,7 +48,7 @@ def main(arguments: list[str]) -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     with open(script, "rb") as file:
         code = compile(file.read(), script, "exec")
-    # The real main module, so that processes that the script starts, and pickles of its classes, find it.
+    # The script runs in the real main module, where subprocesses and pickles of its classes look for them.
     module = sys.modules["__main__"]
     kept = {"__name__": "__main__", "__builtins__": builtins, "__file__": script, "__spec__": None, "__package__": None}
     module.__dict__.clear()
@@ -61,18 +62,18 @@ def _folder() -> Path | None:
 
 
 def _record(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Writes down what ended this rank; the launch tells it, once. Without one it is shown here."""
+    """Records the error that ended this rank, for the launcher to report once. Without a launcher, shows it here."""
     folder = _folder()
     shown = _of_the_user(trace)
     if folder is None or issubclass(kind, KeyboardInterrupt):
-        # What is shown is the exception's own traceback.
+        # The hook shows the exception's own traceback, not the one it is handed.
         sys.__excepthook__(kind, error.with_traceback(shown), shown)
         return
     text = "".join(traceback.format_exception(kind, error, shown))
     with contextlib.suppress(OSError):
         (folder / TRACE).write_text(text, encoding="utf-8")
         path = folder / Path(os.environ[ERROR_FILE]).name
-        told = _told(path)
+        told = _recorded(path)
         last = f"{kind.__name__}: {error}"
         rank = os.environ.get("RANK", "0")
         told.setdefault("message", f"rank {rank}: {last}")
@@ -82,8 +83,8 @@ def _record(kind: type[BaseException], error: BaseException, trace: types.Traceb
         path.write_text(json.dumps({"message": told}), encoding="utf-8")
 
 
-def _told(path: Path) -> dict[str, Any]:
-    """What the run has written of its error before it came here."""
+def _recorded(path: Path) -> dict[str, Any]:
+    """Returns what is already in the error file; the run may have written to it before the error reached the hook."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads(path.read_text(encoding="utf-8"))["message"]
         return found if isinstance(found, dict) else {}
@@ -91,7 +92,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True if only the connection to another rank was lost, which is no cause."""
+    """Returns True for a lost connection to another rank, which is a consequence and never the cause."""
     if "torch.distributed" not in sys.modules:
         return False
     from leyden.strategies.launch.failure import is_lost
@@ -100,7 +101,7 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def _of_the_user(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback without the frames of this file and of runpy, which stand first."""
+    """Returns the traceback without its first frames, those of this file and of runpy."""
     while trace is not None and trace.tb_next is not None:
         file = trace.tb_frame.f_code.co_filename
         if file != __file__ and "runpy" not in file:
@@ -110,7 +111,7 @@ def _of_the_user(trace: types.TracebackType | None) -> types.TracebackType | Non
 
 
 def _line(error: BaseException, trace: types.TracebackType | None) -> str:
-    """The innermost line of the user's own code."""
+    """Returns the innermost line of the user's own code, as text."""
     frames = traceback.extract_tb(trace)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
@@ -125,31 +126,31 @@ def _line(error: BaseException, trace: types.TracebackType | None) -> str:
 
 
 def _within(file: str, folder: str) -> bool:
-    """True for our own files in a checkout, where the package's name is not in their path."""
+    """Returns True for our own files in a checkout, where the package's name is not in their path."""
     return any(file.startswith(os.path.join(folder, room) + os.sep) for room in ("trainer", "callbacks", "strategies"))
 
 
-def _tell_restart(folder: Path) -> None:
-    """The first rank of a machine says why all were started anew."""
+def _report_restart(folder: Path) -> None:
+    """Prints, on the first rank of a machine, why all ranks were restarted."""
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if count == 0 or os.environ.get("LOCAL_RANK") != "0":
         return
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     before = folder.parent.parent / f"attempt_{count - 1}"
     found = sorted(_failures(before), key=lambda told: (bool(told.get("lost")), float(told.get("time", 0))))
-    why = str(found[0]["message"]) if found else "a rank was ended from outside, or another machine's was"
+    why = str(found[0]["message"]) if found else "a rank was killed from outside, here or on another machine"
     print(f"leyden launch: restart {count} of {limit}, since {why} (more in {before})", file=sys.stderr, flush=True)
 
 
 def _failures(folder: Path) -> Iterator[dict[str, Any]]:
     for path in folder.glob("*/error.json"):
-        told = _told(path)
+        told = _recorded(path)
         if told.get("message"):
             yield told
 
 
 if __name__ == "__main__":
-    # As a module of its own, whose names are still there when the script has taken the main one's place.
+    # Imported under its own name: the script replaces the contents of the main module.
     from leyden.trainer.cli import rank
 
     rank.main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What looks like a key, a token or a password is not printed: plans and reports end up in logs and in public issues."""
+"""Masks keys, tokens and passwords in what is printed, since plans and reports end up in logs and public issues."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ from collections.abc import Sequence
 HIDDEN = "***"
 
 _SURE = re.compile(
-    r"(api|access|private|secret|auth|account|encryption|signing|ssh)[_-]?(key|token)s?$|(hf|hub|wandb|github|bearer|refresh)[_-]?token$"
+    r"(api|access|private|secret|auth|account|encryption|signing|ssh)[_-]?(key|token)s?$"
+    r"|(hf|hub|wandb|github|bearer|refresh)[_-]?token$"
     r"|secret|passw(or)?d$|passphrase|(^|[_-])pwd$|credentials?$",
     re.IGNORECASE,
 )
 """Names whose value is a secret."""
 _LIKELY = re.compile(r"(^|[_-])(keys?|tokens?|auth)$", re.IGNORECASE)
-"""Names whose value is one if it looks so: --pad_token and --sort_key are none."""
+"""Names whose value is a secret if it looks like one: --pad_token and --sort_key are harmless."""
 _LOOKS = re.compile(
     r"\bhf_[A-Za-z0-9]{16,}|\bsk-[\w-]{16,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}"
     r"|\bxox[abprs]-[\w-]{10,}|\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bAIza[\w-]{30,}|\bwandb_v\d_\w{20,}"
     r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|\b[0-9a-f]{40}\b"
 )
-"""Keys of services that have a form of their own; 40 digits are Weights & Biases' (and a commit's, which is no loss)."""
+"""Keys with a known format. 40 hex digits are a Weights & Biases key (or a commit hash, which is no loss)."""
 _IN_ADDRESS = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _PAIR = re.compile(r"(?P<name>[\w.-]+)(?P<sign>\s*[=:]\s*)(?P<value>(?!//)[^\s&;?,'\"}\]]+|\"[^\"]*\"|'[^']*')")
 
 
 def masked_value(name: str, value: str) -> str:
-    """A value as it may be printed.
+    """Returns a value as it may be printed: masked if its name or its form says that it is a secret.
 
     Args:
-        name: of the variable, the key or the flag that has it.
+        name: of the variable, key or flag.
         value: the value.
 
     Example:
-        >>> masked_value("WANDB_API_KEY", "abc"), masked_value("--pad_token", "<pad>"), masked_value("hub", "hf_" + "a" * 34)
-        ('***', '<pad>', '***')
+        >>> masked_value("WANDB_API_KEY", "abc"), masked_value("--pad_token", "<pad>")
+        ('***', '<pad>')
+        >>> masked_value("hub", "hf_" + "a" * 34)
+        '***'
     """
     name = name.rsplit(".", 1)[-1]
     if value and (_SURE.search(name) or (_LIKELY.search(name) and _is_long(value))):
@@ -43,7 +46,7 @@ def masked_value(name: str, value: str) -> str:
 
 
 def masked_text(text: str) -> str:
-    """Any text, with what looks like a secret taken out: keys of known services, passwords in addresses, `token=…`.
+    """Masks what looks like a secret in any text: keys of known services, passwords in URLs, `token=…`.
 
     Example:
         >>> masked_text("https://me:pass@host/data?api_key=abc&n=3")
@@ -59,7 +62,7 @@ def masked_text(text: str) -> str:
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line.
+    """Masks the secrets among the words of a command line.
 
     Example:
         >>> masked_words(["train.py", "--api_key", "abc", "--lr", "0.1", "--password=x"])
@@ -73,5 +76,5 @@ def masked_words(words: Sequence[str]) -> list[str]:
 
 
 def _is_long(value: str) -> bool:
-    """True for what is no number and no word: eight characters or more, one of them a digit."""
+    """Returns True for text that is neither a number nor a word: at least eight characters, one of them a digit."""
     return len(value) >= 8 and any(letter.isdigit() for letter in value) and not value.replace(".", "").isdigit()

@@ -1,4 +1,4 @@
-"""The configuration file: where it is, reading and writing it. `keys.py` says what its keys mean."""
+"""Finds, reads and writes the configuration file. `keys.py` defines its keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, ConfigKey, read_
 
 FILE = "default_config.yaml"
 LARGEST = 1_000_000
-"""Characters of a file."""
+"""Characters that a file may have."""
 NO_FP8 = "mixed_precision is not fp8."
 
 
 def default_file(environ: Mapping[str, str] | None = None) -> Path:
-    """The file that `leyden config` writes and `leyden launch` reads when it is told of no other.
+    """Returns the file that `leyden config` writes, and `leyden launch` reads, by default.
 
     Example:
         >>> str(default_file({"XDG_CACHE_HOME": "/var/cache"}))
@@ -30,7 +30,7 @@ def default_file(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def accelerate_file(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Accelerate's own default file, where there is one."""
+    """Returns Accelerate's own default file, or None if there is none."""
     environ = os.environ if environ is None else environ
     home = Path(environ["HF_HOME"]) if environ.get("HF_HOME") else _cache(environ) / "huggingface"
     found = (home / "accelerate" / name for name in (FILE, "default_config.yml", "default_config.json"))
@@ -38,16 +38,16 @@ def accelerate_file(environ: Mapping[str, str] | None = None) -> Path | None:
 
 
 def found_file(environ: Mapping[str, str] | None = None) -> tuple[Path | None, str]:
-    """The file that a launch reads that is told of none, and what is to be said of it.
+    """Finds the file that a launch reads if none is named.
 
     Returns:
-        Ours; else Accelerate's, with a word about that; else None, with the places that were looked at.
+        The file and a remark: Leyden's default file, else Accelerate's, else None with the places searched.
     """
     ours = default_file(environ)
     if ours.is_file():
         return ours, ""
     theirs = accelerate_file(environ)
-    return theirs, f"Accelerate's; there is no {ours}" if theirs else f"there is no {ours}, and none of Accelerate"
+    return theirs, f"Accelerate's; there is no {ours}" if theirs else f"there is no {ours}, and no file of Accelerate"
 
 
 def _cache(environ: Mapping[str, str]) -> Path:
@@ -56,14 +56,14 @@ def _cache(environ: Mapping[str, str]) -> Path:
 
 @dataclass
 class Settings:
-    """What a configuration file says, or several sources of settings one over the other.
+    """The settings of a configuration file, or of flags laid over a file.
 
     Attributes:
-        values: the keys of the top level; those that are left open are not there, or None.
+        values: the keys of the top level; open ones are missing or None.
         sections: the keys of each section.
-        source: the file it was read from.
-        origin: what is to be said of that file, where nobody named it.
-        notes: what older keys were taken for.
+        source: the file they were read from.
+        origin: a remark about that file, if nobody named it.
+        notes: how older keys were interpreted.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Settings:
     notes: list[str] = field(default_factory=list)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of the top level; `default` where it is left open.
+        """Returns a value of the top level, or `default` if it is open.
 
         Example:
             >>> Settings({"num_machines": None}).get("num_machines", 1)
@@ -83,11 +83,11 @@ class Settings:
         return default if value is None else value
 
     def section(self, name: str) -> dict[str, Any]:
-        """The values of a section that are not left open."""
+        """Returns the values that are set in a section."""
         return {key: value for key, value in self.sections.get(name, {}).items() if value is not None}
 
     def over(self, below: Settings) -> Settings:
-        """These settings, and those of `below` where these leave them open."""
+        """Returns these settings, completed by those of `below`."""
         given = {name: value for name, value in self.values.items() if value is not None}
         sections = {name: {**below.section(name), **self.section(name)} for name in FAMILIES}
         return dataclasses.replace(
@@ -98,16 +98,16 @@ class Settings:
 
     @property
     def kind(self) -> str:
-        """How the model is spread over ranks: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM, XLA …"""
+        """How the model is distributed over ranks: NO, MULTI_CPU, MULTI_GPU, FSDP, DEEPSPEED, MEGATRON_LM, XLA, …"""
         return str(self.get("distributed_type", "NO"))
 
     @property
     def precision(self) -> str:
-        """The mixed precision, "no" where none is asked for."""
+        """The mixed precision; "no" by default."""
         return str(self.get("mixed_precision", "no"))
 
     def without_effect(self) -> list[tuple[str, str]]:
-        """Keys that are set and do nothing here, each with the reason."""
+        """Returns the keys that are set but have no effect here, each with the reason."""
         found = [(key, self.values.get(key.name)) for key in TOP] + [
             (key, self.section(name).get(key.name)) for name, keys in FAMILIES.items() for key in keys
         ]
@@ -133,12 +133,12 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
         path: YAML, or JSON, which is YAML too.
 
     Raises:
-        ConfigurationError: if it is not there, is not valid YAML, or has an unknown key or value; names it.
+        ConfigurationError: if the file is missing, is not valid YAML, or has an unknown key or an invalid value.
     """
     path = Path(path)
     found = _loaded(path)
     if not isinstance(found, dict):
-        raise ConfigurationError(f"{path} holds no keys: write it anew with `leyden config --config_file {path}`.")
+        raise ConfigurationError(f"{path} holds no keys: write a new one with `leyden config --config_file {path}`.")
     try:
         settings = parse(found)
     except ConfigurationError as error:
@@ -148,7 +148,7 @@ def read_file(path: str | os.PathLike[str]) -> Settings:
 
 
 def _loaded(path: Path) -> Any:
-    """What a YAML file holds.
+    """Parses a YAML file.
 
     Raises:
         ConfigurationError: if it cannot be read, or is not valid YAML.
@@ -157,8 +157,8 @@ def _loaded(path: Path) -> Any:
 
     write = f"write one with `leyden config --config_file {path}`"
     if path.exists() and not path.is_file():
-        # Reading a pipe would wait for whoever writes into it.
-        raise ConfigurationError(f"the configuration file {path} is no plain file: {write}.")
+        # Reading a pipe would wait for its writer.
+        raise ConfigurationError(f"the configuration file {path} is not a regular file: {write}.")
     try:
         text = path.read_text(encoding="utf-8")
         found = yaml.safe_load(text) if len(text) <= LARGEST else None
@@ -168,16 +168,16 @@ def _loaded(path: Path) -> Any:
         ) from error
     except RecursionError:
         raise ConfigurationError(
-            f"{path} is nested too deeply: a configuration has sections of keys and no more."
+            f"{path} is nested too deeply: a configuration file has sections of keys, and nothing below them."
         ) from None
     except (yaml.YAMLError, ValueError) as error:
-        # ValueError: text that is no UTF-8, a number of thousands of digits, a date that there is not.
+        # ValueError: text that is not UTF-8, a number with thousands of digits, an impossible date.
         reason = " ".join(str(error).split())
         if "integer string conversion" in reason:
-            reason = "it holds a number of thousands of digits."
+            reason = "it holds a number with thousands of digits."
         raise ConfigurationError(f"{path} is not a valid configuration file in YAML: {reason}") from None
     if len(text) > LARGEST:
-        raise ConfigurationError(f"{path} has {len(text):,} characters, and no configuration has so many: {write}.")
+        raise ConfigurationError(f"{path} has {len(text):,} characters, too many for a configuration file: {write}.")
     return found
 
 
@@ -185,7 +185,7 @@ def parse(found: Mapping[str, Any]) -> Settings:
     """Reads the keys of a file.
 
     Raises:
-        ConfigurationError: for a key or a value that is not known.
+        ConfigurationError: for an unknown key or an invalid value.
 
     Example:
         >>> parse({"use_fsdp": True, "fsdp_config": {"fsdp_sharding_strategy": 1}}).kind
@@ -194,19 +194,20 @@ def parse(found: Mapping[str, Any]) -> Settings:
     rest = dict(found)
     if str(rest.get("compute_environment")).upper() == "AMAZON_SAGEMAKER":
         raise ConfigurationError(
-            "compute_environment: AMAZON_SAGEMAKER is not known here: run `leyden launch` inside the job, with LOCAL_MACHINE."
+            "compute_environment: AMAZON_SAGEMAKER is not supported: run `leyden launch` inside the job, with "
+            "LOCAL_MACHINE."
         )
     notes = _older_switches(rest)
     sections = {}
     for name, keys in FAMILIES.items():
         section = rest.pop(name, None)
         if section is not None and not isinstance(section, dict):
-            raise ConfigurationError(f"{name}: {shown(section)} is no section of keys: indent its keys below it.")
+            raise ConfigurationError(f"{name}: {shown(section)} is not a section of keys: indent its keys below it.")
         if section:
             sections[name] = read_section(keys, section, name)
     if "dynamo_backend" in rest:
         sections.setdefault("dynamo_config", {}).update(
-            read_section(FAMILIES["dynamo_config"], _took(rest, "dynamo_backend"))
+            read_section(FAMILIES["dynamo_config"], {"dynamo_backend": rest.pop("dynamo_backend")})
         )
     _check_names(rest)
     settings = Settings(read_section(TOP, rest), sections, notes=notes)
@@ -215,18 +216,14 @@ def parse(found: Mapping[str, Any]) -> Settings:
     return settings
 
 
-def _took(rest: dict[str, Any], name: str) -> dict[str, Any]:
-    return {name: rest.pop(name)}
-
-
 def _check_names(rest: Mapping[str, Any]) -> None:
-    """Unknown keys, told apart from those that stand at the wrong level."""
+    """Raises for unknown keys, and for keys that belong in a section."""
     known = [key.name for key in TOP]
     for raw in rest:
         name = raw if isinstance(raw, str) else shown(raw)
         owner = next((family for family, keys in FAMILIES.items() if name in _names(keys)), None)
         if name not in known and owner is not None:
-            raise ConfigurationError(f"the key {name!r} belongs into the section {owner}: indent it there.")
+            raise ConfigurationError(f"the key {name!r} belongs in the section {owner}: indent it there.")
         if name not in known:
             raise ConfigurationError(
                 f"the key {shown(raw)} is not known. {nearest(name[:99], [*known, *FAMILIES, *OLDER_TYPES])}"
@@ -238,28 +235,28 @@ def _names(keys: tuple[ConfigKey, ...]) -> set[str]:
 
 
 def _older_switches(rest: dict[str, Any]) -> list[str]:
-    """Takes `use_fsdp: true` and the like, and `fp16: true`, for what says the same today."""
+    """Replaces older switches, such as `use_fsdp: true` and `fp16: true`, by the current keys."""
     notes = []
     for name, kind in OLDER_TYPES.items():
         value = ConfigKey(name, bool).read(rest.pop(name, None))
         if not value:
             continue
         if not kind:
-            notes.append(f"{name} needs nothing: ranks and axes are counted")
+            notes.append(f"{name} is not needed: ranks and axes decide")
             continue
         before = rest.get("distributed_type")
         if before not in (None, False, "NO", "MULTI_GPU", "MULTI_CPU", kind):
             raise ConfigurationError(f"{name}: true and distributed_type: {before} contradict each other: keep one.")
         rest["distributed_type"] = kind
-        notes.append(f"{name}: true is taken as distributed_type: {kind}")
+        notes.append(f"{name}: true is read as distributed_type: {kind}")
     if ConfigKey("fp16", bool).read(rest.pop("fp16", None)):
         rest.setdefault("mixed_precision", "fp16")
-        notes.append("fp16: true is taken as mixed_precision: fp16")
+        notes.append("fp16: true is read as mixed_precision: fp16")
     return notes
 
 
 def write_file(settings: Settings, path: str | os.PathLike[str]) -> Path:
-    """Writes a configuration file, in place of the one that stood there.
+    """Writes a configuration file, replacing an existing one.
 
     Raises:
         ConfigurationError: if it cannot be written.

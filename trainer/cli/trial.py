@@ -1,4 +1,4 @@
-"""What each rank of `leyden test` runs: real fits of a small model, compared with a plain loop of torch."""
+"""The checks that `leyden test` runs on each rank: real fits of a small model, compared with a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Net(TrainModule):
             torch.manual_seed(seed)
             self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 16))
         self.losses: list[Tensor] = []
-        self.told: dict[str, Any] = {}
+        self.found: dict[str, Any] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
@@ -41,20 +41,20 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
     def on_fit_start(self) -> None:
-        """Tries each collective, and keeps what came of it."""
+        """Runs each collective once and keeps the results."""
         strategy = self.trainer.strategy
         rank, one = strategy.ranks.global_rank, torch.ones(1, device=strategy.root_device)
-        self.told["objects"] = strategy.ranks.all_gather_object({"rank": rank})
-        self.told["sum"] = float(strategy.ranks.reduce(one * (rank + 1), reduction="sum"))
-        self.told["broadcast"] = strategy.ranks.broadcast(f"from {rank}")
+        self.found["objects"] = strategy.ranks.all_gather_object({"rank": rank})
+        self.found["sum"] = float(strategy.ranks.reduce(one * (rank + 1), reduction="sum"))
+        self.found["broadcast"] = strategy.ranks.broadcast(f"from {rank}")
         strategy.ranks.barrier()
 
     def on_train_end(self) -> None:
-        self.told["weights"] = whole_weights(self)
+        self.found["weights"] = whole_weights(self)
 
 
 def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """The module's weights on the CPU, gathered where they are sharded."""
+    """Returns the module's weights on the CPU, gathered if they are sharded."""
     found = {}
     for name, value in module.state_dict().items():
         gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -63,13 +63,13 @@ def whole_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 def samples(count: int) -> TensorDataset:
-    """Numbers that are the same everywhere."""
+    """Returns random samples that are the same on every rank."""
     generator = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(count, 8, generator=generator), torch.randn(count, 16, generator=generator))
 
 
 def plain_loop(data: TensorDataset, batch_size: int) -> dict[str, Tensor]:
-    """The same training in one process, written by hand."""
+    """Trains the same model in one process, in a hand-written loop, and returns its weights."""
     net = Net().layers
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for inputs, targets in DataLoader(data, batch_size=batch_size):
@@ -80,7 +80,7 @@ def plain_loop(data: TensorDataset, batch_size: int) -> dict[str, Tensor]:
 
 
 def trained(net: Net, data: TensorDataset, batch_size: int, *, path: Any = None, **arguments: Any) -> Trainer:
-    """One quiet fit."""
+    """Runs one fit without output."""
     fixed: dict[str, Any] = {"precision": "32-true", "accumulate_grad_batches": 1, "gradient_clip_val": None}
     quiet: dict[str, Any] = {
         "logger": False,
@@ -99,7 +99,7 @@ def largest_gap(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 def main(folder: str) -> None:
-    """Runs all checks; the first that fails ends the test with its name."""
+    """Runs all checks; the first one that fails ends the test with its name."""
     from leyden.callbacks.lambda_callback import LambdaCallback
 
     probe = Net()
@@ -109,29 +109,31 @@ def main(folder: str) -> None:
     say = Reporter(first)
     expected = [{"rank": rank} for rank in range(ranks)]
     total = ranks * (ranks + 1) / 2
-    say.check("collectives", probe.told["objects"] == expected and probe.told["sum"] == total and probe.told["broadcast"] == "from 0",
-              f"{ranks} rank{'s' * (ranks > 1)}, {first.strategy.name} on {first.strategy.root_device}")  # fmt: skip
+    found = probe.found
+    holds = found["objects"] == expected and found["sum"] == total and found["broadcast"] == "from 0"
+    words = f"{ranks} rank{'s' * (ranks > 1)}, {first.strategy.name} on {first.strategy.root_device}"
+    say.check("collectives", holds, words)
     plain, net = plain_loop(data, PER_RANK * ranks), Net()
     trained(net, data, PER_RANK)
-    gap = largest_gap(net.told["weights"], plain)
+    gap = largest_gap(net.found["weights"], plain)
     say.check("parity", gap < CLOSE, f"weights differ from a plain loop's by {gap:.1e} at most after {STEPS} steps")
     slower = Net()
     trained(slower, data, PER_RANK // 2, accumulate_grad_batches=2)
-    gap = largest_gap(slower.told["weights"], plain)
+    gap = largest_gap(slower.found["weights"], plain)
     say.check("accumulation", gap < CLOSE, f"half the batch, twice: {gap:.1e} at most")
     half = Path(folder) / "half"
     saver = LambdaCallback(on_train_batch_end=lambda trainer, *_: _save_at(trainer, half))
     trained(Net(), data, PER_RANK, max_steps=STEPS // 2, callbacks=saver)
     resumed = Net(seed=5)
     trained(resumed, data, PER_RANK, path=half)
-    gap = largest_gap(resumed.told["weights"], net.told["weights"])
+    gap = largest_gap(resumed.found["weights"], net.found["weights"])
     say.check("resume", gap == 0.0, f"saved at step {STEPS // 2}, resumed, and the same weights at step {STEPS}")
     launched = read_launched()
     precision = launched.precision if launched is not None and launched.precision else "32-true"
     if precision != "32-true":
         lower = Net()
         trained(lower, data, PER_RANK, precision=precision)
-        gap = largest_gap(lower.told["weights"], net.told["weights"])
+        gap = largest_gap(lower.found["weights"], net.found["weights"])
         finite = bool(torch.stack(lower.losses).isfinite().all()) and gap < float("inf")
         say.check(
             "precision", finite, f"{precision}: finite losses, weights differ from 32-true's by {gap:.1e} at most"
@@ -144,7 +146,7 @@ def _save_at(trainer: Any, path: Path) -> None:
 
 
 class Reporter:
-    """Prints on the main rank what was found; ends all ranks if something is wrong."""
+    """Prints the result of each check on the main rank, and raises if one fails."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.speaks = trainer.is_global_zero

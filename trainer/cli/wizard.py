@@ -1,4 +1,4 @@
-"""`leyden config`: asks what the machine leaves open, and writes the answers to a file."""
+"""`leyden config` asks what the machine does not answer by itself, and writes the answers to a file."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ SPREADS = {
     "parallel": ("mesh", "tensor, pipeline and context parallel"),
     "megatron": ("megatron", "Megatron-LM"),
 }
-"""Each with its strategy, without which it is not offered, and its meaning."""
+"""Choices, each with the strategy that it needs to be offered, and its meaning."""
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
-"""Those that torch has everywhere; a file may name others."""
+"""Backends that torch has everywhere; a file may name others."""
 HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
 KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 AXES = {
-    "tp": "Ranks that share each layer (tensor parallel)",
-    "pp": "Stages of a pipeline (pipeline parallel)",
-    "cp": "Ranks that share each sequence (context parallel)",
-    "dp_shard": "Ranks that parameters are sharded over",
+    "tp": "Ranks that split each layer (tensor parallel)",
+    "pp": "Stages of the pipeline (pipeline parallel)",
+    "cp": "Ranks that split each sequence (context parallel)",
+    "dp_shard": "Ranks that shard the parameters",
     "dp_replicate": "Replicas of the model",
 }
 
 
 class Wizard:
-    """The questions, in their order. Nothing is written before the last answer.
+    """Asks the questions in order; nothing is written before the last answer.
 
     Args:
-        machine: what is known already, and is not asked.
-        before: an earlier file, whose answers stand in brackets.
+        machine: the hardware, which need not be asked about.
+        before: an earlier file, whose answers are the defaults.
     """
 
     def __init__(self, machine: Machine, before: Settings) -> None:
@@ -57,14 +57,14 @@ class Wizard:
         self.spread = "ddp"
 
     def run(self) -> Settings:
-        """Asks everything that is open."""
+        """Asks all questions and returns the answers as settings."""
         self._place()
         self._devices()
         self._machines()
         self._ranks()
         self._spread()
         if self.values["num_processes"] != 1:
-            self._ask("debug", "Check what ranks put into each collective (slower)", False)
+            self._ask("debug", "Check the operands of each collective (slower)", False)
         self._compile()
         if self.on_gpus and (self.machine.numa_nodes != 1 or self.values.get("num_machines", 1) > 1):
             self._ask("enable_cpu_affinity", "Bind each rank to the CPUs beside its GPU", False)
@@ -81,16 +81,16 @@ class Wizard:
         check: Callable[[Any], Any] | None = None,
         choices: tuple[str, ...] = (),
     ) -> Any:
-        """Asks for the value of one key of the file, until it is one; of `choices`, where not all that the key has are had here."""
+        """Asks for the value of one key of the file until it is valid. `choices` narrows those of the key."""
         key = KEYS[name]
         if choices:
             key = dataclasses.replace(key, kind=choices)
         earlier = self.before.section(section).get(name) if section else self.before.get(name)
-        # An earlier answer that is none for this machine is passed over.
+        # An earlier answer that is invalid on this machine is ignored.
         with contextlib.suppress(ConfigurationError):
             default = default if earlier is None else (check or key.read)(earlier)
         if isinstance(key.kind, tuple) and check is None:
-            # Accelerate numbers these from 1, and whatever else it lets choose from 0.
+            # Accelerate numbers these from 1, and all other choices from 0.
             text, check = numbered(text, key, 1 if name == "fsdp_sharding_strategy" else 0)
         value = ask(text, default, check or key.read)
         (self.sections.setdefault(section, {}) if section else self.values)[name] = value
@@ -100,7 +100,9 @@ class Wizard:
     def _place(self) -> None:
         self.values["compute_environment"] = "LOCAL_MACHINE"
         if self.machine.slurm:
-            self._ask("compute_environment", "Where do ranks run: on this machine, or on those of a SLURM job", "SLURM")
+            self._ask(
+                "compute_environment", "Where do ranks run: on this machine, or on the machines of a SLURM job", "SLURM"
+            )
 
     def _devices(self) -> None:
         self.on_gpus = self.machine.gpus > 0
@@ -110,7 +112,10 @@ class Wizard:
         self.values["use_cpu"] = not self.on_gpus
         if self.on_gpus and self.machine.gpus > 1:
             self._ask(
-                "gpu_ids", f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, as 0,1", "all", check=self._ids
+                "gpu_ids",
+                f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, such as 0,1",
+                "all",
+                check=self._ids,
             )
 
     def _ids(self, value: Any) -> str:
@@ -129,17 +134,19 @@ class Wizard:
     def _rank(self, value: Any) -> int:
         rank, count = int(KEYS["machine_rank"].read(value)), int(self.values["num_machines"])
         if rank >= count:
-            raise ConfigurationError(f"machine_rank: {rank} is none of {count} machines: give 0 to {count - 1}.")
+            raise ConfigurationError(
+                f"machine_rank: {rank} is out of range for {count} machines: give 0 to {count - 1}."
+            )
         return rank
 
     def _ranks(self) -> None:
-        """How many ranks; on one machine's GPUs they are counted already."""
+        """Asks for the number of ranks, unless it is the number of GPUs of this machine."""
         machines = self.values.get("num_machines", 1)
         slurm = self.values["compute_environment"] == "SLURM"
         chosen = self.values.get("gpu_ids", "all")
         gpus = self.machine.gpus if chosen == "all" else len(chosen.split(","))
         if slurm:
-            # As many as srun gives, or as each machine has GPUs.
+            # srun or the number of GPUs decides.
             self.values["num_processes"] = -1
         elif self.on_gpus and machines == 1:
             self.values["num_processes"] = gpus
@@ -155,14 +162,14 @@ class Wizard:
         self.values["distributed_type"] = kind if several else "NO"
 
     def _spread(self) -> None:
-        """How the model is held by several ranks; a single GPU may still want DeepSpeed's offloading."""
+        """Asks how the model is distributed over ranks; a single GPU may still use DeepSpeed's offloading."""
         if self.values["num_processes"] == 1 and not self.on_gpus:
             return
         earlier = KINDS.get(self.before.kind, "parallel" if self.before.section("parallelism_config") else "ddp")
         choices = {name: meaning for name, (strategy, meaning) in SPREADS.items() if strategy in NAMES}
         if self.values["num_processes"] == 1:
-            choices = {"ddp": "one rank, nothing to share", "deepspeed": "DeepSpeed, for its offloading"}
-        self.spread = choose("How is the model held", choices, earlier if earlier in choices else "ddp")
+            choices = {"ddp": "one rank, nothing to distribute", "deepspeed": "DeepSpeed, for its offloading"}
+        self.spread = choose("How is the model distributed", choices, earlier if earlier in choices else "ddp")
         {"ddp": lambda: None, "fsdp": self._fsdp, "deepspeed": self._deepspeed}.get(
             self.spread, self._parallel if self.spread == "parallel" else self._megatron
         )()
@@ -170,18 +177,18 @@ class Wizard:
     def _fsdp(self) -> None:
         self.values["distributed_type"], section = "FSDP", "fsdp_config"
         ranks = self.values["num_processes"]
-        # Replicas of at least two ranks.
+        # Hybrid sharding needs at least two replicas of two ranks.
         had = () if ranks < 0 or (ranks >= 4 and ranks % 2 == 0) else tuple(n for n in SHARDINGS if n not in HYBRID)
         self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section, choices=had)
         policy = self._ask("fsdp_auto_wrap_policy", "How are modules grouped", "TRANSFORMER_BASED_WRAP", section)
         if policy == "TRANSFORMER_BASED_WRAP":
-            text = "Classes of the blocks to group, with commas (auto: the repeated block of the model)"
+            text = "Classes of the blocks to group, separated by commas (auto: the repeated block of the model)"
             if self._ask("fsdp_transformer_layer_cls_to_wrap", text, "auto", section) == "auto":
                 del self.sections[section]["fsdp_transformer_layer_cls_to_wrap"]
         elif policy == "SIZE_BASED_WRAP":
-            self._ask("fsdp_min_num_params", "Parameters of a group, at least", 100_000_000, section)
+            self._ask("fsdp_min_num_params", "Minimum parameters per group", 100_000_000, section)
         self._ask("fsdp_offload_params", "Keep parameters on the CPU between uses", False, section)
-        self._ask("fsdp_activation_checkpointing", "Compute activations again in backward", False, section)
+        self._ask("fsdp_activation_checkpointing", "Recompute activations in backward", False, section)
 
     def _deepspeed(self) -> None:
         self.values["distributed_type"], section = "DEEPSPEED", "deepspeed_config"
@@ -190,23 +197,23 @@ class Wizard:
         if file != "none":
             return
         del self.sections[section]["deepspeed_config_file"]
-        text = "ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded"
+        text = "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
         stage = self._ask("zero_stage", text, 2, section, check=zero_stage)
-        self._ask("gradient_accumulation_steps", "Batches of one optimizer step", 1, section, check=batches)
+        self._ask("gradient_accumulation_steps", "Batches per optimizer step", 1, section, check=batches)
         self._ask("gradient_clipping", "Largest norm of the gradients (none: no clipping)", "none", section, check=norm)
         if stage >= 2:
-            device = self._ask("offload_optimizer_device", "Where does optimizer state wait", "none", section)
+            device = self._ask("offload_optimizer_device", "Where is optimizer state offloaded to", "none", section)
             if device == "nvme":
                 self._ask("offload_optimizer_nvme_path", "Folder on that disk", "/nvme", section)
         if stage == 3:
-            device = self._ask("offload_param_device", "Where do parameters wait", "none", section)
+            device = self._ask("offload_param_device", "Where are parameters offloaded to", "none", section)
             if device == "nvme":
                 self._ask("offload_param_nvme_path", "Folder on that disk", "/nvme", section)
             self._ask("zero3_init_flag", "Build the model sharded (zero.Init)", True, section)
-            self._ask("zero3_save_16bit_model", "Save 16-bit weights of the whole model too", False, section)
+            self._ask("zero3_save_16bit_model", "Also save 16-bit weights of the whole model", False, section)
 
     def _parallel(self) -> None:
-        """The sizes of the axes, whose product is the number of ranks."""
+        """Asks for the sizes of the axes until their product is the number of ranks."""
         ranks = self.values["num_processes"]
         while True:
             product = 1
@@ -220,13 +227,13 @@ class Wizard:
 
     def _megatron(self) -> None:
         self.values["distributed_type"], section = "MEGATRON_LM", "megatron_lm_config"
-        tensor = self._ask("megatron_lm_tp_degree", "Ranks that share each layer", 1, section)
+        tensor = self._ask("megatron_lm_tp_degree", "Ranks that split each layer", 1, section)
         stages = self._ask("megatron_lm_pp_degree", "Stages of the pipeline", 1, section)
         if stages > 1:
-            self._ask("megatron_lm_num_micro_batches", "Micro-batches of a batch", stages, section)
+            self._ask("megatron_lm_num_micro_batches", "Micro-batches per batch", stages, section)
         if tensor > 1:
-            self._ask("megatron_lm_sequence_parallelism", "Share activations along the sequence", True, section)
-        self._ask("megatron_lm_recompute_activations", "Compute activations again in backward", False, section)
+            self._ask("megatron_lm_sequence_parallelism", "Shard activations along the sequence", True, section)
+        self._ask("megatron_lm_recompute_activations", "Recompute activations in backward", False, section)
         self._ask("megatron_lm_use_distributed_optimizer", "Shard optimizer state", False, section)
         self._ask("megatron_lm_gradient_clipping", "Largest norm of the gradients", 1.0, section)
 
@@ -234,13 +241,13 @@ class Wizard:
         earlier = self.before.section("dynamo_config").get("dynamo_backend", "no") != "no"
         if not ask("Compile the model (torch.compile)", earlier, ConfigKey("compile", bool).read):
             return
-        self._ask("dynamo_backend", "By which backend", "inductor", "dynamo_config", choices=BACKENDS)
+        self._ask("dynamo_backend", "Which backend", "inductor", "dynamo_config", choices=BACKENDS)
         self._ask("dynamo_mode", "Mode", "default", "dynamo_config")
-        self._ask("dynamo_use_fullgraph", "Refuse what breaks the graph", False, "dynamo_config")
+        self._ask("dynamo_use_fullgraph", "Raise on graph breaks", False, "dynamo_config")
         self._ask("dynamo_use_dynamic", "Compile for any shape", False, "dynamo_config")
 
     def _precision(self) -> None:
-        """Those that the machine computes in."""
+        """Asks for one of the precisions that the machine supports."""
         choices = ["no", "bf16"]
         if self.on_gpus:
             choices = ["no", "fp16", *(["bf16"] if self.machine.bf16 else []), *(["fp8"] if self.machine.fp8 else [])]
@@ -248,13 +255,13 @@ class Wizard:
 
 
 def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
-    """Asks until the answer can be read; an empty one is the default in brackets."""
+    """Asks until the answer is valid; an empty answer is the default in brackets."""
 
     def checked(answer: Any) -> Any:
         try:
             return read(answer.strip() if isinstance(answer, str) else answer)
         except ConfigurationError as error:
-            # What is wrong with it, without the key's name, which the user was not asked by.
+            # The question did not name the key, so the error does not either.
             raise click.UsageError(str(error).partition(": ")[2] or str(error)) from None
 
     shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
@@ -262,7 +269,7 @@ def ask(text: str, default: Any, read: Callable[[Any], Any]) -> Any:
 
 
 def numbered(text: str, key: ConfigKey, first: int) -> tuple[str, Callable[[Any], Any]]:
-    """A question for one of several, which are shown with numbers, and what reads a number or a name."""
+    """Shows the choices with numbers; returns the question, and a reader that accepts a number or a name."""
     assert isinstance(key.kind, tuple)
     by_number = {str(number): name for number, name in enumerate(key.kind, first)}
     click.echo("  " + "   ".join(f"{number} {name}" for number, name in by_number.items()))
@@ -270,7 +277,7 @@ def numbered(text: str, key: ConfigKey, first: int) -> tuple[str, Callable[[Any]
 
 
 def choose(text: str, choices: dict[str, str], default: str) -> str:
-    """Asks for one of several, by name or number, each with its explanation."""
+    """Asks for one of several choices, by name or number, and explains each."""
     for name, meaning in choices.items():
         if meaning:
             click.echo(f"  {name:<10} {meaning}")
@@ -279,13 +286,15 @@ def choose(text: str, choices: dict[str, str], default: str) -> str:
 
 
 def gpu_numbers(value: Any, count: int) -> str:
-    """GPU numbers as the file has them: "all", or with commas."""
+    """Checks GPU numbers and returns them as the file has them: "all", or separated by commas."""
     text = str(value).replace(" ", "").lower()
     if text == "all":
         return text
     numbers = text.split(",")
     if not all(part.isdigit() for part in numbers) or len(set(numbers)) < len(numbers):
-        raise ConfigurationError(f"gpu_ids: {value!r} is no list of GPUs: give all, or each number once, as 0,1.")
+        raise ConfigurationError(
+            f"gpu_ids: {value!r} is not a list of GPUs: give all, or each number once, such as 0,1."
+        )
     missing = [part for part in numbers if int(part) >= count]
     if missing:
         raise ConfigurationError(f"gpu_ids: there is no GPU {missing[0]}: this machine has 0 to {count - 1}.")
@@ -293,24 +302,26 @@ def gpu_numbers(value: Any, count: int) -> str:
 
 
 def address(value: Any) -> str:
-    """A host's name or number."""
+    """Checks a host's name or IP address."""
     text = str(value)
     if not text or any(letter.isspace() or letter in "/,;" for letter in text):
-        raise ConfigurationError(f"main_process_ip: {text!r} is no address: give a name or a number, as 10.0.0.1.")
+        raise ConfigurationError(
+            f"main_process_ip: {text!r} is not an address: give a host name or an IP address, such as 10.0.0.1."
+        )
     return text
 
 
 def port(value: Any) -> int:
     number = int(KEYS["main_process_port"].read(value))
     if not 1 <= number <= 65535:
-        raise ConfigurationError(f"main_process_port: {number} is no port: give 1 to 65535.")
+        raise ConfigurationError(f"main_process_port: {number} is not a port: give 1 to 65535.")
     return number
 
 
 def zero_stage(value: Any) -> int:
     stage = int(KEYS["zero_stage"].read(value))
     if stage > 3:
-        raise ConfigurationError(f"zero_stage: {stage} is no stage: give 0, 1, 2 or 3.")
+        raise ConfigurationError(f"zero_stage: {stage} is not a stage: give 0, 1, 2 or 3.")
     return stage
 
 
@@ -333,24 +344,24 @@ def existing_file(value: Any) -> str:
     return text
 
 
-# the command ------------------------------------------------------------------------------------------------------------
+# the command ----------------------------------------------------------------------------------------------------------
 FILE_OPTION = click.option(
     "--config_file",
     "--config-file",
     "file",
     type=click.Path(dir_okay=False),
-    help="Where to write; the default file if left out.",
+    help="Where to write; by default the default file.",
 )
 
 
 @click.group("config", invoke_without_command=True)
 @FILE_OPTION
-@click.option("--gpus", type=click.IntRange(0), help="Answer for a machine with so many GPUs, in place of this one.")
+@click.option("--gpus", type=click.IntRange(0), help="Answer for a machine with this many GPUs.")
 @click.pass_context
 def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
-    """Ask how to run on this machine, and keep the answers in a file that `leyden launch` reads.
+    """Ask how to run on this machine, and save the answers to a file that `leyden launch` reads.
 
-    The default stands in brackets. Nothing is asked that the machine itself tells.
+    Defaults are in brackets. What the machine answers by itself is not asked.
     """
     if ctx.invoked_subcommand is not None:
         ctx.obj = file
@@ -361,14 +372,14 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
         machine = dataclasses.replace(machine, gpus=gpus, bf16=gpus > 0, fp8=gpus > 0, numa_nodes=0)
     before = read_file(path) if path.is_file() else Settings()
     if before.source is not None:
-        click.echo(f"The answers in {path} stand in brackets.")
+        click.echo(f"The answers in {path} are the defaults.")
     try:
         settings = Wizard(machine, before).run()
     except click.Abort:
         if sys.stdin.isatty():
             raise
         raise ConfigurationError(
-            "config asks questions, and there is nobody to answer: use `leyden config default`."
+            "config asks questions, and nobody can answer here: use `leyden config default`."
         ) from None
     _written(write_file(settings, path))
 
@@ -384,7 +395,7 @@ def command(ctx: click.Context, file: str | None, gpus: int | None) -> None:
 )
 @click.pass_obj
 def default(above: str | None, file: str | None, mixed_precision: str) -> None:
-    """Write the file without a question: all GPUs of this machine, or one CPU rank."""
+    """Write the file without asking: all GPUs of this machine, or one CPU rank."""
     machine = this_machine()
     kind = "MULTI_GPU" if machine.gpus > 1 else "NO"
     values: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": kind}
@@ -392,7 +403,7 @@ def default(above: str | None, file: str | None, mixed_precision: str) -> None:
     values |= {"num_processes": max(1, machine.gpus), "num_machines": 1, "machine_rank": 0}
     path = Path(file or above or default_file())
     if path.exists():
-        raise ConfigurationError(f"{path} is there already: remove it first, or choose --config_file.")
+        raise ConfigurationError(f"{path} exists already: remove it first, or choose --config_file.")
     _written(write_file(Settings(values), path))
 
 
@@ -400,7 +411,7 @@ def default(above: str | None, file: str | None, mixed_precision: str) -> None:
 @FILE_OPTION
 @click.pass_obj
 def update(above: str | None, file: str | None) -> None:
-    """Write an older file, or one of Accelerate, anew with the keys of today."""
+    """Rewrite an older file, or one of Accelerate, with the current keys."""
     path = Path(file or above or default_file())
     settings = read_file(path)
     for note in settings.notes:

@@ -1,4 +1,4 @@
-"""The `deepspeed_config` of a configuration file: the strategy it means, and the settings in it that belong to the run."""
+"""Reads the `deepspeed_config` section of a configuration file: a strategy with its options, and settings of the run."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli.settings import Settings
 
 STAGES = (1, 2, 3)
-"""Those whose strategies have a name."""
+"""ZeRO stages that have a strategy name of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """What a launch takes from the section.
+    """What a launch reads from the `deepspeed_config` section.
 
     Attributes:
-        strategy: a strategy's name.
-        options: of the section, as the file has them.
-        steps: batches of one optimizer step; None where it is open.
-        norm: the largest norm of the gradients; None where it is open.
-        precision: what DeepSpeed's own file asks for; None where it leaves it open.
+        strategy: the strategy's name.
+        options: the section's other keys, as the file has them.
+        steps: batches per optimizer step; None if not set.
+        norm: the largest norm of the gradients; None if not set.
+        precision: the precision in DeepSpeed's own file; None if not set.
     """
 
     strategy: str
@@ -34,10 +34,10 @@ class Zero:
 
 
 def zero_of(settings: Settings) -> Zero:
-    """Reads the section, and DeepSpeed's own file where it names one.
+    """Reads the section `deepspeed_config`, and DeepSpeed's own file if the section names one.
 
     Raises:
-        ConfigurationError: for a value that cannot be; where the section and the file contradict each other.
+        ConfigurationError: if a value is invalid, or the section and the file contradict each other.
     """
     unused = {name for name, _ in settings.without_effect()}
     options = {name: value for name, value in settings.section("deepspeed_config").items() if name not in unused}
@@ -60,17 +60,17 @@ def zero_of(settings: Settings) -> Zero:
         name,
         options,
         config.given("gradient_accumulation_steps"),
-        # 0 is DeepSpeed's word for none.
+        # DeepSpeed writes 0 for no clipping.
         config.given("gradient_clipping") or None,
         lower[0] if lower else None,
     )
 
 
 def number(name: str, value: Any, kind: type) -> Any:
-    """A number that DeepSpeed's users may leave open as "auto"."""
+    """Reads a number; returns None for "auto", by which DeepSpeed's users leave it open."""
     if value is None or str(value).lower() in ("auto", "none"):
         return None
     try:
         return kind(value)
     except ValueError:
-        raise ConfigurationError(f"{name}: {value!r} is no number: give one, or auto.") from None
+        raise ConfigurationError(f"{name}: {value!r} is not a number: give one, or auto.") from None

@@ -75,7 +75,7 @@ def test_verify_reads_every_byte(saved: Path, here: Any) -> None:
 def test_show_tells_what_is_in_it(saved: Path, here: Any) -> None:
     shown = here("checkpoint", "show", saved / "one", "--tensors").stdout
     assert "global_step" in shown and "hyperparameters of the module" in shown
-    assert "weights: 2 tensors of 20 numbers" in shown
+    assert "weights: 2 tensors with 20 elements" in shown
     assert "layer.weight  float32 (4, 4)" in shown
     assert "layer.weight" not in here("checkpoint", "show", saved / "one").stdout
 
@@ -110,7 +110,7 @@ def test_a_lightning_checkpoint_is_converted(here: Any, tmp_path: Path) -> None:
     done = here("convert", "model.ckpt")
     assert done.returncode == 0, done.stderr
     assert "2 tensors, 2 hyperparameters, step 40" in done.stdout
-    assert "not taken: optimizer 0, which is no state of an optimizer" in done.stdout
+    assert "not converted: optimizer 0, which is not the state of an optimizer" in done.stdout
     net = Net.load_from_checkpoint(tmp_path / "model-leyden")
     assert net.hparams == {"width": 4, "name": "theirs"}
     assert all(torch.equal(net.state_dict()[name], weights[name]) for name in weights)
@@ -129,7 +129,7 @@ def test_code_in_a_file_is_not_run_unless_trusted(here: Any, tmp_path: Path) -> 
     with pytest.warns(UserWarning, match="unpickled in full"):
         done = here("convert", "model.ckpt", "out", "--trust", "--prefix", "net")
     assert done.returncode == 0, done.stderr
-    assert "not taken: the hyperparameter thing" in done.stdout
+    assert "not converted: the hyperparameter thing" in done.stdout
     assert set(CheckpointReader(tmp_path / "out").model()) == {"net.layer.weight", "net.layer.bias"}
 
 
@@ -141,11 +141,11 @@ def test_folders_of_accelerate(here: Any, tmp_path: Path) -> None:
     torch.save({"state": {}}, folder / "optimizer.bin")
     (folder / "random_states_0.pkl").write_bytes(b"never opened")
     done = here("convert", "state")
-    assert "not taken: optimizer.bin (safetensors has no order of parameters" in done.stdout
-    assert "not taken: random_states_0.pkl (random numbers; a pickle, see --trust)" in done.stdout
+    assert "not converted: optimizer.bin (safetensors does not record the order of parameters" in done.stdout
+    assert "not converted: random_states_0.pkl (random numbers; a pickle, see --trust)" in done.stdout
     assert torch.equal(CheckpointReader(tmp_path / "state-leyden").model()["weight"], first["weight"])
     torch.save(second, folder / "pytorch_model_1.bin")
-    assert "holds 2 models: choose one by --model 0 to --model 1" in here("convert", "state").stderr
+    assert "holds 2 models: choose one with --model 0 to --model 1" in here("convert", "state").stderr
     assert here("convert", "state", "second", "--model", "1").returncode == 0
     assert torch.equal(CheckpointReader(tmp_path / "second").model()["weight"], second["weight"])
     assert "has no model 7" in here("convert", "state", "--model", "7").stderr
@@ -222,7 +222,7 @@ def test_a_lightning_run_goes_on(after_fit: bool, here: Any, tmp_path: Path) -> 
     }
     torch.save(loaded, tmp_path / "run.ckpt")
     done = here("convert", "run.ckpt")
-    assert "step 4, 1 optimizer, 1 scheduler" in done.stdout and "not taken" not in done.stdout, done.stderr
+    assert "step 4, 1 optimizer, 1 scheduler" in done.stdout and "not converted" not in done.stdout, done.stderr
     again = Normed()
     trainer = Trainer(
         max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
@@ -247,12 +247,14 @@ def test_an_accelerate_run_goes_on(here: Any, tmp_path: Path) -> None:
     torch.save({**states, "numpy_random_seed": np.random.get_state()}, folder / "random_states_0.pkl")
     (folder / "sampler.bin").write_bytes(b"never opened")
     done = here("convert", "state")
-    assert "not taken: optimizer.bin (safetensors has no order of parameters; --like" in done.stdout, done.stderr
+    assert (
+        "not converted: optimizer.bin (safetensors does not record the order of parameters; give --like" in done.stdout
+    ), done.stderr
     (tmp_path / "their_model.py").write_text(NORMED)
     like = ("--like", "their_model:Normed")
     done = here("convert", "state", "safe", *like)
-    assert "1 optimizer, 1 scheduler" in done.stdout and "not taken: sampler.bin" in done.stdout, done.stderr
-    assert "not taken: random_states_0.pkl (random numbers; a pickle, see --trust)" in done.stdout
+    assert "1 optimizer, 1 scheduler" in done.stdout and "not converted: sampler.bin" in done.stdout, done.stderr
+    assert "not converted: random_states_0.pkl (random numbers; a pickle, see --trust)" in done.stdout
     with pytest.warns(UserWarning, match="unpickled in full"):
         done = here("convert", "state", "trusted", "--trust", *like)
     assert "step 4, 1 optimizer, 1 scheduler, random numbers" in done.stdout
@@ -277,18 +279,18 @@ def test_an_optimizer_whose_names_cannot_be_told_is_left(here: Any, tmp_path: Pa
     layers = [{"params": module.net[2].parameters()}, {"params": module.net[0].parameters()}]
     for number, (state, words) in enumerate(
         (
-            (torch.optim.AdamW(layers).state_dict(), "has 2 groups of parameters, whose names it does not tell"),
+            (torch.optim.AdamW(layers).state_dict(), "has 2 groups of parameters, and does not record their names"),
             (torch.optim.AdamW(module.net[0].parameters()).state_dict(), "has 2 parameters, and the weights 6"),
             (
                 reordered(optimizer.state_dict()),
-                "has exp_avg of the shape (4,) where net.0.weight has (4, 4): its parameters",
+                "has exp_avg of shape (4,) where net.0.weight has (4, 4): its parameters",
             ),
         )
     ):
         loaded = {"epoch": 1, "global_step": 2, "state_dict": module.state_dict(), "optimizer_states": [state]}
         torch.save(loaded, tmp_path / f"run{number}.ckpt")
         done = here("convert", f"run{number}.ckpt")
-        assert done.returncode == 0 and f"not taken: optimizer 0, which {words}" in done.stdout, done.stdout
+        assert done.returncode == 0 and f"not converted: optimizer 0, which {words}" in done.stdout, done.stdout
 
 
 def reordered(state: dict[str, Any]) -> dict[str, Any]:
@@ -325,3 +327,20 @@ def test_a_sharded_folder_needs_trust(here: Any, tmp_path: Path) -> None:
     done = here("convert", "state", "out", "--trust")
     assert done.returncode == 0, done.stderr
     assert torch.equal(CheckpointReader(tmp_path / "out").model()["weight"], weights["weight"])
+
+
+def test_a_folder_that_never_was_a_checkpoint_is_not_called_damaged(here: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "random_states_0.pkl").touch()
+    for name, words in (("empty", "is an empty folder"), ("theirs", "was saved by Accelerate: `leyden convert`")):
+        done = here("checkpoint", "verify", name)
+        assert done.returncode == 1 and done.stdout.startswith("none ") and words in done.stdout
+        done = here("merge", name)
+        assert done.returncode == 2 and words in done.stderr and "damaged" not in done.stderr
+
+
+def test_merge_refuses_a_name_that_is_not_of_safetensors(saved: Path, here: Any) -> None:
+    done = here("merge", saved / "one", "model.pt")
+    assert done.returncode == 2 and "end it with .safetensors" in done.stderr
+    assert not Path("model.pt").exists()

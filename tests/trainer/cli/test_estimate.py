@@ -99,8 +99,8 @@ def test_a_train_module_that_builds_later(here: Any) -> None:
     done = here("estimate", "models_to_estimate:Net", "--ranks", "1,4", "--dtypes", "float32,bf16")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[1] == "parameters  315, 312 of them trained; 1.2 KiB as it is built, buffers 0 B"
-    assert lines[2].startswith("group       72 parameters")
+    assert lines[1] == "parameters  315, of which 312 are trained; 1.2 KiB as built, buffers 0 B"
+    assert lines[2].startswith("group       FSDP gathers at most 72 parameters")
     rows = [line.split() for line in lines[6:]]
     assert [(row[0], row[1], row[2]) for row in rows] == [
         (precision, *row)
@@ -136,7 +136,7 @@ def test_arguments_of_the_class(here: Any) -> None:
         (("models_to_estimate:Net", "--ranks", "two"), "--ranks"),
         (("models_to_estimate:Net", "--precision", "bf61"), "Did you mean 'bf16'"),
         (("models_to_estimate:Net", "--strategy", "dpp"), "Did you mean 'ddp'"),
-        (("models_to_estimate:Net", "--args", "width=3"), "is no JSON"),
+        (("models_to_estimate:Net", "--args", "width=3"), "not valid JSON"),
     ],
 )
 def test_mistakes(here: Any, arguments: tuple[str, ...], words: str) -> None:

@@ -361,7 +361,7 @@ def test_a_mistake_is_told_in_a_line_and_ends_with_2(what: str, here: Any, tmp_p
     done = here(*MISTAKES[what])
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert "did not expect this" not in done.stderr
+    assert "This is a bug in Leyden" not in done.stderr
     assert done.stderr.strip()
 
 
@@ -375,4 +375,4 @@ def test_an_error_of_our_own_is_no_traceback_either(here: Any, monkeypatch: pyte
     done = here("env")
     assert done.returncode == 2
     assert done.stderr.startswith("leyden: KeyError: 'of ours' (test_launch.py, line ")
-    assert "LEYDEN_DEBUG=1 shows where" in done.stderr
+    assert "LEYDEN_DEBUG=1 shows the traceback" in done.stderr

@@ -47,17 +47,25 @@ def test_one_machine_by_itself() -> None:
 def test_a_file_of_gpus_is_refused_without_them_and_can_be_planned(kind: str) -> None:
     found = {"distributed_type": kind, "use_cpu": False, "num_processes": 8, "num_machines": 2, "machine_rank": 0}
     found["main_process_ip"] = "host"
-    with pytest.raises(ConfigurationError, match=f"distributed_type: {kind}.* has no GPU that torch sees: add --cpu"):
+    with pytest.raises(
+        ConfigurationError, match=f"distributed_type: {kind}.*torch sees no GPU on this machine: add --cpu"
+    ):
         plan(found)
     assert plan({**found, "use_cpu": True, "distributed_type": "FSDP"}).accelerator == "cpu"
     supposed = plan(found, planned_for(parse(found), CPU))
     assert (supposed.accelerator, supposed.per_machine) == ("cuda", 4)
-    assert "beware      this machine has no GPU that torch sees" in supposed.lines("python train.py")
+    assert "beware      torch sees no GPU on this machine" in supposed.lines("python train.py")
     with pytest.raises(ConfigurationError, match="nothing says how many: add --num_processes"):
         planned_for(parse({"distributed_type": kind, "use_cpu": False}), CPU)
     assert planned_for(parse(found), GPUS) is GPUS
     # Left open, FSDP runs where it is.
     assert plan({"distributed_type": "FSDP", "num_processes": 2}).accelerator == "cpu"
+
+
+def test_gpu_ids_without_a_gpu_are_warned_of() -> None:
+    assert "beware      gpu_ids: 0,1 has no effect" in plan({"gpu_ids": "0,1"}).lines("python train.py")
+    assert "beware      gpu_ids: 0,1 has no effect" in plan({"gpu_ids": "0,1", "use_cpu": True}, GPUS).lines("a")
+    assert "beware" not in plan({"gpu_ids": "all"}).lines("python train.py")
 
 
 def test_several_machines() -> None:
@@ -118,12 +126,12 @@ def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
         ({"distributed_type": "MULTI_GPU"}, CPU, "add --cpu"),
         ({"distributed_type": "MULTI_NPU"}, CPU, "MULTI_GPU or MULTI_CPU"),
         ({"num_machines": 2}, CPU, "no machine_rank and no main_process_ip"),
-        ({"num_machines": 2, "machine_rank": 2, "main_process_ip": "a"}, CPU, "none of 2 machines"),
+        ({"num_machines": 2, "machine_rank": 2, "main_process_ip": "a"}, CPU, "out of range for 2 machines"),
         ({"rdzv_backend": "gossip"}, CPU, "use static or c10d"),
         ({"num_machines": 2, "rdzv_backend": "static", "max_restarts": 1}, CPU, "use rdzv_backend: c10d"),
         ({"compute_environment": "SLURM"}, CPU, "srun --ntasks-per-node=1 leyden launch"),
         ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "make 3 ranks"),
-        ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is no number"),
+        ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is not a number"),
     ],
 )
 def test_what_cannot_be_is_named(found: dict[str, Any], machine: Machine, words: str) -> None:
@@ -172,8 +180,6 @@ def test_what_this_version_does_not_have_is_said_before_the_start() -> None:
 
 def test_the_lines_name_what_has_no_effect() -> None:
     made = plan({"same_network": True, "num_processes": 2})
-    assert "no effect   same_network (--dry-run tells why)" in made.lines("python a.py")
-    assert "no effect   same_network: the main address is used as it is given." in made.lines(
-        "python a.py", reasons=True
-    )
+    assert "no effect   same_network (--dry-run says why)" in made.lines("python a.py")
+    assert "no effect   same_network: the main address is used as given." in made.lines("python a.py", reasons=True)
     assert len(made.lines("python a.py").splitlines()) <= 6

@@ -61,7 +61,7 @@ def test_the_machine_that_differs_is_named_everywhere(key: str) -> None:
 
 def test_a_machine_that_does_not_come_is_named() -> None:
     words = meet(machines()[:2], 3, timeout=1.0)
-    assert all("machine 2 did not come" in word for word in words)
+    assert all("machine 2 did not connect" in word for word in words)
 
 
 def test_the_same_number_twice() -> None:
@@ -71,7 +71,7 @@ def test_the_same_number_twice() -> None:
 
 def test_a_main_machine_that_is_not_reached() -> None:
     [words] = meet(machines()[1:2], 3, timeout=0.5)
-    assert words.startswith("machine 1 (host1) does not reach the main machine at 127.0.0.1:")
+    assert words.startswith("machine 1 (host1) could not reach the main machine at 127.0.0.1:")
     with pytest.raises(ConfigurationError, match="does not know the host"):
         check(machines()[1], 3, "no-such-host.invalid", 1, 0.5, lambda text: None)
 

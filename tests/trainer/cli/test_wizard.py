@@ -46,18 +46,18 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
             ("Run on (gpu, cpu) [gpu]", "tpu"),
             ("Error: 'tpu' is not known", None),
             ("Run on (gpu, cpu) [gpu]", ""),
-            ("GPUs to use: all, or some of 0 to 3, as 0,1 [all]", "0,4"),
+            ("GPUs to use: all, or some of 0 to 3, such as 0,1 [all]", "0,4"),
             ("Error: there is no GPU 4: this machine has 0 to 3", None),
-            ("GPUs to use: all, or some of 0 to 3, as 0,1 [all]", "0,1"),
+            ("GPUs to use: all, or some of 0 to 3, such as 0,1 [all]", "0,1"),
             ("How many machines [1]", "none"),
             ("Error: 'none' is not a whole number", None),
             ("How many machines [1]", ""),
-            ("How is the model held (ddp, fsdp, deepspeed) [ddp]", ""),
-            ("Check what ranks put into each collective", "yes"),
+            ("How is the model distributed (ddp, fsdp, deepspeed) [ddp]", ""),
+            ("Check the operands of each collective", "yes"),
             ("Compile the model", "y"),
-            ("By which backend (inductor, eager, aot_eager, cudagraphs) [inductor]", ""),
+            ("Which backend (inductor, eager, aot_eager, cudagraphs) [inductor]", ""),
             ("Mode (default, reduce-overhead, max-autotune) [default]", ""),
-            ("Refuse what breaks the graph [no]", ""),
+            ("Raise on graph breaks [no]", ""),
             ("Compile for any shape [no]", ""),
             ("Bind each rank to the CPUs beside its GPU [no]", "yes"),
             ("  0 no   1 fp16   2 bf16   3 fp8", None),
@@ -82,21 +82,21 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
                 "dynamo_use_dynamic": False,
             },
         },
-        "beware      this machine has no GPU",
+        "beware      torch sees no GPU",
     ),
     "fsdp": (
         ["--gpus", "0"],
         [
             ("How many machines [1]", ""),
             ("How many ranks [1]", "2"),
-            ("How is the model held (ddp, fsdp, deepspeed) [ddp]", "1"),
+            ("How is the model distributed (ddp, fsdp, deepspeed) [ddp]", "1"),
             ("  1 FULL_SHARD   2 SHARD_GRAD_OP   3 NO_SHARD", None),
             ("What is sharded (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) [FULL_SHARD]", "2"),
             ("How are modules grouped", ""),
             ("Classes of the blocks to group", "Block"),
             ("Keep parameters on the CPU between uses [no]", "y"),
-            ("Compute activations again in backward [no]", ""),
-            ("Check what ranks put", ""),
+            ("Recompute activations in backward [no]", ""),
+            ("Check the operands", ""),
             ("Compile the model", ""),
             ("Mixed precision (no, bf16) [no]", "bf16"),
         ],
@@ -123,20 +123,20 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
         [
             ("How many machines [1]", ""),
             ("How many ranks [1]", "2"),
-            ("How is the model held", "deepspeed"),
+            ("How is the model distributed", "deepspeed"),
             ("DeepSpeed's own JSON file (none: answer questions) [none]", "nowhere.json"),
             ("Error: there is no file nowhere.json", None),
             ("DeepSpeed's own JSON file (none: answer questions) [none]", ""),
             ("ZeRO stage", "4"),
-            ("Error: 4 is no stage: give 0, 1, 2 or 3", None),
+            ("Error: 4 is not a stage: give 0, 1, 2 or 3", None),
             ("ZeRO stage", "3"),
-            ("Batches of one optimizer step [1]", "4"),
+            ("Batches per optimizer step [1]", "4"),
             ("Largest norm of the gradients (none: no clipping) [none]", "1.0"),
-            ("Where does optimizer state wait (none, cpu, nvme) [none]", "cpu"),
-            ("Where do parameters wait (none, cpu, nvme) [none]", ""),
+            ("Where is optimizer state offloaded to (none, cpu, nvme) [none]", "cpu"),
+            ("Where are parameters offloaded to (none, cpu, nvme) [none]", ""),
             ("Build the model sharded (zero.Init) [yes]", ""),
             ("Save 16-bit weights of the whole model too [no]", ""),
-            ("Check what ranks put", ""),
+            ("Check the operands", ""),
             ("Compile the model", ""),
             ("Mixed precision (no, bf16) [no]", ""),
         ],
@@ -165,17 +165,17 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
         [
             ("How many machines [1]", "2"),
             ("Which of them is this, from 0 to 1 [0]", "2"),
-            ("Error: 2 is none of 2 machines", None),
+            ("Error: 2 is out of range for 2 machines", None),
             ("Which of them is this, from 0 to 1 [0]", "1"),
             ("Address of machine 0", "10.0.0.1, or so"),
-            ("Error: '10.0.0.1, or so' is no address", None),
+            ("Error: '10.0.0.1, or so' is not an address", None),
             ("Address of machine 0", "10.0.0.1"),
             ("Port of machine 0 [29500]", "70000"),
             ("Error: '70000' is not a whole number from 0 to 65535", None),
             ("Port of machine 0 [29500]", ""),
             ("How many ranks on each machine [1]", "2"),
-            ("How is the model held", ""),
-            ("Check what ranks put", ""),
+            ("How is the model distributed", ""),
+            ("Check the operands", ""),
             ("Compile the model", ""),
             ("Mixed precision (no, bf16) [no]", ""),
         ],
@@ -266,7 +266,7 @@ def test_what_the_machine_tells_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_trainer_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = answered(Machine(gpus=4), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
-    assert "How is the model held (ddp, fsdp, deepspeed)" in asked
+    assert "How is the model distributed (ddp, fsdp, deepspeed)" in asked
     assert [text for text in asked if "HYBRID_SHARD" in text]
     _, asked = answered(Machine(gpus=2), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
     # Two ranks have no two replicas of several.
@@ -328,10 +328,10 @@ def test_default_update_and_nobody_to_answer(here: Any, tmp_path: Path) -> None:
         "num_machines": 1,
         "machine_rank": 0,
     }
-    assert "is there already" in here("config", "default", "--config_file", file).stderr
+    assert "exists already" in here("config", "default", "--config_file", file).stderr
     file.write_text("use_fsdp: true\nfp16: true\nsame_network: true\nfsdp_config: {sharding_strategy: 2}\n")
     done = here("config", "update", "--config_file", file)
-    assert "use_fsdp: true is taken as distributed_type: FSDP" in done.stdout
+    assert "use_fsdp: true is read as distributed_type: FSDP" in done.stdout
     assert "same_network has no effect here" in done.stdout
     assert yaml.safe_load(file.read_text()) == {
         "distributed_type": "FSDP",
