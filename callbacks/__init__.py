@@ -48,7 +48,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a callback when it is first used, so that a run does not pay for those it does not use."""
+    """Imports a callback when it is first used, so that a run pays only for those that it uses."""
     if name not in _HOMES:
         raise AttributeError(f"module 'leyden.callbacks' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"leyden.callbacks.{_HOMES[name]}"), name)

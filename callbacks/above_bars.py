@@ -1,4 +1,4 @@
-"""Printed text stands above a bar: while one is on the screen, it steps aside for what anybody prints."""
+"""Keeps printed text above progress bars: a bar on the screen is cleared while something prints."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class AboveBars:
-    """Takes the place of a terminal's `sys.stdout`, so that `print` and a bar leave each other whole. All else goes to the stream itself.
+    """Replaces a terminal's `sys.stdout`, so that `print` and bars do not break each other.
 
     Args:
-        stream: the terminal's.
+        stream: the terminal's stream, which handles everything else.
         bars: returns the bars that are on the screen now.
     """
 
@@ -21,7 +21,7 @@ class AboveBars:
         self._within_line = False
 
     def write(self, text: str) -> int:
-        """Writes a text above the bars; they come back once its line has ended."""
+        """Writes text above the bars, which are redrawn once its line has ended."""
         if not text:
             return 0
         bars = self._bars()
@@ -37,7 +37,7 @@ class AboveBars:
         return written
 
     def writelines(self, lines: Sequence[str]) -> None:
-        """Writes each of them."""
+        """Writes each line."""
         for line in lines:
             self.write(line)
 
@@ -46,7 +46,7 @@ class AboveBars:
 
 
 def begin(bars: Callable[[], Sequence[Any]]) -> AboveBars | None:
-    """Puts it in place where `print` goes to a terminal; None where it does not, and nothing can be torn."""
+    """Replaces `sys.stdout` by an `AboveBars` if it is a terminal; returns None if it is not."""
     stdout = sys.stdout
     if stdout is None or isinstance(stdout, AboveBars) or not stdout.isatty():
         return None
@@ -56,6 +56,6 @@ def begin(bars: Callable[[], Sequence[Any]]) -> AboveBars | None:
 
 
 def end(placed: AboveBars | None) -> None:
-    """Puts the stream back, unless somebody else has put another one in its place since."""
+    """Restores the stream, unless something else has replaced `sys.stdout` since."""
     if placed is not None and sys.stdout is placed:  # type: ignore[comparison-overlap]
         sys.stdout = placed._stream

@@ -1,4 +1,4 @@
-"""Callback: what happens beside the training step, in one class per concern."""
+"""The base class of callbacks, which hold everything that happens beside the training step."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CLOSING_ORDER = 100
 
 
 class Callback:
-    """Base class of callbacks. Override the hooks that you need; those that you do not override are never called.
+    """Base class of callbacks. Override the hooks that you need; the others are never called.
 
-    Callbacks are called in ascending `order` (equal ones as they were given), then the module's hook of the same
-    name, then the closing callbacks (`order >= 100`: early stopping, checkpoints), which see the metrics of the event
-    reduced and logged.
+    Callbacks are called in ascending `order`, and in the order given among equals. Then the module's hook of the same
+    name is called, and last the closing callbacks (`order >= 100`: early stopping, checkpoints), which see the event's
+    metrics reduced and logged.
 
     Example:
         >>> class Announce(Callback):
@@ -31,43 +31,43 @@ class Callback:
 
     order: ClassVar[int] = 0
     state_per_rank: ClassVar[bool | None] = None
-    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns where they differ."""
+    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
 
     @property
     def state_key(self) -> str:
-        """The key of this callback's state in a checkpoint: unlike that of every other callback of the run."""
+        """The key of this callback's state in a checkpoint, unique among the callbacks of a run."""
         return type(self).__qualname__
 
     _logs_through: TrainModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Records a value as `TrainModule.log` does, from any hook in which the module could; takes the same arguments."""
+        """Logs a value as `TrainModule.log` does, with the same arguments, from any hook in which the module can log."""
         if self._logs_through is not None:
             self._logs_through.log(name, value, *args, **kwargs)
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Records several values as `TrainModule.log_dict` does."""
+        """Logs several values as `TrainModule.log_dict` does."""
         if self._logs_through is not None:
             self._logs_through.log_dict(dictionary, *args, **kwargs)
 
     def _log_through(self, module: TrainModule | None) -> None:
-        """A run begins, in which `log` records through this module; None at its end."""
-        # Not by assignment, which a frozen dataclass refuses.
+        """Sets the module through which `log` records during a run; None at its end."""
+        # A frozen dataclass refuses assignment.
         vars(self)["_logs_through"] = module
 
     def state_dict(self) -> dict[str, Any]:
-        """What the callback needs to continue after a resume; empty if nothing."""
+        """Returns the state that the callback needs to continue after a resume; empty if it needs none."""
         return {}
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises an error if `state` is nothing that `state_dict` can have returned; changes nothing.
+        """Raises if `state_dict` cannot have returned `state`; changes nothing.
 
-        A resume asks every callback before it changes anything, so that a checkpoint that is damaged or forged leaves the
-        run as it was. Its own `load_state_dict` need not check again.
+        A resume calls this on every callback before it changes anything, so that a damaged or forged checkpoint leaves
+        the run as it was. `load_state_dict` need not check again.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes back what `state_dict` returned."""
+        """Restores the state that `state_dict` returned."""
 
     # set-up and tear-down; stage is "fit", "validate", "test" or "predict"
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
@@ -130,5 +130,5 @@ class Callback:
 
 
 def in_order(callbacks: list[Callback]) -> Iterator[Callback]:
-    """The callbacks in the order in which they are called: by `order`, then as they were given."""
+    """Returns the callbacks in the order in which they are called: by `order`, then as they were given."""
     return iter(sorted(callbacks, key=lambda callback: callback.order))

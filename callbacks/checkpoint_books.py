@@ -1,4 +1,4 @@
-"""What ModelCheckpoint remembers, as a checkpoint holds it: names in its folder, scores and counters."""
+"""Reads and checks the state of a ModelCheckpoint: names in its folder, scores and counters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from leyden.strategies.saved_state import SavedState, brief
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """The ranking of a ModelCheckpoint, with the paths that its checkpoints have now.
+    """The ranking of a ModelCheckpoint, with the current paths of its checkpoints.
 
     Attributes:
-        former: the folder they were saved in, where it is another one and they are left there; else None.
-        best_model_path: "" where there is none, as in `last_model_path`.
-        ranked: path → score of those kept for their score.
-        recent: those kept because they are the newest.
-        doomed: path → identity of those that were to be deleted.
+        former: the folder of earlier checkpoints that stay there, if the folder has changed; else None.
+        best_model_path: "" if there is none, as for `last_model_path`.
+        ranked: path → score of checkpoints that are kept for their score.
+        recent: checkpoints that are kept because they are the newest.
+        doomed: path → identity of checkpoints that are to be deleted.
     """
 
     former: str | None = None
@@ -41,11 +41,11 @@ def read_books(state: Mapping[str, Any], here: str | None) -> Books:
     """Reads the state that a ModelCheckpoint saved.
 
     Args:
-        state: from a checkpoint, which anybody may have written: its paths are names inside the folder, nothing else.
-        here: the folder it saves in now.
+        state: from a checkpoint, which anybody may have written: its paths must be names inside the folder.
+        here: the folder of the current run.
 
     Raises:
-        StateError: if an entry cannot be one of ModelCheckpoint's; names it.
+        StateError: if ModelCheckpoint cannot have written an entry; names it.
     """
     saved = SavedState(state)
     before = None if saved.is_none("dirpath") else saved.text("dirpath")
@@ -84,7 +84,7 @@ def read_books(state: Mapping[str, Any], here: str | None) -> Books:
 
 
 class _Folder:
-    """Where the names of a saved state lie."""
+    """Resolves the names in a saved state to paths in a folder."""
 
     def __init__(self, here: str | None, before: str | None) -> None:
         self._here = here
@@ -94,27 +94,27 @@ class _Folder:
         return tuple(self.path(saved, key, name) for name in names)
 
     def path(self, saved: SavedState, key: str, name: Any) -> str:
-        """The path of one name; of an absolute one, as older checkpoints have them, if it lies in the folder."""
+        """Returns the path of a name; older checkpoints have absolute ones, which must be in the folder."""
         name = self._inside(name) if isinstance(name, str) else None
         if name is None:
-            raise StateError(saved.path(key), "names a path outside of the folder of checkpoints")
+            raise StateError(saved.path(key), "names a path outside the folder of checkpoints")
         return os.path.join(self._here, name) if name and self._here is not None else name
 
     def best(self, saved: SavedState) -> str:
-        """The best one; earlier versions named one in another folder too, which is left alone."""
+        """Returns the path of the best checkpoint; "" if it is in another folder, as earlier versions wrote it."""
         name = saved.text("best_model_path", "")
         outside = os.path.isabs(name) and self._inside(name) is None
         return "" if outside else self.path(saved, "best_model_path", name)
 
     def was_left(self, last: str) -> bool:
-        """True where checkpoints went to another folder before, which was not moved here."""
+        """Returns True if earlier checkpoints are in another folder, which was not moved here."""
         here, before, name = self._here, self._before, self._inside(last)
         if here is None or before in (None, here) or not name:
             return False
         return not os.path.isdir(os.path.join(here, name)) and os.path.isdir(os.path.join(before or "", name))
 
     def _inside(self, name: str) -> str | None:
-        """A name relative to the folder; None if it leads out of it."""
+        """Returns the name relative to the folder; None if it leads out of it."""
         if not name:
             return ""
         if os.path.isabs(name):

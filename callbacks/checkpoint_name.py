@@ -13,7 +13,7 @@ COUNTERS = ("epoch", "step")
 
 
 def metrics_in(template: str) -> set[str]:
-    """The metrics that a template names.
+    """Returns the names of the metrics in a template.
 
     Example:
         >>> metrics_in("{epoch}-{val/loss:.2f}")
@@ -26,29 +26,31 @@ def check_template(template: object) -> None:
     """Refuses a template that cannot become a checkpoint's name, or a path to it.
 
     Raises:
-        ConfigurationError: if it is empty, leads out of the folder it is used in, or has a field that cannot be formatted.
+        ConfigurationError: if it is empty, leads out of its folder, or has a field that cannot be formatted.
     """
     if not isinstance(template, str) or not template:
-        raise ConfigurationError(f"filename={template!r}: give a template as '{{epoch}}-{{val_loss:.2f}}', or None.")
+        raise ConfigurationError(
+            f"filename={template!r}: give a template such as '{{epoch}}-{{val_loss:.2f}}', or None."
+        )
     plain = _FIELD.sub("", template)
     if "\\" in plain or any(part in ("", ".", "..") for part in folders_in(template)):
         raise ConfigurationError(
-            f"filename={template!r} is no path below dirpath: separate folders by single slashes, as 'fold-1/{{epoch}}', and give "
-            "others in dirpath."
+            f"filename={template!r} is not a path below dirpath: separate folders by single slashes, such as "
+            "'fold-1/{epoch}', and put others in dirpath."
         )
     if "{" in plain or "}" in plain:
-        raise ConfigurationError(f"filename={template!r} has a brace without its partner: write fields as {{epoch}}.")
+        raise ConfigurationError(f"filename={template!r} has a brace without its partner: write fields like {{epoch}}.")
     for name, spec in _FIELD.findall(template):
         try:
             format(0 if name in COUNTERS else 0.0, spec)
         except ValueError as error:
             raise ConfigurationError(
-                f"filename={template!r}: {spec!r} cannot format {name!r} ({error}): use a format as {{val_loss:.2f}}."
+                f"filename={template!r}: {spec!r} cannot format {name!r} ({error}): use a format like {{val_loss:.2f}}."
             ) from None
 
 
 def folders_in(template: str) -> list[str]:
-    """The parts of a template between its slashes; those inside fields, as of a metric's name, do not count.
+    """Splits a template at its slashes, ignoring those inside fields, such as in the name of a metric.
 
     Example:
         >>> folders_in("fold-1/{epoch}-{val/loss:.2f}")
@@ -58,12 +60,12 @@ def folders_in(template: str) -> list[str]:
 
 
 def format_name(template: str, values: Mapping[str, float], insert_names: bool) -> str:
-    """Fills in a template. A metric that is not there yet is written as `none`, with a warning.
+    """Fills in a template. A metric that is not logged yet is written as `none`, with a warning.
 
     Args:
-        template: as "{epoch}-{val_loss:.2f}".
-        values: numbers by name, "epoch" and "step" among them.
-        insert_names: write `name=value`, not the value alone.
+        template: such as "{epoch}-{val_loss:.2f}".
+        values: numbers by name, including "epoch" and "step".
+        insert_names: write `name=value` instead of the value alone.
 
     Example:
         >>> format_name("{epoch}-{val/loss:.2f}", {"epoch": 3, "val/loss": 0.25}, True)
@@ -80,7 +82,7 @@ def format_name(template: str, values: Mapping[str, float], insert_names: bool) 
                 stacklevel=4,
             )
             text = "none"
-        # A slash of the template makes a folder, and one of a metric's name does not.
+        # A slash in the template makes a folder; one in the name of a metric does not.
         return re.sub(r"[/\\]", "_", f"{name}={text}" if insert_names else text)
 
     return _FIELD.sub(fill, template)

@@ -1,4 +1,4 @@
-"""CometLogger: metrics to Comet, or to a file that can be sent there later."""
+"""CometLogger, a logger to Comet, or to a file that can be uploaded later."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from leyden.strategies.saved_state import SavedState
 
 
 class CometLogger(Logger):
-    """Logs to an experiment of Comet. comet_ml is imported, and the experiment begun, at the first write.
+    """Logs to an experiment of Comet. comet_ml is imported, and the experiment started, at the first write.
 
-    Offline it needs no account: the experiment is one archive in `save_dir`, which `comet upload` sends later.
+    Offline it needs no account: the experiment is an archive in `save_dir`, which `comet upload` uploads later.
 
     Args:
-        project: None for what Comet is configured with.
-        workspace: None for the account's own.
-        save_dir: folder of offline archives; None for the Trainer's `default_root_dir`.
-        online: False writes to the folder only; None for whether there is an API key.
-        experiment_key: to continue an experiment.
-        prefix: put before the names of metrics.
-        **kwargs: handed to `comet_ml.ExperimentConfig`: `name`, `tags`, ….
+        project: None for the project in Comet's configuration.
+        workspace: None for the account's default workspace.
+        save_dir: folder for offline archives; None for the Trainer's `default_root_dir`.
+        online: False writes to the folder only; None is online if there is an API key.
+        experiment_key: the key of an experiment to continue.
+        prefix: put in front of the names of metrics.
+        **kwargs: passed to `comet_ml.ExperimentConfig`: `name`, `tags`, ….
 
     Example:
         >>> logger = CometLogger(project="digits", online=False)
@@ -59,7 +59,7 @@ class CometLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The experiment's key; None before it has begun."""
+        """The experiment's key; None before it has started."""
         return self._key
 
     @property
@@ -72,7 +72,7 @@ class CometLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The experiment; on ranks that do not write, calls do nothing."""
+        """The experiment; on ranks that do not write, a stand-in that does nothing."""
         if not self.is_writer:
             return Silent()
         if self._experiment is None:
@@ -88,7 +88,7 @@ class CometLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Records the settings, nested ones as "outer/inner"."""
+        """Logs settings, nested ones as "outer/inner"."""
         if self.is_writer and (flat := flatten_hparams(params)):
             self.experiment.log_parameters(flat)
 
@@ -97,7 +97,7 @@ class CometLogger(Logger):
             self._experiment.flush()
 
     def finish(self) -> None:
-        """Ends the experiment, and waits until Comet, or the archive, has all of it."""
+        """Ends the experiment, and waits until Comet or the archive has all of it."""
         if self._experiment is not None:
             self._experiment.end()
             self._experiment = None

@@ -1,4 +1,4 @@
-"""CSVLogger: metrics as a table that any program can read."""
+"""CSVLogger, a logger that writes metrics as a table that any program can read."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from leyden.trainer.format import staging
 METRICS_FILE = "metrics.csv"
 STEP = "step"
 LOGGED_STEP = "logged_step"
-"""The column of a metric that is called "step" itself."""
+"""The column of a metric that is itself named "step"."""
 
 
 class CSVLogger(FolderLogger):
-    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row a call, and settings to `hparams.json`.
+    """Writes metrics to `<save_dir>/<name>/version_N/metrics.csv`, one row per call, and settings to `hparams.json`.
 
-    A metric that first appears later in the run gets a column of its own and leaves it empty in the rows above. On a resume
-    the rows after the checkpoint are cut, so the file ends as that of a run that was never interrupted. The column "step" is the step;
-    a metric of that name, handed to `log_metrics`, is in the column "logged_step".
+    A metric that first appears later in the run gets a new column, which is empty in earlier rows. A resume cuts the
+    rows after the checkpoint, so the file ends like that of an uninterrupted run. The column "step" is the step; a
+    metric named "step" that is passed to `log_metrics` is in the column "logged_step".
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`.
         name: the folder between `save_dir` and the version; "" for none.
         version: a number or a folder's name; None for the first free number.
-        prefix: put before the names of metrics.
-        flush_logs_every_n_steps: rows reach the disk as often as this, and before each checkpoint.
+        prefix: put in front of the names of metrics.
+        flush_logs_every_n_steps: how often rows are written to disk; also before each checkpoint.
 
     Raises:
         ConfigurationError: if `flush_logs_every_n_steps` is below 1.
@@ -66,14 +66,14 @@ class CSVLogger(FolderLogger):
         self._buffer: list[dict[str, float]] = []
         self._columns: list[str] | None = None
         self._rows = 0
-        """Rows on the disk."""
+        """Rows on disk."""
         self._keep: int | None = None
-        """Rows to keep of a file found there; None for all."""
+        """Rows of an existing file to keep; None for all."""
         self._is_durable = True
 
     @property
     def metrics_file_path(self) -> str:
-        """Where the rows are."""
+        """The path of the table."""
         return os.path.join(self._needed_folder(), METRICS_FILE)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -89,7 +89,7 @@ class CSVLogger(FolderLogger):
             self._flush(durable=False)
 
     def save(self) -> None:
-        """Brings all rows to the disk."""
+        """Writes all rows to disk."""
         if self._buffer or self._keep is not None or not self._is_durable:
             self._flush(durable=True)
 
@@ -128,27 +128,27 @@ class CSVLogger(FolderLogger):
         self._is_durable = durable
 
     def _adopt(self, path: Path) -> list[str]:
-        """Continues a file that is there already: cuts it to the rows to keep, and takes over its columns."""
+        """Continues an existing file: cuts it to the rows to keep, and returns its columns."""
         keep, self._keep = self._keep, None
         if not path.exists():
             return []
         content = path.read_bytes()
         if not content.endswith(b"\n"):
-            # What a kill in the middle of a write leaves.
+            # A kill in the middle of a write leaves part of a row.
             os.truncate(path, content.rfind(b"\n") + 1)
         with path.open(newline="", encoding="utf-8") as file:
             reader = csv.reader(file)
             columns = next(reader, [])
             self._rows = sum(1 for _ in reader)
         if keep is None and self._rows and self._given_version is not None:
-            warnings.warn(f"{path} has {self._rows} rows of an earlier run: new rows go below them.", stacklevel=5)
+            warnings.warn(f"{path} has {self._rows} rows of an earlier run: new rows are appended.", stacklevel=5)
         self._rows = self._rows if keep is None else min(keep, self._rows)
         self._rewrite(path, columns, self._rows)
         return columns
 
     @staticmethod
     def _rewrite(path: Path, columns: list[str], rows: int) -> None:
-        """Writes the file anew with these columns, of which the file's own are the first, and its first rows."""
+        """Rewrites the file with these columns, which begin with its own, and its first rows."""
         temporary = staging.sibling(path, "tmp")
         with temporary.open("w", newline="", encoding="utf-8") as file:
             writer = _writer(file)

@@ -1,4 +1,4 @@
-"""EarlyStopping: ends a run whose monitored metric no longer improves."""
+"""EarlyStopping, a callback that ends a run whose monitored metric no longer improves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.given import checks_names
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -22,7 +23,7 @@ MODES = ("min", "max")
 
 
 class EarlyStoppingReason(Enum):
-    """Why a run was stopped."""
+    """The reason why EarlyStopping stopped a run."""
 
     NOT_STOPPED = "not_stopped"
     NON_FINITE_METRIC = "non_finite_metric"
@@ -34,32 +35,32 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Stops training when a metric has not improved for a number of checks.
 
-    A run that it has stopped stays stopped when resumed with the same arguments; with other ones it continues.
+    A run that it stopped stays stopped when it is resumed with the same arguments; with other ones it continues.
 
     Args:
         monitor: name of a logged metric.
-        min_delta: the least change that counts as better, in the metric's unit; not negative.
-        patience: so many checks in a row without improvement end the run. Checks are made after validations or after
+        min_delta: the smallest change that counts as an improvement, in the metric's unit; not negative.
+        patience: the number of checks in a row without improvement that ends the run. Checks follow validations or
             training epochs (see `check_on_train_epoch_end`), so this need not be a number of epochs.
-        verbose: prints each improvement, too. Why the run ends is printed in any case.
-        mode: "min" if less is better, "max" if more is.
-        strict: raise if the metric is not there at a check; else warn and continue.
-        check_finite: stop if the metric is nan or infinite.
+        verbose: also print each improvement. The reason for stopping is always printed.
+        mode: "min" if a smaller metric is better, "max" if a larger one is.
+        strict: raise if the metric is missing at a check; otherwise warn and continue.
+        check_finite: stop if the metric is nan or infinite. Otherwise nan counts as no improvement.
         stopping_threshold: stop as soon as the metric is better than this.
         divergence_threshold: stop as soon as the metric is worse than this.
-        check_on_train_epoch_end: check at the end of training epochs, not of validations. None: at epoch ends where
-            there is one validation at the end of each epoch, or none at all.
-        log_rank_zero_only: print on the first rank alone. All ranks agree on stopping, so it makes no other difference.
+        check_on_train_epoch_end: check at the end of training epochs instead of validations. None: at the end of epochs
+            if each ends with its only validation, or there is no validation.
+        log_rank_zero_only: print on the first rank only. All ranks agree on stopping, so nothing else changes.
 
     Raises:
-        ConfigurationError: for an argument that cannot be; at a check if `monitor` was never logged (strict).
+        ConfigurationError: for an invalid argument; at a check if `monitor` was never logged (strict).
 
     Attributes:
         stopped_epoch: the epoch in which it stopped the run; 0 if it did not.
         stopping_reason: an `EarlyStoppingReason`.
-        stopping_reason_message: the same in words, or None.
+        stopping_reason_message: the reason in words, or None.
         best_score: the best value so far (0-d tensor); infinite before the first check.
-        wait_count: checks since then.
+        wait_count: the number of checks since the best value.
 
     Example:
         >>> stopping = EarlyStopping("val_loss", patience=5, min_delta=0.01)
@@ -70,6 +71,7 @@ class EarlyStopping(Callback):
 
     order: ClassVar[int] = 100
 
+    @checks_names
     def __init__(
         self,
         monitor: str,
@@ -86,7 +88,7 @@ class EarlyStopping(Callback):
     ) -> None:
         if not isinstance(monitor, str) or not monitor:
             raise ConfigurationError(
-                f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric, as 'val_loss'."
+                f"EarlyStopping(monitor={monitor!r}): give the name of a logged metric, such as 'val_loss'."
             )
         if mode not in MODES:
             raise ConfigurationError(f"EarlyStopping(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
@@ -94,7 +96,7 @@ class EarlyStopping(Callback):
             raise ConfigurationError(f"EarlyStopping(patience={patience!r}): give a whole number of checks from 0.")
         if isinstance(min_delta, bool) or not isinstance(min_delta, (int, float)) or not min_delta >= 0:
             raise ConfigurationError(
-                f"EarlyStopping(min_delta={min_delta!r}): give a number from 0; mode tells its direction."
+                f"EarlyStopping(min_delta={min_delta!r}): give a number from 0; mode sets its direction."
             )
         self.monitor = monitor
         self.min_delta = float(min_delta)
@@ -149,11 +151,11 @@ class EarlyStopping(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
-            # It may have been saved between the verdict and the end of the run.
+            # The checkpoint may be from between the decision to stop and the end of the run.
             trainer.should_stop = True
             warnings.warn(
-                f"EarlyStopping had ended this run in epoch {self.stopped_epoch} ({self.stopping_reason_message}), so "
-                "it ends again. Give it another patience or threshold to train on.",
+                f"EarlyStopping stopped this run in epoch {self.stopped_epoch} ({self.stopping_reason_message}), so it "
+                "stops again. Change its patience or threshold to continue training.",
                 stacklevel=2,
             )
 
@@ -174,21 +176,23 @@ class EarlyStopping(Callback):
             return
         value = trainer.callback_metrics.get(self.monitor)
         number = None if value is None else trainer.read_metrics({self.monitor: value})[self.monitor]
-        # Every rank must come to the same verdict: where each has a value of its own, the first one's decides.
+        # All ranks must agree: if each has its own value, the first rank's decides.
         current = trainer.strategy.ranks.broadcast(number)
         if current is None:
             message = missing_metric("EarlyStopping", self.monitor, trainer)
             if self.strict:
-                raise ConfigurationError(f"{message} Or set strict=False to go on without it.")
+                raise ConfigurationError(f"{message} Or set strict=False to continue without it.")
             warnings.warn(message, stacklevel=2)
             return
+        if math.isnan(current) and not self.check_finite and trainer.is_global_zero:
+            warnings.warn(f"EarlyStopping monitors {self.monitor!r}, which is nan: no improvement.", stacklevel=2)
         reason, message = self._judge(current)
         if reason is not EarlyStoppingReason.NOT_STOPPED:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason, self.stopping_reason_message = reason, message
             if not self.verbose:
-                trainer.print(f"EarlyStopping ends the run in epoch {trainer.current_epoch}: {message}")
+                trainer.print(f"EarlyStopping stops the run in epoch {trainer.current_epoch}: {message}")
         if message and self.verbose:
             if self.log_rank_zero_only or trainer.world_size == 1:
                 trainer.print(message)
@@ -196,7 +200,7 @@ class EarlyStopping(Callback):
                 print(f"[rank {trainer.global_rank}] {message}", flush=True)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Judges a value; returns whether to stop, and the message about it."""
+        """Compares a value with the best so far; returns the reason to stop, and a message."""
         name, best, reason = self.monitor, float(self.best_score), EarlyStoppingReason
         if self.check_finite and not math.isfinite(current):
             return reason.NON_FINITE_METRIC, f"{name} is {current}. The best value was {best:.3f}."
@@ -239,12 +243,14 @@ class EarlyStopping(Callback):
 
 
 def validates(trainer: Trainer) -> bool:
-    """True if the fit has validation batches."""
+    """Returns True if the fit has validation batches."""
     return any(count != 0 for count in trainer.num_val_batches)
 
 
 def validates_at_epoch_end(trainer: Trainer) -> bool:
-    """True if a check belongs to the end of a training epoch: there is one validation there, or none at all."""
+    """Returns True if checks belong to the end of training epochs: each has its only validation there, or there is
+    none.
+    """
     if not validates(trainer):
         return True
     # An int counts batches: 1 is every batch, 1.0 the whole epoch.
@@ -253,7 +259,7 @@ def validates_at_epoch_end(trainer: Trainer) -> bool:
 
 
 def missing_metric(callback: str, monitor: str, trainer: Trainer) -> str:
-    """The error about a metric that nobody logged."""
+    """Formats the error about a metric that was not logged."""
     known = sorted(trainer.callback_metrics)
-    hint = nearest(monitor, known) if known else "Nothing was logged at all."
+    hint = nearest(monitor, known) if known else "No metric was logged."
     return f"{callback} monitors {monitor!r}, which was not logged. {hint} Log it with self.log({monitor!r}, value)."

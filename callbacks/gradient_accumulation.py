@@ -1,4 +1,4 @@
-"""GradientAccumulation: how many batches make one optimizer step."""
+"""GradientAccumulation, a callback that sets how many batches make one optimizer step."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from leyden.strategies.errors import ConfigurationError
 
 
 class GradientAccumulation(Callback):
-    """Says how long the next accumulation window is; it counts nothing itself.
+    """Sets the length of accumulation windows, by epoch; the engine counts the batches.
 
-    The last window of an epoch is as long as the batches that are left, and is divided by that true length.
+    The last window of an epoch takes the batches that are left, and its gradient is divided by that true length.
 
     Args:
-        steps: batches of one optimizer step, or {epoch: batches}: from that epoch on (counted from 0). Epochs before
-            the first one named take one batch a step.
+        steps: batches per optimizer step, or a schedule {epoch: batches}, each from that epoch on (counted from 0).
+            Epochs before the first one take one batch per step.
 
     Raises:
-        ConfigurationError: if `steps` is of another kind, empty, or has an epoch below 0 or a length below 1.
+        ConfigurationError: if `steps` is of another type, empty, or has an epoch below 0 or a length below 1.
 
     Example:
         >>> accumulation = GradientAccumulation({2: 4, 8: 16})
@@ -30,23 +30,23 @@ class GradientAccumulation(Callback):
         schedule = {0: steps} if not isinstance(steps, Mapping) else dict(steps)
         name = type(self).__name__
         if not schedule:
-            raise ConfigurationError(f"{name} was given an empty schedule: write {{0: 4}}, say, or a number.")
+            raise ConfigurationError(f"{name} got an empty schedule: write {{0: 4}}, for example, or a number.")
         for epoch, length in schedule.items():
             if not _is_whole(epoch) or epoch < 0:
                 raise ConfigurationError(
-                    f"{name}: {epoch!r} is no epoch. Epochs are whole numbers from 0, as in {{0: 4}}."
+                    f"{name}: {epoch!r} is not an epoch. Epochs are whole numbers from 0, as in {{0: 4}}."
                 )
             if not _is_whole(length) or length < 1:
-                raise ConfigurationError(f"{name}: {length!r} is no number of batches. Give a whole number from 1.")
+                raise ConfigurationError(f"{name}: {length!r} is not a number of batches. Give a whole number from 1.")
         self.scheduling: dict[int, int] = dict(sorted({0: 1, **schedule}.items()))
 
     @property
     def longest(self) -> int:
-        """The longest window of all epochs, in batches."""
+        """The longest window in any epoch, in batches."""
         return max(self.scheduling.values())
 
     def length(self, epoch: int) -> int:
-        """Batches of a window in this epoch.
+        """Returns the batches per window in an epoch.
 
         Args:
             epoch: counted from 0.
@@ -68,7 +68,7 @@ class GradientAccumulationScheduler(GradientAccumulation):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not isinstance(scheduling, Mapping):
             raise ConfigurationError(
-                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict as {{0: 4}}, or use "
+                f"GradientAccumulationScheduler(scheduling={scheduling!r}): give a dict such as {{0: 4}}, or use "
                 "GradientAccumulation for one number."
             )
         super().__init__(scheduling)

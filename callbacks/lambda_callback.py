@@ -1,4 +1,4 @@
-"""LambdaCallback: hooks from plain functions."""
+"""LambdaCallback, a callback made of plain functions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ HOOKS = tuple(
 
 
 class LambdaCallback(Callback):
-    """A callback made of functions, one for each hook. Each takes what the hook of that name takes, without `self`.
+    """A callback made of functions, one per hook. Each takes the arguments of its hook, without `self`.
 
     Args:
-        **hooks: hook name → function; None for none.
+        **hooks: hook name → function, or None.
 
     Raises:
-        ConfigurationError: if there is no hook of that name, or its value cannot be called.
+        ConfigurationError: if there is no hook of that name, or its value is not callable.
 
     Example:
         >>> callback = LambdaCallback(on_train_epoch_end=lambda trainer, module: trainer.print("an epoch is over"))
@@ -34,7 +34,7 @@ class LambdaCallback(Callback):
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         for name, function in hooks.items():
             if name not in HOOKS:
-                raise ConfigurationError(f"LambdaCallback knows no hook '{name}'. {nearest(name, HOOKS)}")
+                raise ConfigurationError(f"LambdaCallback has no hook '{name}'. {nearest(name, HOOKS)}")
             if function is None:
                 continue
             if not callable(function):

@@ -1,4 +1,4 @@
-"""Logger: where metrics and hyper-parameters go. Loggers need no Trainer, so they serve your own training loop too."""
+"""The base classes of loggers, which write metrics and hyperparameters, with a Trainer or in your own training loop."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ HPARAMS_FILE = "hparams.json"
 class Logger(Callback, ABC):
     """Base class of loggers. A subclass needs `log_metrics`; everything else has a default.
 
-    The Trainer calls `log_hyperparams` at the start of a fit, `log_metrics` with plain numbers (it has read them back
-    from the device, all at once), `save` before a checkpoint is committed and `finalize` at the end of a run. Only
-    the first rank is asked to write.
+    The Trainer calls `log_hyperparams` at the start of a fit, `log_metrics` with plain numbers (read back from the
+    device all at once), `save` before a checkpoint is committed, and `finalize` at the end of a run. Only the first
+    rank writes.
 
     Example:
         >>> class PrintLogger(Logger):
@@ -45,7 +45,7 @@ class Logger(Callback, ABC):
 
     state_per_rank = False
     is_writer: bool = True
-    """False on the ranks that write nothing."""
+    """False on ranks that write nothing."""
     _stage: str | None = None
     _default_root_dir: str | None = None
     _last_step: int = -1
@@ -57,46 +57,46 @@ class Logger(Callback, ABC):
 
     @property
     def version(self) -> int | str | None:
-        """The run's number or name among those of the experiment."""
+        """The number or name of the run within the experiment."""
         return None
 
     @property
     def save_dir(self) -> str | None:
-        """The folder below which everything is written."""
+        """The folder that contains everything that is written."""
         return None
 
     @property
     def log_dir(self) -> str | None:
-        """This run's own folder."""
+        """The folder of this run."""
         return self.save_dir
 
     @property
     def experiment(self) -> Any:
-        """What does the writing: a SummaryWriter, a W&B run, …. It is made when it is first asked for."""
+        """The object that writes, such as a SummaryWriter or a W&B run, made at the first access."""
         return self
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Records numbers.
+        """Logs numbers.
 
         Args:
-            metrics: name → number (nan and inf too).
-            step: optimizer steps done; None for the one after the last recorded.
+            metrics: name → number, nan and inf included.
+            step: optimizer steps done; None for the step after the last one logged.
         """
 
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Records the settings of the run, and the metrics to compare runs by."""
+        """Logs the settings of the run, and the metrics to compare runs by."""
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
-        """Records the module's graph, where the logger can show one."""
+        """Logs the module's graph, if the logger can show one."""
 
     def save(self) -> None:
-        """Brings everything that was logged to the disk."""
+        """Writes everything that was logged to disk."""
 
     def finalize(self, status: str) -> None:
-        """Closes what is open. Logging more is allowed, and opens it again.
+        """Closes open files and connections. Logging again reopens them.
 
         Args:
             status: "success", "failed" or "interrupted".
@@ -109,7 +109,7 @@ class Logger(Callback, ABC):
         self._default_root_dir = str(trainer.default_root_dir)
 
     def _next_step(self, step: int | None) -> int:
-        """The step that is logged now: the one given, else the one after the last."""
+        """Returns the given step, or the one after the last one logged."""
         number = self._last_step + 1 if step is None else int(step)
         self._last_step = max(self._last_step, number)
         return number
@@ -118,15 +118,16 @@ class Logger(Callback, ABC):
 class FolderLogger(Logger):
     """Base class of loggers that write to a run folder `<save_dir>/<name>/version_N`.
 
-    The number is the first one free, taken when it is first needed: two processes that start at once get two folders,
+    N is the first free number, claimed when the folder is first needed: two processes that start together get two
+        folders,
     and a resumed run continues in its own. Loggers of one Trainer with the same `save_dir` and `name` share a folder. A
-    small `run.json` in it says which run it belongs to, so that a resume never touches the folder of another run.
+    small `run.json` in it identifies the run, so that a resume never touches the folder of another run.
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
-        name: None or "" for no folder between `save_dir` and the version.
-        version: a number, or a string that is the folder's name as it stands; None for the first free number.
-        prefix: put before the names of metrics, with a "-" between.
+        name: the folder between `save_dir` and the version; None or "" for none.
+        version: a number, or a string that is the folder's full name; None for the first free number.
+        prefix: put in front of the names of metrics, followed by "-".
     """
 
     def __init__(
@@ -156,10 +157,10 @@ class FolderLogger(Logger):
 
     @property
     def root_dir(self) -> str:
-        """`<save_dir>/<name>`: the folder of all versions."""
+        """The folder of all versions, `<save_dir>/<name>`."""
         if "://" in self.save_dir:
             raise ConfigurationError(
-                f"{type(self).__name__} writes to a folder of this machine, not to {self.save_dir}: "
+                f"{type(self).__name__} writes to a local folder, not to {self.save_dir}: "
                 f"give {type(self).__name__}(save_dir=...) a local folder."
             )
         return os.path.join(self.save_dir, self._name)
@@ -187,11 +188,11 @@ class FolderLogger(Logger):
         self._share_folder(trainer)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A resumed run may have found its former folder.
+        # A resumed run may continue in its earlier folder.
         self._share_folder(trainer)
 
     def _share_folder(self, trainer: Trainer) -> None:
-        """Tells the other ranks which folder the first one writes to."""
+        """Shares the folder of the first rank, which writes, with the other ranks."""
         if trainer.world_size > 1:
             version, run = trainer.strategy.ranks.broadcast((self.version, self._run))
             if not self.is_writer:
@@ -207,10 +208,10 @@ class FolderLogger(Logger):
             return
         saved = SavedState(state)
         version = saved.value("version")
-        # A checkpoint may name no folder but one beside the other versions, unless the user has named it.
+        # A checkpoint may only name a folder beside the other versions, unless the user named it.
         if isinstance(version, str) and version != self._given_version:
             if version in ("", ".", "..") or any(sign in version for sign in "/\\:\0"):
-                raise StateError("version", "names a folder outside of the logger's own")
+                raise StateError("version", "names a folder outside the logger's own")
         elif version != self._given_version:
             saved.integer("version", least=0)
         saved.text("run")
@@ -225,7 +226,7 @@ class FolderLogger(Logger):
             return
         self._leave_claimed_folder(version)
         self._version, self._run = version, run
-        # What a kill in the middle of a write left.
+        # A kill in the middle of a write leaves temporary files.
         staging.sweep(self._folder(version), staging.clock_of(self._folder(version)))
         if self._stage in (None, "fit"):
             self._last_step = int(state["last_step"])
@@ -240,10 +241,10 @@ class FolderLogger(Logger):
             _write_hparams(Path(self._needed_folder()) / HPARAMS_FILE, self.hparams)
 
     def _resume(self, state: dict[str, Any]) -> None:
-        """Drops what was logged after the checkpoint."""
+        """Removes what was logged after the checkpoint."""
 
     def _needed_folder(self) -> str:
-        """The run folder, which exists."""
+        """Returns the run folder, and makes it if it does not exist."""
         folder = self.log_dir
         assert folder is not None, "only the writing rank asks for the folder"
         os.makedirs(folder, exist_ok=True)
@@ -251,7 +252,7 @@ class FolderLogger(Logger):
 
     def _next_step(self, step: int | None) -> int:
         if self._version is None:
-            # What is logged has a folder, which a checkpoint must name.
+            # Logged values have a folder, and a checkpoint must name it.
             self._version, self._run = self._open_folder()
         return super()._next_step(step)
 
@@ -264,7 +265,7 @@ class FolderLogger(Logger):
             folder.mkdir(parents=True, exist_ok=True)
             return self._given_version, _read_run(folder) or _write_run(folder)
         for peer in self._peers:
-            # Two loggers of one kind would write the same files.
+            # Two loggers of the same class would write the same files.
             same = type(peer) is not type(self) and os.path.abspath(peer.root_dir) == os.path.abspath(self.root_dir)
             if same and peer._version is not None and peer._run is not None:
                 return peer._version, peer._run
@@ -273,7 +274,7 @@ class FolderLogger(Logger):
         return version, _write_run(self._claimed)
 
     def _leave_claimed_folder(self, version: int | str) -> None:
-        """Removes the folder that was taken before the resume named the right one, if nothing was written there."""
+        """Removes the folder that was claimed before the resume named the right one, if it is empty."""
         claimed, self._claimed = self._claimed, None
         if claimed is None or claimed == self._folder(version):
             return
@@ -284,9 +285,9 @@ class FolderLogger(Logger):
 
 
 def claim_version(root: str | os.PathLike[str]) -> int:
-    """Makes the folder `version_N` with the first free N above all others, and returns N.
+    """Makes the folder `version_N`, with N one above the highest, and returns N.
 
-    Making it is what takes the number: of two processes that try the same one, only one can.
+    Making the folder claims the number: if two processes try the same one, only one succeeds.
     """
     os.makedirs(root, exist_ok=True)
     taken = [int(entry[8:]) for entry in os.listdir(root) if entry.startswith("version_") and entry[8:].isdecimal()]
@@ -300,7 +301,7 @@ def claim_version(root: str | os.PathLike[str]) -> int:
 
 
 def _write_hparams(path: Path, hparams: Mapping[str, Any]) -> None:
-    # Loggers that share the folder each add theirs.
+    # Loggers that share the folder each add their settings.
     before: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         before = json.loads(path.read_text(encoding="utf-8"))

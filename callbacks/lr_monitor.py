@@ -1,4 +1,4 @@
-"""LearningRateMonitor: learning rates among the logged metrics."""
+"""LearningRateMonitor, a callback that logs learning rates."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate that each step used, under the step's number; callbacks find it in `trainer.callback_metrics`.
+    """Logs the learning rate that each step used, at that step; it is also in `trainer.callback_metrics`.
 
-    Names are `lr-SGD`; `lr-SGD/pg1`, `lr-SGD/pg2` for several parameter groups (a group's own "name" where it has one);
-    `lr-SGD`, `lr-SGD-1` for several optimizers of one kind; or the `name` of the scheduler's configuration in place of
-    `lr-SGD`. Momentum and weight decay add `-momentum` and `-weight_decay`.
+    Names are `lr-SGD`; `lr-SGD/pg1`, `lr-SGD/pg2` for several parameter groups (or a group's own "name"); `lr-SGD`,
+    `lr-SGD-1` for several optimizers of one class. The `name` in a scheduler's configuration replaces `lr-SGD`.
+    Momentum and weight decay add `-momentum` and `-weight_decay`.
 
     Args:
-        logging_interval: "step" for steps that the Trainer logs, "epoch" for the start of each epoch, None for each
-            scheduler's own interval (optimizers without a scheduler: steps).
-        log_momentum: also logs the momentum, or the first beta of Adam and its kin.
-        log_weight_decay: also logs the weight decay.
+        logging_interval: "step" for the steps that the Trainer logs, "epoch" for the start of each epoch, None for each
+            scheduler's own interval (steps for optimizers without a scheduler).
+        log_momentum: also log the momentum, or the first beta of Adam and its variants.
+        log_weight_decay: also log the weight decay.
 
     Raises:
-        ConfigurationError: if `logging_interval` is of another form; when a fit starts without a logger.
+        ConfigurationError: if `logging_interval` is invalid, or a fit starts without a logger.
 
     Attributes:
-        lrs: name → every learning rate logged so far.
+        lrs: name → the learning rates logged so far.
 
     Example:
         >>> callback = LearningRateMonitor(logging_interval="step")
@@ -57,7 +57,7 @@ class LearningRateMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ConfigurationError(
-                "LearningRateMonitor needs a logger to write to: give Trainer(logger=True), or leave the callback out."
+                "LearningRateMonitor needs a logger: use Trainer(logger=True), or leave the callback out."
             )
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -71,13 +71,13 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "epoch", trainer.global_step)
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        # The step that this window makes is logged under its own number, once it is done.
+        # The step at the end of this window is logged under its own number.
         step = trainer.global_step + 1
         if step % trainer.log_every_n_steps == 0 and trainer.window.index == 0 and self.logging_interval != "epoch":
             self._log(trainer, "step", step)
 
     def _names(self, trainer: Trainer) -> list[tuple[str, Optimizer, str]]:
-        """Each optimizer with its name and the interval at which it is logged."""
+        """Returns each optimizer with its name and the interval at which it is logged."""
         seen: Counter[str] = Counter()
         configs = {id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs}
         named: list[tuple[str, Optimizer, str]] = []
@@ -105,7 +105,7 @@ class LearningRateMonitor(Callback):
                 logger.log_metrics(values, step=step)
 
     def _values(self, name: str, optimizer: Optimizer) -> dict[str, float]:
-        """What is logged of an optimizer that goes by a name."""
+        """Returns the values to log for an optimizer, under its name."""
         values: dict[str, float] = {}
         for label, group in zip(_group_names(name, optimizer), optimizer.param_groups, strict=True):
             values[label] = float(group["lr"])
@@ -124,7 +124,7 @@ def _group_names(name: str, optimizer: Optimizer) -> list[str]:
     names = [f"{name}/{group.get('name', f'pg{index}')}" for index, group in enumerate(groups, start=1)]
     twice = [label for label, count in Counter(names).items() if count > 1]
     if twice:
-        raise ConfigurationError(f"two parameter groups are both called '{twice[0]}': give each a 'name' of its own.")
+        raise ConfigurationError(f"two parameter groups are called '{twice[0]}': give each its own 'name'.")
     return names
 
 

@@ -1,4 +1,4 @@
-"""MLFlowLogger: metrics to MLflow, on a server or in a file."""
+"""MLFlowLogger, a logger to MLflow, on a server or in a file."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from leyden.strategies.errors import MissingExtraError
 from leyden.strategies.saved_state import SavedState
 
 MOST = 100
-"""Parameters that MLflow takes in one call."""
+"""The number of parameters that MLflow accepts in one call."""
 
 
 class MLFlowLogger(Logger):
-    """Logs to a run of MLflow. mlflow is imported, and the run started, at the first write. A resumed run continues in its own.
+    """Logs to a run of MLflow, which a resume continues. mlflow is imported, and the run started, at the first write.
 
     Args:
-        experiment_name: of the experiment, which is made if it is not there.
-        run_name: None lets MLflow choose one.
-        tracking_uri: of a server; None for the variable MLFLOW_TRACKING_URI, or the file `<save_dir>/mlflow.db`.
+        experiment_name: the experiment, which is created if it does not exist.
+        run_name: the run's name; None lets MLflow choose one.
+        tracking_uri: a server's URI; None for the variable MLFLOW_TRACKING_URI, or the file `<save_dir>/mlflow.db`.
         save_dir: None for the Trainer's `default_root_dir`.
-        tags: of the run.
-        run_id: to continue a run.
-        prefix: put before the names of metrics.
+        tags: tags of the run.
+        run_id: the id of a run to continue.
+        prefix: put in front of the names of metrics.
 
     Example:
         >>> logger = MLFlowLogger(experiment_name="digits")
@@ -62,7 +62,7 @@ class MLFlowLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before it has begun."""
+        """The run's id; None before it has started."""
         return self._run_id
 
     @property
@@ -75,7 +75,7 @@ class MLFlowLogger(Logger):
 
     @property
     def experiment(self) -> Any:
-        """The MlflowClient; `version` is the run's id. On ranks that do not write, calls do nothing."""
+        """The MlflowClient; `version` is the run's id. On ranks that do not write, a stand-in that does nothing."""
         if not self.is_writer:
             return Silent()
         if self._client is None:
@@ -95,7 +95,7 @@ class MLFlowLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Records the settings, nested ones as "outer/inner"."""
+        """Logs settings, nested ones as "outer/inner"."""
         flat = list(flatten_hparams(params).items())
         if not self.is_writer or not flat:
             return
@@ -107,7 +107,7 @@ class MLFlowLogger(Logger):
             client.log_batch(self._run_id, params=rows)
 
     def finalize(self, status: str) -> None:
-        """Says how the run ended; logging more opens it again."""
+        """Records how the run ended; logging again reopens it."""
         if self._client is not None:
             words = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
             self._client.set_terminated(self._run_id, words[status])
@@ -131,7 +131,7 @@ class MLFlowLogger(Logger):
         except ImportError as error:
             raise MissingExtraError("mlflow", "mlflow", "MLFlowLogger") from error
         os.makedirs(self.save_dir, exist_ok=True)
-        # MLflow no longer takes a folder of files.
+        # MLflow no longer accepts a folder of files.
         own = f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}"
         client = MlflowClient(self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
         if self._run_id is None:

@@ -1,4 +1,4 @@
-"""ModelCheckpoint: when a checkpoint is saved, under which name, and which ones are kept."""
+"""ModelCheckpoint, a callback that decides when checkpoints are saved, how they are named, and which ones are kept."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from leyden.trainer.checkpoint.folder import delete, identity
 from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.given import checks_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
-# What a failed save must leave as it was.
+# Attributes that a failed save must not change.
 RANKING = (
     *("best_model_path", "best_model_score", "last_model_path", "current_score", "best_k_models"),
     *("_recent", "_doomed", "_saved_step", "_saved_batch", "_saved_at"),
@@ -42,45 +43,47 @@ RANKING = (
 
 
 class ModelCheckpoint(Callback):
-    """Saves checkpoints during fit and keeps the best, or the newest, of them.
+    """Saves checkpoints during fit, and keeps the best or the newest ones.
 
     A checkpoint is a folder. An old one is deleted only after the new one is committed. Each checkpoint holds the
-    ranking with itself counted in, so a resumed run ranks and deletes as one that was never interrupted.
-    Checkpoints of other runs in the same folder are neither ranked nor deleted.
+    ranking, itself included, so a resumed run ranks and deletes like an uninterrupted one. Checkpoints of other runs in
+    the same folder are neither ranked nor deleted.
 
     Args:
-        dirpath: where to save. None for `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
-        filename: the name's template: `{epoch}`, `{step}` and logged metrics, as "{epoch}-{val_loss:.2f}". None for
-            "{epoch}-{step}". A `/` makes a folder, as in "fold-1/{epoch}"; that of a metric's name becomes `_`.
-        monitor: the metric to rank by. None to keep the newest ones.
-        verbose: prints what is saved.
-        save_last: also keeps the newest checkpoint, whether it is among the best or not, saves at the end of the run (Ctrl-C
-            included), and points the link `last` to it where the file system has links. "link" means the same.
-        save_top_k: how many to keep; -1 for all, 0 for none (but `save_last`'s).
-        save_on_exception: also saves when fit ends by an exception, under the same template.
-        save_weights_only: leaves out optimizers, progress and random numbers; such a checkpoint cannot be resumed from.
-        mode: "min" if less of the metric is better, "max" if more is.
-        auto_insert_metric_name: "{epoch}" becomes `epoch=3`; else `3`.
-        every_n_train_steps: save after every n-th optimizer step; 0 for not. With a `monitor` and a validation due after the
-            same step, it saves after that validation.
-        train_time_interval: save when so much time has gone by since the last one: a timedelta, "DD:HH:MM:SS" or a dict.
-        every_n_epochs: save in every n-th epoch; 0 for not. 1 if none of these three is given; only one may be.
-        save_on_train_epoch_end: `every_n_epochs` saves at the end of training epochs, not of validations. None: at
-            epoch ends where there is one validation at the end of each epoch, or none at all.
-        enable_version_counter: a name that is taken gets `-v1` and so on; False replaces what stands there.
-        save_on_each_node: where several machines share no folder, each keeps whole checkpoints of its own. fit refuses to
-            start on such machines without it; where they share the folder it changes nothing.
+        dirpath: the folder to save in. None for `checkpoints` in the Trainer's `default_root_dir`, whatever the logger.
+        filename: template of the name, with `{epoch}`, `{step}` and logged metrics, such as "{epoch}-{val_loss:.2f}".
+            None for "{epoch}-{step}". A `/` makes a folder, as in "fold-1/{epoch}"; in the name of a metric it becomes
+            `_`.
+        monitor: the metric to rank by. None keeps the newest checkpoints.
+        verbose: print what is saved.
+        save_last: also keep the newest checkpoint, even if it is not among the best, save at the end of the run (Ctrl-C
+            included), and point the link `last` to it if the file system has links. "link" means the same.
+        save_top_k: the number of checkpoints to keep; -1 for all, 0 for none (except `save_last`'s).
+        save_on_exception: also save when fit ends with an exception, under the same template.
+        save_weights_only: leave out optimizers, progress and random numbers; such a checkpoint cannot be resumed.
+        mode: "min" if a smaller metric is better, "max" if a larger one is. nan ranks as the worst.
+        auto_insert_metric_name: "{epoch}" becomes `epoch=3`; otherwise `3`.
+        every_n_train_steps: save after every n-th optimizer step; 0 for never. With a `monitor` and a validation due
+            after the same step, save after that validation.
+        train_time_interval: save when this much time has passed since the last save: a timedelta, "DD:HH:MM:SS" or a
+            dict.
+        every_n_epochs: save in every n-th epoch; 0 for never. 1 if none of these three is given; at most one may be.
+        save_on_train_epoch_end: save at the end of training epochs instead of validations, for `every_n_epochs`. None:
+            at the end of epochs if each ends with its only validation, or there is no validation.
+        enable_version_counter: append `-v1` and so on to a name that is taken; False replaces what is there.
+        save_on_each_node: each machine keeps whole checkpoints of its own. fit requires this on machines that share no
+            folder; if they share one, it changes nothing.
 
     Raises:
-        ConfigurationError: for an argument or a combination that cannot be; at a save if `monitor` was never logged.
-        CheckpointError: if a checkpoint cannot be written. The previous ones are whole.
+        ConfigurationError: for an invalid argument or combination; at a save if `monitor` was never logged.
+        CheckpointError: if a checkpoint cannot be written. The previous ones stay whole.
 
     Attributes:
-        best_model_path: the best one kept (without `monitor`: the newest); "" if there is none.
+        best_model_path: the best checkpoint kept (without `monitor`: the newest); "" if there is none.
         best_model_score: its score, a 0-d tensor, or None.
-        last_model_path: the newest one; "" if there is none.
+        last_model_path: the newest checkpoint; "" if there is none.
         current_score: the last score seen, saved or not.
-        best_k_models: path → score of those kept for their score.
+        best_k_models: path → score of the checkpoints that are kept for their score.
 
     Example:
         >>> checkpoint = ModelCheckpoint(filename="{epoch}-{val_acc:.3f}", monitor="val_acc", mode="max", save_top_k=3)
@@ -94,6 +97,7 @@ class ModelCheckpoint(Callback):
     """Template of the link's name."""
     STARTING_VERSION = 1
 
+    @checks_names
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -129,13 +133,13 @@ class ModelCheckpoint(Callback):
         self.enable_version_counter = enable_version_counter
         self.save_on_each_node = save_on_each_node
         self.saves_on_each_node = False
-        """The machines of this run share no folder."""
+        """True if the machines of this run share no folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
         self._every_n_train_steps, self._every_n_epochs, self._interval = _triggers(
             every_n_train_steps, every_n_epochs, train_time_interval
         )
         self._asked: Callable[[], list[bool]] | None = None
-        """Whether a save is due by time, as the first rank told at the end of the last window."""
+        """Returns whether a save is due by time, as the first rank decided at the end of the last window."""
         self.load_state_dict({})
 
     @property
@@ -153,13 +157,13 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of those kept for their score, once there are `save_top_k` (of -1: at any time); "" before."""
+        """The worst of the checkpoints kept for their score, once `save_top_k` are kept (-1: at any time); "" before."""
         full = self.save_top_k != 0 and len(self.best_k_models) >= max(1, self.save_top_k)
         return self._worst_of(self.best_k_models) if full else ""
 
     @property
     def kth_value(self) -> Tensor:
-        """Its score: what a new one must beat, unless all are kept."""
+        """The score of `kth_best_model_path`, which a new checkpoint must beat unless all are kept."""
         path = self.kth_best_model_path
         return self.best_k_models[path] if path else torch.tensor(math.inf if self.mode == "min" else -math.inf)
 
@@ -196,15 +200,15 @@ class ModelCheckpoint(Callback):
         books = read_books(state, self.dirpath)
         if books.former is not None:
             warnings.warn(
-                f"checkpoints were saved in {books.former} and go to {self.dirpath} now: the earlier ones are neither ranked "
-                "nor deleted.",
+                f"checkpoints were saved in {books.former}, and are now saved in {self.dirpath}: the earlier ones are "
+                "neither ranked nor deleted.",
                 stacklevel=2,
             )
         self.best_model_path = books.best_model_path
         self.best_model_score = _tensor(books.best_model_score)
         self.current_score = _tensor(books.current_score)
         self.last_model_path = books.last_model_path
-        # What was deleted since, by hand or by another run, is not ranked any more.
+        # Checkpoints that were deleted since, by hand or by another run, are no longer ranked.
         self.best_k_models: dict[str, Tensor] = {
             path: torch.tensor(score, dtype=torch.float64)
             for path, score in books.ranked.items()
@@ -229,7 +233,7 @@ class ModelCheckpoint(Callback):
             self._ranks(trainer).keep(self._make_folder)
 
     def folder_of(self, trainer: Trainer) -> str:
-        """Where it saves in a run of that Trainer."""
+        """Returns the folder it saves in during a run of this Trainer."""
         if self._given_dirpath is not None:
             return self._given_dirpath
         return os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
@@ -238,7 +242,7 @@ class ModelCheckpoint(Callback):
         return Peers(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
 
     def _make_folder(self) -> None:
-        """Makes the folder at the start, so that one that cannot be made is known now and not after the first epoch."""
+        """Makes the folder at the start, so that a failure is reported now and not after the first epoch."""
         assert self.dirpath is not None
         try:
             os.makedirs(self.dirpath, exist_ok=True)
@@ -257,7 +261,7 @@ class ModelCheckpoint(Callback):
     ) -> None:
         if not self._every_n_train_steps and self._interval is None:
             return
-        # In manual optimisation a batch may go by without a step.
+        # In manual optimisation a batch may pass without a step.
         stepped, self._seen_step = trainer.global_step != self._seen_step, trainer.global_step
         due = trainer.window.closes and (stepped or not self._every_n_train_steps) and self._is_due_by_step(trainer)
         if due and not self._waits_for_validation(trainer):
@@ -288,7 +292,7 @@ class ModelCheckpoint(Callback):
         if not can_save_after(trainer, exception):
             return
         logged, values = trainer.callback_metrics, {}
-        # After an error of the device nothing can be read back: then the name is without metrics.
+        # After a device error nothing can be read back: then the name has no metrics.
         with suppress(Exception):
             values = trainer.read_metrics({name: logged[name] for name in metrics_in(self.filename) if name in logged})
         values = {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
@@ -305,7 +309,7 @@ class ModelCheckpoint(Callback):
         due = time.monotonic() - self._saved_at >= self._interval
         if trainer.world_size == 1:
             return due
-        # Clocks differ by rank: the first one's decides. Nobody waits for it, since its word is read one window later.
+        # Clocks differ by rank, so the first rank decides. Nobody waits: its decision is read one window later.
         is_agreed = self._asked is not None and self._asked()[0]
         self._asked = trainer.strategy.ranks.exchange_flags([due and trainer.is_global_zero and not is_agreed])
         return is_agreed
@@ -321,13 +325,13 @@ class ModelCheckpoint(Callback):
 
     # what -------------------------------------------------------------------------------------------------------------
     def _save(self, trainer: Trainer, may_rank: bool = True) -> None:
-        """Saves if there is a reason to, once after a batch."""
+        """Saves if the checkpoint would be kept, at most once per batch."""
         if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
             return
         values = self._values(trainer)
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
         path = self._path(values, ranks) if ranks or self.save_last else None
-        # Only the first rank surely sees the folder, so its word counts.
+        # Only the first rank is sure to see the folder, so it decides.
         found = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
         ranks, name, replaces = trainer.strategy.ranks.broadcast(found)
         if name is None:
@@ -347,35 +351,39 @@ class ModelCheckpoint(Callback):
             trainer.print(self._report(written, trainer.global_step, ranks))
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
-        """Epoch, step, and the metrics that the name or the ranking wants, in one read-back."""
+        """Returns epoch, step, and the metrics that the name or the ranking needs, in one read-back."""
         logged = trainer.callback_metrics
         wanted = {*metrics_in(self.filename), *metrics_in(self.CHECKPOINT_NAME_LAST), self.monitor}
         found = {name: logged[name] for name in sorted(logged) if name in wanted}
         values = trainer.read_metrics(found) if found else {}
-        # Ranks must agree on names and ranking, also where each logged its own value.
+        # Ranks must agree on names and ranking, even if each logged its own value.
         values = dict(trainer.strategy.ranks.broadcast(values))
         return {**values, "epoch": trainer.progress.epoch, "step": trainer.global_step}
 
     def _score(self, trainer: Trainer, values: Mapping[str, float]) -> float | None:
-        """The monitored value; nan counts as the worst there is. None if there is nothing to rank by."""
+        """Returns the monitored value, nan as the worst possible; None if there is nothing to rank by."""
         if self.monitor is None:
             return None
         if self.monitor not in values:
             message = missing_metric("ModelCheckpoint", self.monitor, trainer)
             if validates(trainer) and trainer.progress.validations == 0:
-                # The first validation may still bring it.
+                # The first validation may still log it.
                 warnings.warn(f"{message} This checkpoint is not ranked.", stacklevel=4)
                 self.current_score = None
                 return None
             raise ConfigurationError(message)
         score = values[self.monitor]
         if math.isnan(score):
+            if trainer.is_global_zero:
+                warnings.warn(
+                    f"ModelCheckpoint monitors {self.monitor!r}, which is nan: it ranks as the worst.", stacklevel=4
+                )
             score = math.inf if self.mode == "min" else -math.inf
         self.current_score = torch.tensor(score, dtype=torch.float64)
         return score
 
     def check_monitor_top_k(self, trainer: Trainer, current: Tensor | float | None = None) -> bool:
-        """True if a checkpoint with this score would be kept for it."""
+        """Returns True if a checkpoint with this score would be kept for it."""
         return self._is_among_best(None if current is None else float(current))
 
     def _is_among_best(self, score: float | None) -> bool:
@@ -388,7 +396,7 @@ class ModelCheckpoint(Callback):
 
     # the ranking ------------------------------------------------------------------------------------------------------
     def _enter(self, path: str, trainer: Trainer, ranks: bool) -> None:
-        """Ranks a checkpoint that is about to be written, and marks those that it replaces for deletion."""
+        """Ranks a checkpoint that is about to be written, and marks those it replaces for deletion."""
         before = self._kept()
         if ranks and self.monitor is None:
             self._recent = [*(old for old in self._recent if old != path), path]
@@ -411,7 +419,7 @@ class ModelCheckpoint(Callback):
                 self._doomed[old] = identity(old)
 
     def _kept(self) -> set[str]:
-        """Every checkpoint that is not to be deleted."""
+        """Returns every checkpoint that must not be deleted."""
         newest = {self.last_model_path} if self.save_last and self.last_model_path else set()
         return {*self.best_k_models, *self._recent} | newest
 
@@ -419,12 +427,12 @@ class ModelCheckpoint(Callback):
         return (min if self.mode == "min" else max)(scores, key=lambda path: float(scores[path]))
 
     def _worst_of(self, scores: Mapping[str, Tensor]) -> str:
-        # Of equal ones the newer counts as the worse, as the one that came first keeps its place.
+        # Among equals the newer counts as worse, so that the first one keeps its place.
         newest_first = list(scores)[::-1]
         return (max if self.mode == "min" else min)(newest_first, key=lambda path: float(scores[path]))
 
     def _rename(self, path: str, written: str) -> None:
-        """Another process took the name between our look and the commit."""
+        """Records the actual path, if another process took the name between our check and the commit."""
         self.best_k_models = {written if key == path else key: score for key, score in self.best_k_models.items()}
         self._recent = [written if key == path else key for key in self._recent]
         self.last_model_path = written
@@ -433,7 +441,7 @@ class ModelCheckpoint(Callback):
 
     @contextmanager
     def _rolling_back(self) -> Iterator[None]:
-        """A save that fails leaves the ranking as it was."""
+        """Restores the ranking if the save in this block fails."""
         before = {name: copy.copy(getattr(self, name)) for name in RANKING}
         try:
             yield
@@ -443,14 +451,14 @@ class ModelCheckpoint(Callback):
             raise
 
     def _delete_doomed(self) -> None:
-        """Deletes what was replaced. One that cannot be deleted is tried again with the next."""
+        """Deletes replaced checkpoints. One that cannot be deleted is tried again at the next save."""
         for path, who in list(self._doomed.items()):
-            # By another run the name may have been given to another checkpoint.
+            # Another run may have used the name for another checkpoint.
             if who is not None and identity(path) == who:
                 try:
                     delete(path)
                 except CheckpointError as error:
-                    warnings.warn(f"an old checkpoint stays: {error}", stacklevel=2)
+                    warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
                     continue
             del self._doomed[path]
 
@@ -462,7 +470,7 @@ class ModelCheckpoint(Callback):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """The name that a checkpoint with these metrics gets, with its folder once that is known.
+        """Returns the name of a checkpoint with these metrics, with its folder once that is known.
 
         Args:
             metrics: values for the template, with "epoch" and "step".
@@ -482,7 +490,7 @@ class ModelCheckpoint(Callback):
         return self._free_path(name, self._may_take(name, ranks))
 
     def _may_take(self, name: str, ranks: bool) -> set[str]:
-        """Paths of that name which the new checkpoint may take over: those that go when it comes."""
+        """Returns the paths that the new checkpoint may replace, since they are deleted once it is written."""
         assert self.dirpath is not None
         kept = {*self.best_k_models, *self._recent}
         is_full = 0 < self.save_top_k <= len(self._recent)
@@ -491,7 +499,7 @@ class ModelCheckpoint(Callback):
         goes = {loser, self.last_model_path} if self.save_last else {loser}
         if not self.enable_version_counter:
             goes.add(os.path.join(self.dirpath, name))
-            # A checkpoint without a rank must not take the place of one that was kept for its score.
+            # A checkpoint that is not ranked must not replace one that is kept for its score.
             stays = set() if ranks else stays
         return goes - stays
 
@@ -505,7 +513,7 @@ class ModelCheckpoint(Callback):
         return path
 
     def _link_last(self, written: str, values: Mapping[str, float]) -> None:
-        """Points the link to the newest checkpoint, atomically."""
+        """Points the link `last` to the newest checkpoint, atomically."""
         assert self.dirpath is not None
         name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
         link = Path(self.dirpath, name)
@@ -516,7 +524,7 @@ class ModelCheckpoint(Callback):
             os.symlink(os.path.relpath(written, link.parent), new, target_is_directory=True)
             os.replace(new, link)
         except OSError:
-            # No links here: the checkpoint itself is kept, and ckpt_path="last" finds it.
+            # The file system has no links: the checkpoint itself is kept, and ckpt_path="last" finds it.
             new.unlink(missing_ok=True)
 
     def _report(self, path: str, step: int, ranks: bool) -> str:
@@ -546,15 +554,15 @@ def _check(monitor: Any, mode: Any, save_top_k: Any, save_last: Any) -> None:
 
 
 def _triggers(steps: Any, epochs: Any, interval: Any) -> tuple[int, int, float | None]:
-    """Steps, epochs and seconds between saves, of which at most one is given."""
+    """Checks and returns the steps, epochs and seconds between saves; at most one may be given."""
     for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ConfigurationError(f"ModelCheckpoint({name}={value!r}): give a whole number from 1, or 0 for not.")
+            raise ConfigurationError(f"ModelCheckpoint({name}={value!r}): give a whole number from 1, or 0 for never.")
     seconds = None if interval is None else parse_duration(interval, "train_time_interval").total_seconds()
     if bool(steps) + bool(epochs) + (seconds is not None) > 1:
         raise ConfigurationError(
-            f"ModelCheckpoint(every_n_train_steps={steps!r}, every_n_epochs={epochs!r}, train_time_interval={interval!r}): "
-            "give one of the three, and one ModelCheckpoint for each."
+            f"ModelCheckpoint(every_n_train_steps={steps!r}, every_n_epochs={epochs!r}, "
+            f"train_time_interval={interval!r}): give one of the three, and a ModelCheckpoint for each."
         )
     if steps is None and epochs is None and seconds is None:
         epochs = 1

@@ -1,4 +1,4 @@
-"""ModelSummary: what a module is made of, as a table."""
+"""ModelSummary, a callback that prints a module's layers and parameters as a table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One row of the table. Sizes are shapes, lists of shapes, or None where they are not known."""
+    """One row of the table. Sizes are shapes, lists of shapes, or None if unknown."""
 
     name: str
     type: str
@@ -37,16 +37,16 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """What `summarize` found; `str()` of it is the table.
+    """The result of `summarize`; `str()` returns it as a table.
 
     Attributes:
-        layers: one row a submodule, down to the depth that was asked for.
-        total_parameters: every parameter once, however many modules share it.
-        trainable_parameters: those that require a gradient.
-        model_bytes: what the parameters take in memory, in their own data types.
-        modules_in_train_mode: submodules at any depth, without the module itself.
-        modules_in_eval_mode: likewise.
-        uninitialized: parameters of lazy modules, whose size is not known before the first batch.
+        layers: a row for each submodule, down to the requested depth.
+        total_parameters: elements of all parameters; shared ones count once.
+        trainable_parameters: elements of the parameters that require a gradient.
+        model_bytes: memory of the parameters in their own dtypes.
+        modules_in_train_mode: number of submodules at any depth in train mode.
+        modules_in_eval_mode: number of submodules at any depth in eval mode.
+        uninitialized: number of parameters of lazy modules, whose size is unknown before the first batch.
     """
 
     layers: list[LayerSummary] = field(default_factory=list)
@@ -60,7 +60,10 @@ class Summary:
     def __str__(self) -> str:
         lines = _table(self.layers) if self.layers else []
         if self.uninitialized:
-            lines.append(f"{self.uninitialized} parameters of lazy modules are not counted: the first batch sizes them")
+            lines.append(
+                f"{self.uninitialized} parameters of lazy modules are not counted: their size is unknown before the "
+                "first batch"
+            )
         frozen = self.total_parameters - self.trainable_parameters
         totals = (
             (_count(self.trainable_parameters), "trainable parameters"),
@@ -77,10 +80,10 @@ class ModelSummary(Callback):
     """Prints a table of the module's layers and parameters at the start of a fit.
 
     Args:
-        max_depth: levels of submodules to show: 1 for the module's own, 0 for the totals alone, -1 for all.
+        max_depth: levels of submodules to show: 1 for direct submodules, 0 for the totals alone, -1 for all.
 
     Raises:
-        ConfigurationError: if `max_depth` is not -1, 0 or above.
+        ConfigurationError: if `max_depth` is neither -1 nor a whole number from 0.
 
     Example:
         >>> callback = ModelSummary(max_depth=2)
@@ -93,26 +96,26 @@ class ModelSummary(Callback):
 
     @property
     def max_depth(self) -> int:
-        """Levels of submodules that are shown."""
+        """The levels of submodules that are shown."""
         return self._max_depth
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # On every rank, since a sharded module runs only on all of them together.
+        # On every rank, since a sharded module only runs on all of them together.
         trainer.print(summarize(module, self._max_depth))
 
 
 def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
     """Counts a module's parameters, layer by layer.
 
-    A module with an `example_input_array` is run on it once, for the sizes of what goes in and out of each layer: in
-    eval mode, without gradients, and without drawing from the run's random numbers.
+    A module with an `example_input_array` is run on it once, for the input and output sizes of each layer, in eval
+    mode, without gradients, and without changing the run's random numbers.
 
     Args:
         module: any module.
         max_depth: as in `ModelSummary`.
 
     Raises:
-        ConfigurationError: if `max_depth` is not -1, 0 or above.
+        ConfigurationError: if `max_depth` is neither -1 nor a whole number from 0.
 
     Example:
         >>> print(summarize(nn.Sequential(nn.Linear(4, 2), nn.ReLU())))
@@ -155,10 +158,10 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
-    """A trial run of a module that leaves no trace: eval mode, no gradients, the random numbers as they were.
+    """Prepares a trial run of a module that leaves no trace: in eval mode, without gradients, random numbers restored.
 
     Yields:
-        The inputs on the module's device, their floats in its parameters' type.
+        The inputs on the module's device, with floats in the dtype of its parameters.
     """
     from leyden.strategies.batch import convert_floats, move_to_device
     from leyden.trainer.data.rng import isolated_rng
@@ -177,7 +180,7 @@ def undisturbed(module: nn.Module, inputs: Any) -> Iterator[Any]:
 
 
 def check_depth(max_depth: int) -> None:
-    """Refuses a value that is not a depth."""
+    """Raises if a value is not a depth."""
     if isinstance(max_depth, bool) or not isinstance(max_depth, int) or max_depth < -1:
         raise ConfigurationError(
             f"max_depth={max_depth!r}: give the levels to show, 0 for totals alone, or -1 for all."
@@ -202,7 +205,7 @@ def _row(
 
 
 def _numel(parameter: Tensor) -> int:
-    # DeepSpeed's stage 3 keeps an empty tensor in place of a parameter that lies on other ranks.
+    # DeepSpeed's stage 3 replaces a parameter that is on other ranks by an empty tensor.
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -218,7 +221,7 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
 
         return hook
 
-    # TorchScript's modules take no hooks: their rows are without sizes.
+    # TorchScript modules take no hooks, so their rows have no sizes.
     plain = [layer for layer in layers if not isinstance(layer, torch.jit.ScriptModule)]
     handles = [layer.register_forward_hook(note(layer)) for layer in plain]
     try:
@@ -230,7 +233,7 @@ def _sizes(module: nn.Module, layers: set[nn.Module]) -> dict[nn.Module, tuple[A
             else:
                 module(inputs)
     except Exception as error:  # a summary must not end a run that would train
-        warnings.warn(f"the summary shows no sizes, as forward(example_input_array) raised {error!r}.", stacklevel=4)
+        warnings.warn(f"the summary shows no sizes, since forward(example_input_array) raised {error!r}.", stacklevel=4)
         return {}
     finally:
         for handle in handles:
@@ -272,7 +275,7 @@ def _table(layers: list[LayerSummary]) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """Three digits and a unit: 66, 1.2 K, 34.5 M, 7.2 B."""
+    """Formats a count with up to three digits and a unit: 66, 1.2 K, 34.5 M, 7.2 B."""
     size = float(number)
     for unit in ("", " K", " M", " B"):
         if size < 1000 or unit == " B":

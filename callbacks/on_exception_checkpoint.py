@@ -1,4 +1,4 @@
-"""OnExceptionCheckpoint: a checkpoint of the moment in which a run failed."""
+"""OnExceptionCheckpoint, a callback that saves a checkpoint when a run fails."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 
 
 class OnExceptionCheckpoint(Callback):
-    """Saves a checkpoint when fit ends by an exception, Ctrl-C included.
+    """Saves a checkpoint when fit ends with an exception, Ctrl-C included.
 
-    Inside an accumulation window its position is the window's start, so that a resume repeats the window; gradients are
-    never saved.
+    Inside an accumulation window the checkpoint's position is the start of the window, so a resume repeats the window;
+    gradients are never saved.
 
     Args:
-        dirpath: where to save.
-        filename: the checkpoint's name; if it is taken, `-v1` and so on is appended.
+        dirpath: the folder to save in.
+        filename: the checkpoint's name; `-v1` and so on is appended if it is taken.
 
     Raises:
         ConfigurationError: if `filename` is empty, or leads out of its folder.
 
     Attributes:
-        saved_path: what was written last, or None.
+        saved_path: the checkpoint written last, or None.
 
     Example:
         >>> OnExceptionCheckpoint("runs/digits").ckpt_path
@@ -42,7 +42,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if filename in ("", ".", "..") or Path(filename).name != filename:
             raise ConfigurationError(
-                f"OnExceptionCheckpoint(filename={filename!r}): give one name, and folders in dirpath."
+                f"OnExceptionCheckpoint(filename={filename!r}): give a single name, and put folders in dirpath."
             )
         self.dirpath = os.path.expanduser(os.fspath(dirpath))
         self.filename = filename
@@ -50,7 +50,7 @@ class OnExceptionCheckpoint(Callback):
 
     @property
     def ckpt_path(self) -> str:
-        """The path asked for."""
+        """The path that was asked for."""
         return os.path.join(self.dirpath, self.filename)
 
     @property
@@ -62,26 +62,26 @@ class OnExceptionCheckpoint(Callback):
 
 
 def can_save_after(trainer: Trainer, exception: BaseException) -> bool:
-    """True if there is something to save of a run that failed, and everybody is there to save it."""
+    """Returns True if a failed run has something to save, and all ranks are there to save it."""
     if trainer.state.stage != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
         return False
     if isinstance(exception, CheckpointError):
         return False
-    # Saving is done by all ranks together, and the others may be anywhere. A signal ends them in order.
+    # All ranks save together, but after an error the others may be anywhere. A signal stops them all at the same step.
     return trainer.world_size == 1 or exception is trainer.signals.interruption
 
 
 def save_after(trainer: Trainer, path: str, exception: BaseException, weights_only: bool = False) -> Path | None:
-    """Saves a run that failed, where there is something to save; what goes wrong now must not hide the first error.
+    """Saves a failed run if possible. An error in saving becomes a warning, since it must not hide the first one.
 
     Args:
-        trainer: of the run.
-        path: of the checkpoint.
-        exception: what ended the run; after a failure to save, saving is not tried again.
+        trainer: the Trainer of the run.
+        path: path of the checkpoint.
+        exception: the exception that ended the run; after a failure to save, nothing is saved.
         weights_only: as in `Trainer.save_checkpoint`.
 
     Returns:
-        What was written, or None.
+        The path that was written, or None.
     """
     if not can_save_after(trainer, exception):
         return None

@@ -1,4 +1,4 @@
-"""Metrics and settings in the plain form that loggers write: single numbers, and text."""
+"""Converts metrics and settings to the plain form that loggers write: single numbers, and text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 
 
 def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The metrics as plain numbers, nested ones under "outer/inner".
+    """Returns metrics as plain numbers, nested ones under "outer/inner".
 
     Raises:
-        ConfigurationError: if a value is not one number.
+        ConfigurationError: if a value is not a single number.
     """
     plain: dict[str, float] = {}
     for key, value in metrics.items():
@@ -34,7 +34,7 @@ def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, flo
 
 
 def _one_number(name: str, value: Any) -> float:
-    # Tensors, and NumPy's arrays and scalars, whose size is a number.
+    # Tensors, and arrays and scalars of NumPy, whose `size` is a number.
     if (isinstance(value, Tensor) and value.numel() == 1) or getattr(value, "size", 0) == 1:
         value = value.item()
     if isinstance(value, abstract_numbers.Integral):
@@ -44,15 +44,15 @@ def _one_number(name: str, value: Any) -> float:
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise ConfigurationError(
         f"the metric '{name}' is {kind_of(value)}{shape}, and loggers take single numbers: log its mean or "
-        "sum; for text, images and the like call logger.experiment."
+        "sum; for text, images and so on call logger.experiment."
     )
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """A mapping, a Namespace or a dataclass as a dict; None as an empty one.
+    """Converts a mapping, a Namespace or a dataclass to a dict; None to an empty one.
 
     Raises:
-        ConfigurationError: if it is none of them.
+        ConfigurationError: for any other type.
     """
     if params is None:
         return {}
@@ -63,13 +63,14 @@ def as_dict(params: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(params) and not isinstance(params, type):
         return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
     raise ConfigurationError(
-        f"hyper-parameters are a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}: "
+        f"hyperparameters are a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}: "
         "log_hyperparams({'name': value})."
     )
 
 
 def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
-    """Nested settings as one level, `{"optimizer/lr": 0.1}`; what is no number, bool or string is written as a string.
+    """Flattens nested settings to one level, `{"optimizer/lr": 0.1}`; other types than numbers and bools become
+    strings.
 
     Example:
         >>> flatten_hparams({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "name": None})
@@ -94,7 +95,7 @@ def _text(value: Any) -> str:
 
 
 def json_value(value: Any) -> Any:
-    """The value as strict JSON: for people and their scripts to read, not for loading it back."""
+    """Converts a value to strict JSON, for people and scripts to read; it cannot be loaded back."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, bool | int | str):

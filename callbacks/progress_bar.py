@@ -1,4 +1,6 @@
-"""TQDMProgressBar: how far a run is. Nothing is drawn, or read back from the device, more often than the eye can follow."""
+"""TQDMProgressBar, a callback that shows the progress of a run, and draws and reads back no more often than the eye can
+follow.
+"""
 
 from __future__ import annotations
 
@@ -17,58 +19,60 @@ if TYPE_CHECKING:
 
 DRAW_SECONDS = 0.1
 LINE_SECONDS = 30.0
-# Whoever watches a log wants to see soon that the run moves, and how fast.
+# The first line comes early, to show in a log that the run moves, and how fast.
 FIRST_LINE_SECONDS = 5.0
-# A slow terminal (ssh) may take long to draw: the bar then waits this many times as long, so drawing stays below 5 %.
+# A slow terminal (ssh) may take long to draw. The bar then waits this many times as long, so drawing stays below 5 %.
 DRAW_SHARE = 20
 NEVER = math.inf
 
 
 class ProgressBar(Callback):
-    """Base class of progress bars: what they share, and what the Trainer looks for.
+    """Base class of progress bars, by which the Trainer finds them.
 
-    `get_metrics` may be overridden to choose what is shown, and `print` to keep printed text off the bar.
+    Override `get_metrics` to choose what is shown, and `print` to keep printed text off the bar.
     """
 
-    # Closing, so that the metrics of an event are reduced before they are shown; before checkpoints, which take time.
+    # A closing callback, so that an event's metrics are reduced before they are shown; before checkpoints, which take
+    # time.
     order: ClassVar[int] = 150
     is_enabled: bool = True
 
     @property
     def is_disabled(self) -> bool:
-        """True if nothing is shown."""
+        """True if the bar is not shown."""
         return not self.is_enabled
 
     def enable(self) -> None:
-        """Shows the bar, from the next stage on."""
+        """Shows the bar from the next stage on."""
         self.is_enabled = True
 
     def disable(self) -> None:
-        """Shows nothing, from the next stage on."""
+        """Hides the bar from the next stage on."""
         self.is_enabled = False
 
     def get_metrics(self, trainer: Trainer, module: TrainModule) -> dict[str, Any]:
-        """The metrics to show: those logged with `prog_bar=True`, read back in one go."""
+        """Returns the metrics to show: those logged with `prog_bar=True`, in one read-back."""
         return dict(trainer.read_metrics(trainer.progress_bar_metrics))
 
     def print(
         self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool | None = None
     ) -> None:
-        """Prints so that a bar on the screen stays whole; takes what Python's `print` takes."""
+        """Prints without breaking a bar on the screen; takes the arguments of Python's `print`."""
         print(*args, sep=sep, end=end, file=file, flush=file is None if flush is None else flush)
 
 
 class TQDMProgressBar(ProgressBar):
-    """One bar for the training epoch and one for evaluation, drawn by tqdm; plain lines where there is no terminal.
+    """Shows a tqdm bar for the training epoch and one for evaluation; plain lines if there is no terminal.
 
-    A bar is redrawn at most ten times a second, and only then metrics are read back from the device: in between, a
-    batch costs one look at the clock. What is printed meanwhile comes above the bars. Without a terminal (a log file, a batch job), a line with epoch, step, speed and
-    metrics is written at the end of each epoch, and every 30 s within one, the first one after 5 s.
+    A bar is redrawn at most ten times a second, and metrics are read back from the device only then; in between, a
+    batch costs one reading of the clock. Printed text appears above the bars. Without a terminal (a log file, a batch
+    job), a line with epoch, step, speed and metrics is written at the end of each epoch and every 30 s, the first one
+    after 5 s.
 
     Args:
-        refresh_rate: redraw at multiples of this many batches only; 0 shows nothing.
+        refresh_rate: redraw only at multiples of this many batches; 0 hides the bar.
         process_position: lines to leave free above the bars, for several runs in one terminal.
-        leave: keeps the bar of each epoch on the screen.
+        leave: keep the bar of each epoch on the screen.
 
     Raises:
         ConfigurationError: if `refresh_rate` or `process_position` is negative.
@@ -89,7 +93,7 @@ class TQDMProgressBar(ProgressBar):
         self._eval_bar: Any = None
         self._plain = False
         self._due = NEVER
-        """When the training bar may be drawn again, by `time.perf_counter`."""
+        """When the training bar may be drawn again, in `time.perf_counter` seconds."""
         self._eval_due = NEVER
         self._eval_done = 0
         self._eval_total: int | None = None
@@ -98,17 +102,17 @@ class TQDMProgressBar(ProgressBar):
         self._line_since = 0.0
         self._line_batch = 0
         self._has_written = False
-        """A line was written in this run."""
+        """True once a line was written in this run."""
         self._printing: above_bars.AboveBars | None = None
 
     @property
     def refresh_rate(self) -> int:
-        """Redraws happen at multiples of this many batches."""
+        """The bar is redrawn only at multiples of this many batches."""
         return self._refresh_rate
 
     @property
     def process_position(self) -> int:
-        """Lines left free above the bars."""
+        """The lines left free above the bars."""
         return self._position
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -116,25 +120,25 @@ class TQDMProgressBar(ProgressBar):
             self.disable()
         self._has_written = False
 
-    # The bars themselves: a subclass may build its own, of any class with tqdm's methods.
+    # A subclass may build other bars, of any class with tqdm's methods.
     def init_train_tqdm(self) -> Any:
-        """The bar of the training epochs."""
+        """Makes the bar of the training epochs."""
         return new_bar(position=2 * self._position, leave=True)
 
     def init_validation_tqdm(self) -> Any:
-        """The bar of a validation; below the training bar where there is one."""
+        """Makes the bar of a validation, below the training bar if there is one."""
         return new_bar(position=2 * self._position + (self._train_bar is not None), leave=self._train_bar is None)
 
     def init_sanity_tqdm(self) -> Any:
-        """The bar of the sanity check."""
+        """Makes the bar of the sanity check."""
         return new_bar(position=2 * self._position, leave=False)
 
     def init_test_tqdm(self) -> Any:
-        """The bar of a test."""
+        """Makes the bar of a test."""
         return new_bar(position=2 * self._position, leave=True)
 
     def init_predict_tqdm(self) -> Any:
-        """The bar of a prediction."""
+        """Makes the bar of a prediction."""
         return new_bar(position=2 * self._position, leave=True)
 
     # training
@@ -203,13 +207,13 @@ class TQDMProgressBar(ProgressBar):
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
         if self._eval_due == NEVER:
             return
-        # In a fit the next line or redraw of the training shows the result.
+        # In a fit the next line or redraw of the training bar shows the result.
         if self._eval_bar is not None or (self._due == NEVER and not trainer.sanity_checking):
             self._show_evaluation()
         self._close_evaluation()
         self._line_since += time.perf_counter() - self._eval_since
         if self._train_bar is not None:
-            # The speed of training is shown without the time of validation.
+            # The speed of training does not include the time of validation.
             self._train_bar.unpause()
             self._due = 0.0
 
@@ -285,7 +289,7 @@ class TQDMProgressBar(ProgressBar):
             self._eval_due = draw(self._eval_bar, self._eval_done)
 
     def _line_pause(self) -> float:
-        """Seconds until the next line: fewer before the first one of a run."""
+        """Returns the seconds until the next line, fewer before the first line of a run."""
         return LINE_SECONDS if self._has_written else min(FIRST_LINE_SECONDS, LINE_SECONDS)
 
     def _close_evaluation(self) -> None:
@@ -302,7 +306,7 @@ class TQDMProgressBar(ProgressBar):
         self._end_printing()
 
     def _begin_printing(self) -> None:
-        """What anybody prints from now on comes above the bars."""
+        """Makes printed text appear above the bars from now on."""
         if self._printing is None:
             self._printing = above_bars.begin(self._on_screen)
 
@@ -316,7 +320,7 @@ class TQDMProgressBar(ProgressBar):
 
 
 def is_interactive() -> bool:
-    """True if a bar can move: stderr is a terminal, or this is a notebook."""
+    """Returns True if a bar can be redrawn: stderr is a terminal, or this is a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     if shell is not None and "IPKernelApp" in getattr(shell, "config", {}):
@@ -325,7 +329,7 @@ def is_interactive() -> bool:
 
 
 def new_bar(position: int, leave: bool) -> Any:
-    """A tqdm bar that draws only when it is told to."""
+    """Makes a tqdm bar that is drawn only on request."""
     try:
         from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
@@ -345,7 +349,7 @@ def draw(bar: Any, done: int) -> float:
 
 
 def format_number(value: Any) -> str:
-    """A number in few characters, and in about as many each time, so that the bar does not jump.
+    """Formats a number in a few characters, always about as many, so that the bar does not jump.
 
     Example:
         >>> [format_number(value) for value in (3, 0.51234, 12345.678, 1e-5, float("nan"))]
@@ -362,7 +366,7 @@ def format_number(value: Any) -> str:
 
 
 def format_metrics(metrics: dict[str, Any]) -> str:
-    """`name=value` for each metric."""
+    """Formats metrics as `name=value`, separated by commas."""
     return ", ".join(f"{name}={format_number(value)}" for name, value in metrics.items())
 
 

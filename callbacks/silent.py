@@ -1,4 +1,6 @@
-"""What writes nothing: in place of a writer on the other ranks, and of a logger in a trial run, so that a user's calls need no `if`."""
+"""Stand-ins that write nothing, for writers on the other ranks and loggers in a trial run, so that user code needs no
+`if`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from leyden.callbacks.logger import Logger
 
 
 class Silent:
-    """Whatever is called, read or assigned by index on it, at any depth, is accepted and does nothing.
+    """Accepts every call, attribute and index, at any depth, and does nothing.
 
     Example:
         >>> Silent().add_histogram("weights", [1.0, 2.0])
@@ -32,7 +34,7 @@ class Silent:
 
 
 class SilentLogger(Logger):
-    """Stands in for a logger where nothing is to be written (`fast_dev_run`); has the methods of every logger.
+    """A logger that writes nothing (`fast_dev_run`) and has the methods of every logger.
 
     Example:
         >>> logger = SilentLogger()
@@ -50,7 +52,7 @@ class SilentLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """The Trainer's `default_root_dir`, for what a user writes there by hand."""
+        """The Trainer's `default_root_dir`, where user code may write."""
         return self._default_root_dir
 
     @property

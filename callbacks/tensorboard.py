@@ -1,4 +1,4 @@
-"""TensorBoardLogger: metrics as TensorBoard event files."""
+"""TensorBoardLogger, a logger that writes TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(FolderLogger):
-    """Writes to `<save_dir>/<name>/version_N`; look at it with `tensorboard --logdir <save_dir>`.
+    """Writes to `<save_dir>/<name>/version_N`; view it with `tensorboard --logdir <save_dir>`.
 
-    TensorBoard is imported at the first write. A resumed run continues in the same folder, and what was logged after the
-    checkpoint is cut off the event files: they hold each value once. (TensorBoard's own `purge_step` would go by the number of
-    the step, which validation steps count anew, and knows no order within a step.) A file that is cut is kept whole under a
-    name `replaced.…`, which TensorBoard passes over; one that was open at that moment shows the cut part until it is reloaded.
-    A validation that a signal broke off is done again by the resume, and its steps are logged again.
+    TensorBoard is imported at the first write. A resumed run continues in the same folder, and cuts what was logged
+    after the checkpoint from the event files, so that they hold each value once. (TensorBoard's own `purge_step` goes
+    by step numbers, which validation steps count separately, and knows no order within a step.) The original of a cut
+    file is kept under a name `replaced.…`, which TensorBoard ignores; a TensorBoard that is running shows the cut part
+    until it reloads. A validation that a signal interrupted is repeated by the resume, and its steps are logged again.
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`.
         name: the folder between `save_dir` and the version; "" for none.
         version: a number or a folder's name; None for the first free number.
-        log_graph: records the module's graph at the start of a fit; it needs `module.example_input_array`.
-        default_hp_metric: gives runs logged without metrics a stand-in `hp_metric` of -1, without which TensorBoard's
-            page of hyper-parameters stays empty.
-        prefix: put before the names of metrics.
+        log_graph: log the module's graph at the start of a fit, which needs `module.example_input_array`.
+        default_hp_metric: give runs without metrics a placeholder `hp_metric` of -1, without which TensorBoard's
+            hyperparameter page stays empty.
+        prefix: put in front of the names of metrics.
         sub_dir: a folder inside the run folder for the event files.
-        **kwargs: handed to `torch.utils.tensorboard.SummaryWriter`: `max_queue`, `flush_secs`, `filename_suffix`, ….
+        **kwargs: passed to `torch.utils.tensorboard.SummaryWriter`: `max_queue`, `flush_secs`, `filename_suffix`, ….
 
     Example:
         >>> import tempfile
@@ -72,14 +72,14 @@ class TensorBoardLogger(FolderLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix)
         if "log_dir" in kwargs:
-            raise ConfigurationError("TensorBoardLogger makes its log_dir of save_dir, name and version: give those.")
+            raise ConfigurationError("TensorBoardLogger makes its log_dir from save_dir, name and version: give those.")
         self._sub_dir = None if sub_dir is None else os.path.expanduser(os.fspath(sub_dir))
         self._log_graph = log_graph
         self._default_hp_metric = default_hp_metric
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
         self._hparams_logged: list[str] = []
-        """Digests of the settings and metrics that this run has logged."""
+        """Digests of the settings and metrics that this run has already logged."""
         self._mark = uuid.uuid4().hex[:8]
 
     @property
@@ -89,7 +89,7 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The SummaryWriter, for images, texts, histograms, …; on ranks that do not write, calls do nothing."""
+        """The SummaryWriter, for images, texts and so on; on ranks that do not write, a stand-in that does nothing."""
         if not self.is_writer:
             return Silent()  # type: ignore[return-value]
         if self._writer is None:
@@ -114,7 +114,7 @@ class TensorBoardLogger(FolderLogger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Records settings for TensorBoard's HPARAMS page, nested ones as "outer/inner", and in `hparams.json`."""
+        """Logs settings to TensorBoard's HPARAMS page, nested ones as "outer/inner", and to `hparams.json`."""
         super().log_hyperparams(params)
         if not self.is_writer:
             return
@@ -127,7 +127,7 @@ class TensorBoardLogger(FolderLogger):
         flat, values = flatten_hparams(self.hparams), plain_numbers(metrics, self._prefix)
         told = hashlib.sha256(repr((sorted(flat.items()), sorted(values.items()))).encode()).hexdigest()[:16]
         if told in self._hparams_logged:
-            # A resumed run has them in its event files.
+            # The event files of a resumed run have them already.
             return
         self._hparams_logged.append(told)
         self.log_metrics(metrics, max(self._last_step, 0))
@@ -137,8 +137,10 @@ class TensorBoardLogger(FolderLogger):
             file_writer.add_summary(summary)
 
     def log_graph(self, module: nn.Module, input_array: Any = None) -> None:
-        """Traces the module on `input_array`, or on its `example_input_array`, in eval mode and without drawing from
-        the run's random numbers. Does nothing unless the logger was made with `log_graph=True`."""
+        """Traces the module on `input_array` or its `example_input_array`, in eval mode, and logs the graph.
+
+        The run's random numbers stay as they are. Does nothing unless the logger was made with `log_graph=True`.
+        """
         if not self._log_graph or not self.is_writer:
             return
         example = getattr(module, "example_input_array", None) if input_array is None else input_array
@@ -154,16 +156,16 @@ class TensorBoardLogger(FolderLogger):
             self.log_graph(module)
         elif self._log_graph and self.is_writer:
             warnings.warn(
-                "log_graph=True: a sharded module is not on one rank as a whole, so no graph was logged.", stacklevel=2
+                "log_graph=True: no rank has the whole of a sharded module, so no graph was logged.", stacklevel=2
             )
 
     def save(self) -> None:
-        """Writes out the events that are queued."""
+        """Writes queued events to disk."""
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Closes the event file; logging more opens another one in the same folder."""
+        """Closes the event file; logging again opens a new one in the same folder."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -174,11 +176,11 @@ class TensorBoardLogger(FolderLogger):
 
     @property
     def _suffix(self) -> str:
-        """What the names of this run's event files end with: other runs and users may write to the folder too."""
+        """The suffix of this run's event files; other runs and users may write to the folder too."""
         return f".{self._mark}{self._kwargs.get('filename_suffix', '')}"
 
     def _event_files(self) -> list[Path]:
-        """The event files that this run's loggers of this kind have written, by their order in time."""
+        """Returns the event files of this run, oldest first."""
         assert self.log_dir is not None
         return sorted(path for path in Path(self.log_dir).glob("events.out.*") if path.name.endswith(self._suffix))
 
@@ -193,7 +195,7 @@ class TensorBoardLogger(FolderLogger):
 
     def check_state_dict(self, state: dict[str, Any]) -> None:
         super().check_state_dict(state)
-        # A checkpoint from before there was this entry has none.
+        # Checkpoints of earlier versions do not have this entry.
         if "event_files" not in state:
             return
         saved = SavedState(state)
@@ -208,7 +210,7 @@ class TensorBoardLogger(FolderLogger):
     def _resume(self, state: dict[str, Any]) -> None:
         self.finalize("interrupted")
         if "event_files" not in state:
-            # Of a checkpoint from before there was this entry: the files have no mark, and stay.
+            # Files of earlier versions have no mark, and stay as they are.
             return
         self._mark = state["mark"]
         self._hparams_logged = list(state.get("hparams", ()))
@@ -216,22 +218,23 @@ class TensorBoardLogger(FolderLogger):
         staging.sweep(Path(self.log_dir), staging.clock_of(Path(self.log_dir)))
         for path in self._event_files():
             size = state["event_files"].get(path.name, 0)
-            # A shorter one was cut by a resume from an earlier checkpoint.
+            # A resume from an earlier checkpoint may have cut the file shorter already.
             if path.stat().st_size > size:
                 _cut(path, size)
 
 
 def _cut(path: Path, size: int) -> None:
-    """Cuts an event file and keeps it aside as it was.
+    """Cuts an event file to a size, and keeps the original beside it.
 
-    Its head is written to a new file first, and one rename puts that in its place: a kill at any moment leaves what the checkpoint
-    knows of, for the next resume to cut again.
+    The head is written to a new file first, and one rename puts it in place: a kill at any moment leaves a file that
+        the
+    next resume can cut again.
     """
     aside = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
     if not size:
         os.replace(path, aside)
         return
-    # Named after the one aside: TensorBoard reads whatever has "tfevents" in its name.
+    # TensorBoard reads any file with "tfevents" in its name, so this one is named after the copy.
     head = staging.sibling(aside, "tmp")
     with path.open("rb") as source, head.open("xb") as target:
         while left := size - target.tell():
@@ -244,13 +247,15 @@ def _cut(path: Path, size: int) -> None:
     try:
         os.link(path, aside)
     except OSError:
-        # A file system without hard links.
+        # The file system has no hard links.
         shutil.copyfile(path, aside)
     os.replace(head, path)
 
 
 def _wait_out_the_second(folder: str) -> None:
-    """Waits for the next second if a file of this one exists: readers sort event files by name, and the name has only seconds."""
+    """Waits for the next second if a file of this second exists: readers sort event files by name, which has only
+    seconds.
+    """
     parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
     now = time.time()
     if any(len(part) > 3 and part[3] == f"{int(now):010d}" for part in parts):

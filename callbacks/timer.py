@@ -1,4 +1,4 @@
-"""Timer: how long each stage took, and a limit on the time to train."""
+"""Timer, a callback that measures the stages of a run and limits the training time."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ UNITS = ("weeks", "days", "hours", "minutes", "seconds", "milliseconds", "micros
 
 
 class Timer(Callback):
-    """Measures the stages of a run, and ends training when its time is over.
+    """Measures the stages of a run, and stops training when a time limit is reached.
 
-    Time spent before a resume counts. The training's time includes the validations inside it.
+    Time before a resume counts. The time of training includes validations during the fit.
 
     Args:
-        duration: the longest that training may take: "DD:HH:MM:SS", a timedelta, or a dict such as {"hours": 8}; None
-            for no limit.
-        interval: where the limit is looked at: at the end of each "step" or of each "epoch".
-        verbose: says so when the limit is reached.
+        duration: the time limit of training: "DD:HH:MM:SS", a timedelta, or a dict such as {"hours": 8}; None for no
+            limit.
+        interval: when the limit is checked: at the end of each "step" or "epoch".
+        verbose: print a message when the limit is reached.
 
     Raises:
-        ConfigurationError: if `duration` or `interval` is of another form.
+        ConfigurationError: if `duration` or `interval` is invalid.
 
     Example:
         >>> timer = Timer(duration="00:12:00:00")
@@ -64,7 +64,7 @@ class Timer(Callback):
         return f"{type(self).__qualname__}(duration={self._duration}, interval={self._interval!r})"
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When the stage began, by `time.monotonic()`; None if it has not.
+        """Returns when the stage began, by `time.monotonic()`; None if it has not begun.
 
         Args:
             stage: "train", "sanity_check", "validate", "test" or "predict".
@@ -72,17 +72,17 @@ class Timer(Callback):
         return self._start.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When the stage ended; None while it runs and before."""
+        """Returns when the stage ended; None before and while it runs."""
         return self._end.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds that the stage has taken, over all resumes; of an evaluation, its last pass."""
+        """Returns the seconds that the stage has taken, over all resumes; for an evaluation, those of its last pass."""
         name = _stage(stage)
         before, start = self._before.get(name, 0.0), self._start.get(name)
         return before if start is None else before + self._end.get(name, time.monotonic()) - start
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Seconds left of `duration`; None if there is no limit."""
+        """Returns the seconds left of `duration`; None if there is no limit."""
         return None if self._duration is None else self._duration - self.time_elapsed(stage)
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Timer(Callback):
         elapsed = SavedState(state).nested("time_elapsed")
         for stage in elapsed.entries:
             if stage not in STAGES:
-                raise StateError(elapsed.path(stage), "is no stage")
+                raise StateError(elapsed.path(stage), "is not a stage")
             elapsed.number(stage, least=0.0, most=1e12)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ class Timer(Callback):
         self._before = {_stage(stage): float(seconds) for stage, seconds in state["time_elapsed"].items()}
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        # A fit that continues the last one adds to its time; for a new one the state was reset.
+        # A fit that continues the last one adds to its time; a new fit has reset the state.
         self._before["train"] = self.time_elapsed("train")
         self._begin("train")
         if self._duration is not None:
@@ -156,24 +156,24 @@ class Timer(Callback):
         self._end[stage] = time.monotonic()
 
     def _stop(self, trainer: Trainer) -> None:
-        # Clocks differ by rank: the first one's decides, and the Trainer brings its wish to the others.
+        # Clocks differ by rank, so the first rank decides; the Trainer stops the others at the same step.
         if not trainer.is_global_zero or trainer.should_stop:
             return
         trainer.should_stop = True
         if self._verbose:
             elapsed = timedelta(seconds=int(self.time_elapsed("train")))
-            trainer.print(f"The time limit is reached after {elapsed}: training ends at step {trainer.global_step}.")
+            trainer.print(f"The time limit was reached after {elapsed}: training stops at step {trainer.global_step}.")
 
 
 def parse_duration(value: Duration, name: str = "duration") -> timedelta:
-    """Reads a length of time.
+    """Reads a duration.
 
     Args:
         value: "DD:HH:MM:SS", a timedelta, or a dict of timedelta's arguments.
-        name: what errors call it.
+        name: its name in errors.
 
     Raises:
-        ConfigurationError: if it is of another form, or negative.
+        ConfigurationError: if it has another form, or is negative.
 
     Example:
         >>> parse_duration("00:12:30:00") == parse_duration({"hours": 12, "minutes": 30})
@@ -185,8 +185,8 @@ def parse_duration(value: Duration, name: str = "duration") -> timedelta:
         match = re.fullmatch(r"(\d+):(\d\d):(\d\d):(\d\d)", value.strip(), flags=re.ASCII)
         if match is None:
             raise ConfigurationError(
-                f"{name}={value!r} is not of the form 'DD:HH:MM:SS': write days, hours, minutes and seconds, as "
-                "'00:12:00:00' for twelve hours."
+                f"{name}={value!r} does not have the form 'DD:HH:MM:SS': write days, hours, minutes and seconds, such "
+                "as '00:12:00:00' for twelve hours."
             )
         days, hours, minutes, seconds = (int(part) for part in match.groups())
         duration = _timedelta(name, value, days=days, hours=hours, minutes=minutes, seconds=seconds)
@@ -197,7 +197,9 @@ def parse_duration(value: Duration, name: str = "duration") -> timedelta:
             if isinstance(amount, bool) or not isinstance(amount, int | float):
                 raise ConfigurationError(f"{name}[{unit!r}]={amount!r} is not a number: write {{{unit!r}: 8}}.")
         if not value:
-            raise ConfigurationError(f"{name} is an empty dict: write {{'hours': 8}}, say, or None for no limit.")
+            raise ConfigurationError(
+                f"{name} is an empty dict: write {{'hours': 8}}, for example, or None for no limit."
+            )
         duration = _timedelta(name, value, **value)
     else:
         raise ConfigurationError(
@@ -205,7 +207,7 @@ def parse_duration(value: Duration, name: str = "duration") -> timedelta:
             "as {'hours': 8}."
         )
     if duration < timedelta(0):
-        raise ConfigurationError(f"{name}={value!r} is negative: give a length of time, or None for no limit.")
+        raise ConfigurationError(f"{name}={value!r} is negative: give a positive duration, or None for no limit.")
     return duration
 
 
@@ -219,5 +221,5 @@ def _timedelta(name: str, value: object, **parts: float) -> timedelta:
 def _stage(stage: str) -> str:
     name = str(getattr(stage, "value", stage))
     if name not in STAGES:
-        raise ConfigurationError(f"Timer knows no stage {name!r}. {nearest(name, STAGES)}")
+        raise ConfigurationError(f"Timer has no stage {name!r}. {nearest(name, STAGES)}")
     return name

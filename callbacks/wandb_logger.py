@@ -1,4 +1,4 @@
-"""WandbLogger: metrics to Weights & Biases, or to a folder that can be sent there later."""
+"""WandbLogger, a logger to Weights & Biases, or to a folder that can be uploaded later."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ GLOBAL_STEP = "trainer/global_step"
 
 
 class WandbLogger(Logger):
-    """Logs to a run of Weights & Biases. wandb is imported, and the run begun, at the first write.
+    """Logs to a run of Weights & Biases. wandb is imported, and the run started, at the first write.
 
-    Offline it needs no account: the run lies in `<save_dir>/wandb`, and `wandb sync` sends it later. A resumed run
-    continues under its run id; what was logged after the checkpoint stays on the server beside what is logged again, on
-    the same `trainer/global_step`. (Offline, each resume writes a folder of its own under the same id, which
-    `wandb sync --append` puts together.) The run stays open after a fit, so that a test goes to the same one; `finish`
-    ends it, or the end of the process.
+    Offline it needs no account: the run is in `<save_dir>/wandb`, and `wandb sync` uploads it later. A resumed run
+    continues under its run id; values logged after the checkpoint stay on the server beside those logged again at the
+    same `trainer/global_step`. (Offline, each resume writes a new folder under the same id, and `wandb sync --append`
+    merges them.) The run stays open after a fit, so that a test logs to it too, until `finish` or the end of the
+    process.
 
     Args:
-        name: the run's name on the page; None lets W&B choose one.
-        save_dir: where W&B keeps its `wandb` folder; None for the Trainer's `default_root_dir`.
+        name: the run's display name; None lets W&B choose one.
+        save_dir: the folder for W&B's `wandb` folder; None for the Trainer's `default_root_dir`.
         version: the same as `id`.
-        offline: writes to the folder only; the same as `mode="offline"`.
+        offline: write to the folder only; the same as `mode="offline"`.
         dir: the same as `save_dir`.
         id: the run's id, to continue a run.
         project: None for the variable WANDB_PROJECT, or "leyden".
-        log_model: must be False: checkpoints are not uploaded. To upload one, pass its folder to
-            `wandb.Artifact(name, "model").add_dir(path)` and that to `logger.experiment.log_artifact`.
-        experiment: a run of yours, begun with `wandb.init`.
-        prefix: put before the names of metrics.
+        log_model: must be False: checkpoints are not uploaded. To upload one, add its folder to an artifact with
+            `wandb.Artifact(name, "model").add_dir(path)`, and pass that to `logger.experiment.log_artifact`.
+        experiment: your own run, started with `wandb.init`.
+        prefix: put in front of the names of metrics.
         mode: "online", "offline", "disabled" or "shared"; None for the variable WANDB_MODE, or online.
-        **kwargs: handed to `wandb.init`: `entity`, `group`, `tags`, `config`, `settings`, ….
+        **kwargs: passed to `wandb.init`: `entity`, `group`, `tags`, `config`, `settings`, ….
 
     Raises:
         ConfigurationError: if two arguments contradict each other, or `log_model` is set.
@@ -99,7 +99,7 @@ class WandbLogger(Logger):
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before the run has begun."""
+        """The run's id; None before the run has started."""
         return self._id if self._run is None else str(self._run.id)
 
     @property
@@ -108,7 +108,7 @@ class WandbLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """W&B's folder of this run; None before the run has begun."""
+        """W&B's folder of this run; None before the run has started."""
         return None if self._run is None else os.path.dirname(str(self._run.dir))
 
     @property
@@ -117,7 +117,7 @@ class WandbLogger(Logger):
 
     @property
     def experiment(self) -> Run:
-        """The W&B run; on ranks that do not write, calls do nothing."""
+        """The W&B run; on ranks that do not write, a stand-in that does nothing."""
         if not self.is_writer:
             return Silent()  # type: ignore[return-value]
         if self._run is None:
@@ -137,7 +137,7 @@ class WandbLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Adds the settings to the run's config, nested ones as "outer/inner", and the metrics to its summary."""
+        """Adds settings to the run's config, nested ones as "outer/inner", and metrics to its summary."""
         if not self.is_writer:
             return
         if flat := flatten_hparams(params):
@@ -153,7 +153,7 @@ class WandbLogger(Logger):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Logs a table of rows, which may hold media; or a pandas DataFrame."""
+        """Logs a table of rows, which may hold media, or a pandas DataFrame."""
         if not self.is_writer:
             return
         from wandb import Table
@@ -167,12 +167,14 @@ class WandbLogger(Logger):
         Args:
             key: their name.
             images: the images.
-            step: optimizer steps done; None for the last recorded.
-            **kwargs: lists as long as `images`, each image's value handed to `wandb.Image`: `caption`, `masks`, ….
+            step: optimizer steps done; None for the last step logged.
+            **kwargs: lists as long as `images`, with each image's argument for `wandb.Image`: `caption`, `masks`, ….
         """
         for name, values in kwargs.items():
             if len(values) != len(images):
-                raise ConfigurationError(f"log_image got {len(images)} images and {len(values)} {name}: give one each.")
+                raise ConfigurationError(
+                    f"log_image got {len(images)} images and {len(values)} {name}: give one for each image."
+                )
         if not self.is_writer:
             return
         from wandb import Image
@@ -187,7 +189,7 @@ class WandbLogger(Logger):
         log_freq: int = 100,
         log_graph: bool = True,
     ) -> None:
-        """Logs histograms of gradients or parameters every `log_freq` batches. It reads them back from the device."""
+        """Logs histograms of gradients or parameters every `log_freq` batches, which are read back from the device."""
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
     def unwatch(self, model: nn.Module) -> None:
@@ -195,12 +197,12 @@ class WandbLogger(Logger):
         self.experiment.unwatch(model)
 
     def finalize(self, status: str) -> None:
-        """Ends a run that failed, as failed; the others stay open (`finish`)."""
+        """Ends a failed run with its status; other runs stay open until `finish`."""
         if status == "failed" and self._is_own:
             self.finish(exit_code=1)
 
     def finish(self, exit_code: int = 0) -> None:
-        """Ends the run, and waits until wandb has all of it. Logging more continues the same run."""
+        """Ends the run, and waits until wandb has all of it. Logging again continues the same run."""
         if self._run is not None and self.is_writer:
             self._id = str(self._run.id)
             self._run.finish(exit_code=exit_code)
@@ -236,8 +238,8 @@ class WandbLogger(Logger):
         if wandb.run is not None and self._id in (None, wandb.run.id):
             if self._id is None:
                 warnings.warn(
-                    f"WandbLogger goes on with the run {wandb.run.id}, which is open: call wandb.finish() first for a "
-                    "new one, or pass experiment=wandb.run to mean this one.",
+                    f"WandbLogger continues the open run {wandb.run.id}: call wandb.finish() first for a new one, or "
+                    "pass experiment=wandb.run to choose this one.",
                     stacklevel=4,
                 )
             self._is_own = False

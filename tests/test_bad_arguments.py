@@ -140,7 +140,7 @@ def an_accelerator_that_is_not_there(folder: Path) -> None:
     Trainer(accelerator="gpu")
 
 
-@mistake(r"GradientAccumulation: 0 is no number of batches")
+@mistake(r"GradientAccumulation: 0 is not a number of batches")
 def an_accumulation_of_none(folder: Path) -> None:
     GradientAccumulation(0)
 

@@ -97,6 +97,14 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "callbacks": "Trainer(callbacks=…)",
         "logger": "Trainer(logger=…)",
     },
+    "EarlyStopping": {"metric": "monitor", "delta": "min_delta", "min_improvement": "min_delta"},
+    "ModelCheckpoint": {
+        "metric": "monitor",
+        "period": "every_n_epochs",
+        "every_n_val_epochs": "every_n_epochs",
+        "filepath": "dirpath and filename",
+        "save_top": "save_top_k",
+    },
     "log": {"step": "log_metrics of a logger, which takes a step", "progress_bar": "prog_bar"},
 }
 """What other trainers, and Lightning's older versions, call an argument; and what does it here."""
@@ -135,6 +143,29 @@ def leaves_open(init: Function) -> Function:
         init(self, **{**left_out, **given})
 
     return with_given  # type: ignore[return-value]
+
+
+def checks_names(init: Function) -> Function:
+    """Makes an `__init__` refuse an argument that it does not have, with the nearest one; its signature stays.
+
+    Example:
+        >>> class Oven:
+        ...     @checks_names
+        ...     def __init__(self, degrees=180): ...
+        >>> Oven(degree=200)
+        Traceback (most recent call last):
+        leyden.strategies.errors.UnknownArgumentError: Oven has no argument 'degree'. Did you mean 'degrees'? Known: degrees.
+    """
+    owner, known = init.__qualname__.rpartition(".")[0], _names(init)
+
+    @functools.wraps(init)
+    def checked(self: object, *args: Any, **given: Any) -> None:
+        for name in given:
+            if name not in known:
+                raise unknown_argument(owner, name, known)
+        init(self, *args, **given)
+
+    return checked  # type: ignore[return-value]
 
 
 def refuse(function: Callable[..., Any], unknown: Iterable[str]) -> None:

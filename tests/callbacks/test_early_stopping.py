@@ -75,6 +75,7 @@ def fit(
 def _no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "EarlyStopping monitors 'val', which is nan")
         yield
 
 
@@ -171,7 +172,7 @@ def test_a_metric_that_nobody_logged(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="monitors 'vall'"):
         trainer = fit(tmp_path, [5, 5], EarlyStopping("vall", strict=False))
     assert trainer.current_epoch == 2
-    with pytest.raises(ConfigurationError, match="Nothing was logged at all"):
+    with pytest.raises(ConfigurationError, match="No metric was logged"):
         fit(tmp_path, [], EarlyStopping("val"), max_epochs=1)
 
 
@@ -189,7 +190,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     fit(tmp_path, [5, 4, 4], EarlyStopping("val", patience=1))
     printed = capsys.readouterr().out
     assert "improved" not in printed
-    assert "EarlyStopping ends the run in epoch 2: val did not improve in the last 1 checks." in printed
+    assert "EarlyStopping stops the run in epoch 2: val did not improve in the last 1 checks." in printed
 
 
 def test_a_resumed_run_stops_where_the_other_does(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_run_that_was_stopped_stays_so_with_the_same_arguments(tmp_path: Path)
     trainer = fit(tmp_path, values, EarlyStopping("val", patience=2), ModelCheckpoint())
     assert trainer.current_epoch == 3
     again = EarlyStopping("val", patience=2)
-    with pytest.warns(UserWarning, match="had ended this run in epoch 2"):
+    with pytest.warns(UserWarning, match="stopped this run in epoch 2"):
         assert fit(tmp_path, values, again, ModelCheckpoint(), ckpt_path="last").current_epoch == 3
     assert again.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
     patient = EarlyStopping("val", patience=4)
@@ -237,7 +238,7 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
         ({"patience": -1}, "a whole number of checks from 0"),
         ({"patience": 1.5}, "a whole number of checks from 0"),
         ({"patience": True}, "a whole number of checks from 0"),
-        ({"min_delta": -0.1}, "mode tells its direction"),
+        ({"min_delta": -0.1}, "mode sets its direction"),
         ({"min_delta": "small"}, "give a number from 0"),
         ({"monitor": ""}, "give the name of a logged metric"),
         ({"monitor": None}, "give the name of a logged metric"),
@@ -255,3 +256,15 @@ def test_two_of_them_have_states_of_their_own(tmp_path: Path) -> None:
     fit(tmp_path, [3, 2, 1], one, other, ModelCheckpoint(), ckpt_path="last")
     assert (float(one.best_score), float(other.best_score)) == (1.0, 3.0)
     assert (one.wait_count, other.wait_count) == (0, 2)
+
+
+def test_a_nan_that_does_not_stop_the_run_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="monitors 'val', which is nan: no improvement"):
+        fit(tmp_path, [5, float("nan"), 4], EarlyStopping("val", check_finite=False))
+
+
+def test_an_unknown_argument_gets_the_nearest() -> None:
+    with pytest.raises(TypeError, match="EarlyStopping has no argument 'pacience'. Did you mean 'patience'"):
+        EarlyStopping("val", pacience=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="EarlyStopping has no argument 'metric': use monitor"):
+        EarlyStopping(metric="val")  # type: ignore[call-arg]

@@ -138,7 +138,7 @@ def test_group_names_must_differ(tmp_path: Path) -> None:
         groups = [{"params": net.a.parameters(), "name": "x"}, {"params": net.b.parameters(), "name": "x"}]
         return SGD(groups, lr=0.1)
 
-    with pytest.raises(ConfigurationError, match="both called 'lr-SGD/x'"):
+    with pytest.raises(ConfigurationError, match="two parameter groups are called 'lr-SGD/x'"):
         fit(tmp_path, configure, LearningRateMonitor())
 
 

@@ -111,6 +111,7 @@ def books(path: str | Path, callback: ModelCheckpoint) -> dict[str, Any]:
 def _no_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "ModelCheckpoint monitors 'val', which is nan")
         yield
 
 
@@ -187,6 +188,18 @@ def test_nan_is_the_worst(tmp_path: Path, mode: Any) -> None:
     assert float(callback.best_model_score) == 0.5
     assert callback.current_score is not None
     assert float(callback.current_score) == (math.inf if mode == "min" else -math.inf)
+
+
+def test_a_monitored_nan_is_warned_of(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="monitors 'val', which is nan: it ranks as the worst"):
+        fit(tmp_path, ModelCheckpoint(monitor="val"), module=Scripted([NAN, NAN]), max_epochs=2)
+
+
+def test_an_unknown_argument_gets_the_nearest() -> None:
+    with pytest.raises(TypeError, match="ModelCheckpoint has no argument 'save_topk'. Did you mean 'save_top_k'"):
+        ModelCheckpoint(save_topk=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="ModelCheckpoint has no argument 'period': use every_n_epochs"):
+        ModelCheckpoint(period=3)  # type: ignore[call-arg]
 
 
 def test_of_equal_ones_the_first_stays(tmp_path: Path) -> None:
@@ -326,7 +339,7 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     mine = tmp_path / "checkpoints" / "model"
     mine.mkdir(parents=True)
     (mine / "note").write_text("mine")
-    with pytest.raises(CheckpointError, match="is no checkpoint and is not overwritten"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint and is not overwritten"):
         fit(tmp_path, ModelCheckpoint(filename="model", enable_version_counter=False), max_epochs=1)
     assert (mine / "note").read_text() == "mine"
 
@@ -481,7 +494,7 @@ def test_one_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: 
         delete(path)
 
     monkeypatch.setattr(model_checkpoint, "delete", delete_not_at_first)
-    with pytest.warns(UserWarning, match="an old checkpoint stays: .*epoch=0-step=4: cannot be deleted"):
+    with pytest.warns(UserWarning, match="an old checkpoint was not deleted: .*epoch=0-step=4: cannot be deleted"):
         fit(tmp_path, ModelCheckpoint(), max_epochs=3)
     assert [Path(path).name for path in refused] == ["epoch=0-step=4"]
     assert names(tmp_path / "checkpoints") == ["epoch=2-step=12"]
@@ -669,17 +682,17 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ({"save_top_k": True}, "a whole number from 0, or -1 for all"),
         ({"save_last": "copy"}, "use True, False or 'link'"),
         ({"monitor": ""}, "give the name of a logged metric"),
-        ({"every_n_train_steps": -1}, "a whole number from 1, or 0 for not"),
-        ({"every_n_epochs": 1.0}, "a whole number from 1, or 0 for not"),
+        ({"every_n_train_steps": -1}, "a whole number from 1, or 0 for never"),
+        ({"every_n_epochs": 1.0}, "a whole number from 1, or 0 for never"),
         ({"every_n_train_steps": 5, "every_n_epochs": 1}, "give one of the three"),
         ({"every_n_train_steps": 5, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
         ({"every_n_epochs": 1, "train_time_interval": timedelta(hours=1)}, "give one of the three"),
         ({"train_time_interval": 60}, "train_time_interval=60 is an int: give 'DD:HH:MM:SS'"),
         ({"filename": ""}, "give a template"),
-        ({"filename": "../{epoch}"}, "no path below dirpath"),
-        ({"filename": "/{epoch}"}, "no path below dirpath"),
-        ({"filename": "a//{epoch}"}, "no path below dirpath"),
-        ({"filename": "a\\{epoch}"}, "no path below dirpath"),
+        ({"filename": "../{epoch}"}, "not a path below dirpath"),
+        ({"filename": "/{epoch}"}, "not a path below dirpath"),
+        ({"filename": "a//{epoch}"}, "not a path below dirpath"),
+        ({"filename": "a\\{epoch}"}, "not a path below dirpath"),
         ({"filename": "{epoch"}, "a brace without its partner"),
         ({"filename": "{val_loss:2d}"}, "'2d' cannot format 'val_loss'"),
         ({"filename": "{epoch:q}"}, "'q' cannot format 'epoch'"),

@@ -138,7 +138,7 @@ def test_examples_of_several_inputs(example: Any, expected: Any) -> None:
 def test_an_example_that_does_not_fit_is_told_and_costs_the_sizes_only() -> None:
     net = Net()
     net.example_input_array = torch.ones(2, 5)
-    with pytest.warns(UserWarning, match=r"the summary shows no sizes, as forward\(example_input_array\) raised"):
+    with pytest.warns(UserWarning, match=r"the summary shows no sizes, since forward\(example_input_array\) raised"):
         summary = summarize(net)
     assert rows(summary)["decoder"] == ("Linear", 36, 4, True, None, None)
     assert net.training

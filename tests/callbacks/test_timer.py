@@ -62,10 +62,10 @@ def test_durations(value: Any, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("12:00:00", "is not of the form 'DD:HH:MM:SS'"),
-        ("1 day", "is not of the form 'DD:HH:MM:SS'"),
-        ("00:1:00:00", "is not of the form 'DD:HH:MM:SS'"),
-        ("-1:00:00:00", "is not of the form 'DD:HH:MM:SS'"),
+        ("12:00:00", "does not have the form 'DD:HH:MM:SS'"),
+        ("1 day", "does not have the form 'DD:HH:MM:SS'"),
+        ("00:1:00:00", "does not have the form 'DD:HH:MM:SS'"),
+        ("-1:00:00:00", "does not have the form 'DD:HH:MM:SS'"),
         ({"hour": 1}, "no unit 'hour'. Did you mean 'hours'"),
         ({"hours": "1"}, r"max_time\['hours'\]='1' is not a number"),
         ({"hours": True}, "is not a number"),
@@ -131,7 +131,7 @@ def test_a_step_limit_ends_training(tmp_path: Path, capsys: pytest.CaptureFixtur
     run = trainer(tmp_path, Waits(timer, 7, 2.0), timer, max_epochs=1000)
     run.fit(Net(), DATA)
     assert run.global_step == 8
-    assert "The time limit is reached after 0:00:02: training ends at step 8." in capsys.readouterr().out
+    assert "The time limit was reached after 0:00:02: training stops at step 8." in capsys.readouterr().out
     remaining = timer.time_remaining()
     assert remaining is not None
     assert remaining < 0

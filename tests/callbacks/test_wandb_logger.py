@@ -140,7 +140,7 @@ def test_a_run_of_the_users_own_is_used_and_left_open(tmp_path: Path) -> None:
     logger.log_metrics({"x": 1}, 1)
     logger.finalize("failed")
     assert logger.experiment is run
-    with pytest.warns(UserWarning, match="goes on with the run users"):
+    with pytest.warns(UserWarning, match="continues the open run users"):
         assert WandbLogger(save_dir=tmp_path, offline=True).experiment.id == "users"
     run.finish()
     assert history(files(tmp_path)[0]) == [{"x": 1, "trainer/global_step": 1}]

@@ -391,7 +391,7 @@ def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
     assert re.search(rf"^ended       {reason}, after 0:00:\d\d$", out, re.MULTILINE), out
     if name not in ("time", "no batches"):
         assert f"best        {keeps.best_model_path} (seen=1)" in out.splitlines()
-    told = "EarlyStopping ends the run in epoch 1: seen did not improve in the last 1 checks." in out
+    told = "EarlyStopping stops the run in epoch 1: seen did not improve in the last 1 checks." in out
     assert told == (name == "early stopping")
 
 
