@@ -37,6 +37,10 @@ class DataModule(Hyperparameters):
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
 
+    def _join(self, trainer: Trainer) -> None:
+        """Takes part in a run."""
+        self.trainer = trainer
+
     def prepare_data(self) -> None:
         """Downloads and the like: called once, before the ranks start. Keep no state here."""
 

@@ -18,43 +18,34 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import rank_environment
 from leyden.trainer.arguments import resolve
 from leyden.trainer.datamodule import DataModule
-from leyden.trainer.engine import debugging
 from leyden.trainer.engine.engine import Engine
-from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.signals import Signals
 from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
-from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keeping
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
 from leyden.trainer.profilers import find_profiler
-from leyden.trainer.run import differences, ending, resuming, saving
-from leyden.trainer.run import summary as plan
+from leyden.trainer.run import ending, resuming, saving, summary
 from leyden.trainer.run.build import (
     build_callbacks,
     check_datamodule,
-    check_steps,
     precision_of,
     runtime_settings,
     seconds_of,
     to_evaluate,
     unwrapped,
-    warn_if_untrained,
 )
 from leyden.trainer.run.callback_list import CallbackList
 from leyden.trainer.run.fit_limits import FitLimits
-from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders as RunLoaders
-from leyden.trainer.run.restoring import Restorer, kept_state
+from leyden.trainer.run.restoring import Restorer
 from leyden.trainer.run.start_ranks import sent_back, start_ranks, take_over
 from leyden.trainer.run.state import Run
-from leyden.trainer.run.transfer import transfer_of
-from leyden.trainer.run.unheard import warn_of_unheard
 from leyden.trainer.view import TrainerView
 
 if TYPE_CHECKING:
@@ -63,7 +54,6 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
     from leyden.strategies.precision import Precision
-    from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any
@@ -72,16 +62,18 @@ Loaders = Any
 class Trainer(TrainerView):
     """Trains a `TrainModule`: devices, precision, accumulation, validation, logging, checkpoints and resume.
 
-    Names and defaults are PyTorch Lightning's, except where it says so. None means the default, unless it says otherwise.
+    Names and defaults are PyTorch Lightning's, except where it says so. None means the default, but where it says
+    otherwise.
 
     Args:
         accelerator: "auto", "cpu", "gpu", "cuda", "mps", "xla" or "tpu". Default "auto".
-        strategy: "auto", a name of `leyden.strategies.NAMES`, or a `Strategy`. Default "auto": one device, or "ddp" for several.
-        devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks are
-            started at the first fit, validate, test or predict. Default "auto".
+        strategy: "auto", a name of `leyden.strategies.NAMES`, or a `Strategy`. Default "auto": one device, or "ddp" for
+            several.
+        devices: ranks of each machine: a number, indices as [0, 1] or "0,1", or "auto" (all GPUs, or one CPU). Ranks
+            are started at the first fit, validate, test or predict. Default "auto".
         num_nodes: number of machines. Default 1.
-        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine", a
-            short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
+        precision: "32-true", "64-true", "16-mixed", "bf16-mixed", "16-true", "bf16-true", "fp8", "transformer-engine",
+            a short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
         plugins: a `Precision`, as another way to give it.
@@ -210,7 +202,7 @@ class Trainer(TrainerView):
             state=RunState(),
             progress=Progress(),
         )
-        self.strategy.check_settings(plan.settings_of(self._run))
+        self.strategy.check_settings(summary.settings_of(self._run))
 
     # what users call --------------------------------------------------------------------------------------------------
     def fit(
@@ -236,9 +228,10 @@ class Trainer(TrainerView):
             train_dataloaders: a loader, or a dict or list of loaders; or a DataModule.
             val_dataloaders: one or several.
             datamodule: gives loaders in place of the two.
-            ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last if
-                there is one and this run saved it (see `TrainModule.run_identity`), else anew; "current", where this Trainer's own last fit ended.
-            weights_only: how a pickle file of another trainer is read, and nothing else: True by torch's safe loader alone, which runs
+            ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last
+                if there is one and this run saved it (see `TrainModule.run_identity`), else anew; "current", where this
+                Trainer's own last fit ended.
+            weights_only: for pickle files of other trainers alone: True reads them by torch's safe loader, which runs
                 no code; False in full if need be, as `trust=True`. Leyden's own checkpoints hold no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
             same_run: what "auto" finds is this run's own, whatever differs (for a job that is requeued unattended).
@@ -248,7 +241,8 @@ class Trainer(TrainerView):
             **unknown: nothing; an argument by any other name is an error that suggests the nearest.
 
         Raises:
-            ConfigurationError: if something is missing or cannot work, or "auto" found another run's checkpoint; names the fix.
+            ConfigurationError: if something is missing or cannot work, or "auto" found another run's checkpoint; names
+                the fix.
             CheckpointError: if the checkpoint is missing or damaged.
             KeyboardInterrupt: after Ctrl-C, when the run has ended in order.
         """
@@ -258,7 +252,8 @@ class Trainer(TrainerView):
         check_datamodule(datamodule, "fit", train_dataloaders, val_dataloaders)
         if model is None:
             raise ConfigurationError(
-                "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or trainer.fit(module, datamodule=…)."
+                "fit needs a TrainModule and training data: trainer.fit(module, train_loader), or "
+                "trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
         goal = resuming.Goal(ckpt_path, resuming.wanted_parts(restore), trust, same_run, weights_only)
@@ -281,7 +276,7 @@ class Trainer(TrainerView):
             ckpt_path: weights to load first: a path, "best" or "last". The weights as they are if left out.
             verbose: print the values.
             datamodule: gives the loaders.
-            weights_only: as of `fit`: it concerns pickle files of other trainers alone.
+            weights_only: see `fit`: for pickle files of other trainers alone.
 
         Returns:
             For each loader the values that were logged.
@@ -319,7 +314,7 @@ class Trainer(TrainerView):
             return_predictions: False if a callback writes them.
             ckpt_path: weights to load first.
             gather: who gets the outputs of all ranks: "all" of them, or the "main" one alone. Ours.
-            weights_only: as of `fit`: it concerns pickle files of other trainers alone.
+            weights_only: see `fit`: for pickle files of other trainers alone.
 
         Returns:
             Each batch's outputs on the CPU, in the data's order; a list of such lists for several loaders.
@@ -346,14 +341,15 @@ class Trainer(TrainerView):
 
         Raises:
             LeydenError: inside an accumulation window.
-            CheckpointError: if it cannot be written, or something else than a checkpoint is there; the previous one stays whole.
+            CheckpointError: if it cannot be written, or something other than a checkpoint is there; the previous one
+                stays whole.
         """
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
         self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Prints on the main process, above a progress bar if there is one on the screen. Takes what Python's `print` takes."""
+        """Prints as Python's `print` does, on the main process alone, and above a progress bar."""
         self._run.print(*args, **kwargs)
 
     @contextmanager
@@ -379,7 +375,8 @@ class Trainer(TrainerView):
         """The life of a run: set-up, loop, tear-down. Whoever has a hook for it hears of an error."""
         if self.state.stage is not None:
             raise LeydenError(
-                f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a Trainer of its own."
+                f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a "
+                "Trainer of its own."
             )
         if self.strategy.ranks.are_planned:
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
@@ -388,16 +385,16 @@ class Trainer(TrainerView):
         goal = resuming.settled(self, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
-            stack.push(lambda kind, error, trace: self._teardown(run, error))
-            run.signals.has_ranks = self.world_size > 1
-            stack.enter_context(run.signals)
+            stack.push(lambda kind, error, trace: run.tear_down(error))
+            stack.enter_context(run.signals.caught_on(self.world_size))
             stack.enter_context(runtime_settings(self.arguments))
             result = None
             try:
                 restorer = self._set_up(run, goal)
                 if stage == "fit":
                     self._fit = loop = FitLoop(self)
-                    loop.run(self._prepare_fit(run, goal, restorer))
+                    restored, self._kept = run.prepare_fit(restorer, goal, self._kept), None
+                    loop.run(restored)
                     # What ckpt_path="current" resumes.
                     self._kept = saving.rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
@@ -418,8 +415,8 @@ class Trainer(TrainerView):
         """Starts the ranks, which carry out the run; takes over what it came to."""
         if run[0].continues and self.strategy.ranks.start_method != "script":
             raise ConfigurationError(
-                "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: save a checkpoint "
-                "and give its path."
+                "ckpt_path='current' needs optimizers, which do not come back from ranks that are forked or spawned: "
+                "save a checkpoint and give its path."
             )
         module, _ = unwrapped(model)
         found = start_ranks(self.strategy.ranks, self._on_rank, (stage, model, datamodule, *run), loaders)
@@ -466,80 +463,11 @@ class Trainer(TrainerView):
 
     def _set_up(self, run: Run, goal: resuming.Goal) -> Restorer:
         """Everything up to the weights; returns what restores the rest of the checkpoint that the run resumes."""
-        stage, module, datamodule = run.state.stage, run.module, run.datamodule
-        assert stage is not None
-        run.callback_list.begin(module.configure_callbacks())
-        run.hooks.listen(run.callbacks)
-        module._join(self, run.logs)
-        run.callback_list.join(module)
-        if run.profiler is not None:
-            run.profiler.begin(self.default_root_dir)
-        self.strategy.setup_environment()
-        if debugging.is_debugging():
-            debugging.begin(run.engine, run.accumulation.length(0) if run.accumulation is not None else 1)
-        reader, run.origin = resuming.open_reader(self, goal)
-        run.ckpt_path = None if reader is None else str(reader.path)
-        if stage == "fit" and not goal.continues:
-            run.identity = Identity.of(module, datamodule)
-            resuming.check_same_run(self, reader, goal)
-        check_steps(module, stage)
-        warn_of_unheard(module, datamodule, *run.callbacks)
-        if datamodule is not None:
-            datamodule.trainer = self
-            datamodule.prepare_data()
-        module.prepare_data()
-        if datamodule is not None:
-            datamodule.setup(stage)
-        run.hooks.fire_all("setup", stage)
-        self._set_up_added(run, stage)
-        with self.strategy.model_context():
-            module.configure_model()
-        # With the modules that it has made.
-        module._join(self, run.logs)
-        run.engine.prepare_module(module)
-        run.transfer = transfer_of(self.strategy, module, datamodule, run.profiler)
-        differences.check_module(self.strategy.ranks, stage, self.arguments, run.callbacks, module)
-        restorer = Restorer(run, reader, goal)
-        restorer.restore_weights()
-        self.strategy.synchronize(module)
-        return restorer
-
-    def _set_up_added(self, run: Run, stage: str) -> None:
-        """Sets up what a `setup` added to `trainer.callbacks`; from here on it takes part, and what was taken out does not."""
-        while added := run.callback_list.take_added():
-            run.callback_list.join(run.module)
-            for callback in added:
-                callback.setup(self, run.module, stage)
-        run.callback_list.join(run.module)
-        run.hooks.listen(run.callbacks)
-        run.state.is_set_up = True
-
-    def _prepare_fit(self, run: Run, goal: resuming.Goal, restorer: Restorer) -> Unclaimed | None:
-        """Optimizers and schedulers, and their state in a resumed run; returns what the loop restores."""
-        module, engine, strategy = run.module, run.engine, run.strategy
-        if self._kept is None:
-            optimizers, run.schedulers = parse(module.configure_optimizers(), module.automatic_optimization)
-            if run.identity is not None:
-                run.identity = run.identity.with_optimizers(optimizers)
-                resuming.check_same_run(self, restorer.reader, goal)
-            strategy.check_settings(plan.settings_of(run, len(optimizers)))
-            strategy.precision.reset()
-            engine.prepare_optimizers([module], optimizers)
-            run.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.make_schedulers()]
-            warn_if_untrained(module, engine.optimizers)
-            engine.check_parameters([module])
-            differences.check_optimizers(engine, module, run.schedulers)
-        else:
-            engine.prepare_optimizers([module], engine.optimizers)
-        run.hooks.fire_all("on_fit_start")
-        restored = restorer.restore_run() if self._kept is None else kept_state(run, self._kept)
-        self._kept = None
-        if restored is None and not self.arguments.barebones:
-            run.callback_list.note_states()
-        hparams = hparams_to_log(run.datamodule, module) if run.loggers else {}
-        for logger in run.loggers if hparams and strategy.ranks.is_global_zero else ():
-            logger.log_hyperparams(hparams)
-        return restored
+        run.gather()
+        run.module._join(self, run.logs)
+        if run.datamodule is not None:
+            run.datamodule._join(self)
+        return run.set_up(*resuming.open_reader(self, goal), goal)
 
     def _last_words(self, run: Run) -> str | None:
         """Why and where the fit ended; None after anything else."""
@@ -551,18 +479,7 @@ class Trainer(TrainerView):
         if self._fit is None or self.arguments.barebones:
             return None
         reason, seconds = self._fit.reason(), self._fit.seconds()
-        return plan.closing_lines(run.progress, self.checkpoint_callbacks, self.last_checkpoint, reason, seconds)
-
-    def _teardown(self, run: Run, error: BaseException | None) -> None:
-        assert run.state.stage is not None
-        try:
-            ending.teardown(run.hooks, run.datamodule, run.state.stage, error)
-        finally:
-            run.engine.teardown()
-            run.state = RunState()
-            run.logs.end_batch()
-            run.module._leave()
-            run.callback_list.leave()
+        return summary.closing_lines(run.progress, self.checkpoint_callbacks, self.last_checkpoint, reason, seconds)
 
     def _evaluate(
         self,

@@ -1,4 +1,4 @@
-"""The properties of a Trainer, all in one place: what callbacks and modules may read while it runs. Reading changes nothing."""
+"""What callbacks and modules may read of a Trainer: its properties, in one place. Reading changes nothing."""
 
 from __future__ import annotations
 
@@ -307,14 +307,13 @@ class TrainerView:
     def log_dir(self) -> str | None:
         """Folder of the first logger that has one; without loggers `default_root_dir`.
 
-        On a rank that does not write, it is what the first rank has told of its own. None until a logger such as W&B has made its
-        folder.
+        On a rank that does not write it is the first rank's. None until a logger such as W&B has made its folder.
         """
         return self._run.log_dir
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the run has begun from, as does its last one after its end; None where it began without."""
+        """The checkpoint from which the run, or after its end the last one, has started; None without one."""
         return self._run.ckpt_path
 
     @property

@@ -21,11 +21,16 @@ class Signals:
         """The first signal that came, or None."""
         self.pending: int | None = None
         """The first one that came to this rank of several."""
-        self.has_ranks = False
+        self._has_ranks = False
         self.interruption: BaseException | None = None
         """What is raised for it when the run has ended in order."""
         self._previous: dict[int, Any] = {}
         self._pid = 0
+
+    def caught_on(self, ranks: int) -> Signals:
+        """This object, as the context of a run on so many ranks."""
+        self._has_ranks = ranks > 1
+        return self
 
     def __enter__(self) -> Signals:
         self.received = self.interruption = self.pending = None
@@ -59,7 +64,7 @@ class Signals:
             return
         if number == signal.SIGINT and signal.SIGINT in (self.received, self.pending):
             raise KeyboardInterrupt
-        if self.has_ranks:
+        if self._has_ranks:
             self.pending = number if self.pending is None else self.pending
         elif self.received is None:
             self.received = number

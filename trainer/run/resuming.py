@@ -180,20 +180,19 @@ def depth_of(trainer: Trainer, folder: str) -> int:
     return max((c.depth for c in trainer.checkpoint_callbacks if c.folder_of(trainer) == folder), default=0)
 
 
-def check_same_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
+def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
     """Compares the run that saved a checkpoint with the one that resumes it: once at the start, and when the optimizers are made.
 
     Raises:
         ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the ways out.
     """
-    identity = trainer.identity
     resumes = bool(goal.parts & {"progress", "optimizers"})
     if not isinstance(reader, CheckpointReader) or identity is None or not resumes or not reader.has("user"):
         return
     refuses = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
     before, at_start = Identity.read(reader), identity.optimizers is None
     if before is None:
-        if refuses and at_start and trainer.is_global_zero:
+        if refuses and at_start and warns:
             warnings.warn(
                 f"{reader.path} does not say which run saved it: an earlier version did. ckpt_path='auto' takes it for this run's.",
                 stacklevel=2,
@@ -209,7 +208,7 @@ def check_same_run(trainer: Trainer, reader: Reader | None, goal: Goal) -> None:
             f"same: fit(ckpt_path={str(reader.path)!r}), or fit(ckpt_path='auto', same_run=True); for its weights alone: "
             "restore='weights'."
         )
-    if found and not at_start and trainer.is_global_zero:
+    if found and not at_start and warns:
         what = "The checkpoint's options replace those that configure_optimizers returned"
         kept = "The run continues with what it has here"
         warnings.warn(

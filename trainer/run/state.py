@@ -9,16 +9,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from leyden.trainer.engine import debugging
+from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.events.state import RunState
+from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value
 from leyden.trainer.run.advice import checked_for_nan
-from leyden.trainer.run.build import accumulation_of, loggers_of
+from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
+from leyden.trainer.run.differences import check_module, check_optimizers
+from leyden.trainer.run.ending import teardown
+from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders
+from leyden.trainer.run.restoring import Restorer, kept_state
+from leyden.trainer.run.resuming import check_same_run
 from leyden.trainer.run.rows import send_rows
-from leyden.trainer.run.summary import five_lines
+from leyden.trainer.run.summary import five_lines, settings_of
+from leyden.trainer.run.transfer import transfer_of
+from leyden.trainer.run.unheard import warn_of_unheard
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
@@ -26,16 +35,16 @@ if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments import Arguments
+    from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
-    from leyden.trainer.engine.schedulers import SchedulerConfig
     from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.module import TrainModule
     from leyden.trainer.profilers import Profiler
     from leyden.trainer.run.callback_list import CallbackList
     from leyden.trainer.run.fit_limits import FitLimits
-    from leyden.trainer.run.identity import Identity
+    from leyden.trainer.run.resuming import Goal, Reader
     from leyden.trainer.run.transfer import Transfer
 
 
@@ -175,6 +184,119 @@ class Run:
         if self.arguments.detect_anomaly and name == "training_step":
             function = checked_for_nan(function, self.progress)
         return function if self.profiler is None else self.profiler.wrap(name, function)
+
+    # set-up and tear-down ---------------------------------------------------------------------------------------------
+    def gather(self) -> None:
+        """Finds out who takes part, and begins to measure."""
+        self.callback_list.begin(self.module.configure_callbacks())
+        self.callback_list.join(self.module)
+        self.hooks.listen(self.callbacks)
+        if self.profiler is not None:
+            self.profiler.begin(self.arguments.default_root_dir)
+        if debugging.is_debugging():
+            debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.length(0))
+
+    def set_up(self, reader: Reader | None, origin: str, goal: Goal) -> Restorer:
+        """Sets up everybody, and loads the weights.
+
+        Args:
+            reader: of the checkpoint that the run resumes; None without one.
+            origin: what the run starts from, in words.
+            goal: what it resumes.
+
+        Returns:
+            What restores the rest of the checkpoint.
+        """
+        stage, module, strategy = self.state.stage, self.module, self.strategy
+        assert stage is not None
+        self.origin, self.ckpt_path = origin, None if reader is None else str(reader.path)
+        if stage == "fit" and not goal.continues:
+            self.identity = Identity.of(module, self.datamodule)
+            check_same_run(self.identity, reader, goal, strategy.ranks.is_global_zero)
+        check_steps(module, stage)
+        warn_of_unheard(module, self.datamodule, *self.callbacks)
+        if self.datamodule is not None:
+            self.datamodule.prepare_data()
+        module.prepare_data()
+        if self.datamodule is not None:
+            self.datamodule.setup(stage)
+        self.hooks.fire_all("setup", stage)
+        self._set_up_added(stage)
+        with strategy.model_context():
+            module.configure_model()
+        # With the modules that it has made.
+        module._join(module.trainer, self.logs)
+        self.engine.prepare_module(module)
+        self.transfer = transfer_of(strategy, module, self.datamodule, self.profiler)
+        check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
+        restorer = Restorer(self, reader, goal)
+        restorer.restore_weights()
+        strategy.synchronize(module)
+        return restorer
+
+    def _set_up_added(self, stage: str) -> None:
+        """Sets up callbacks that a `setup` added. From here on they take part, and those that it removed do not."""
+        while added := self.callback_list.take_added():
+            self.callback_list.join(self.module)
+            self.hooks.set_up(added, stage)
+        self.callback_list.join(self.module)
+        self.hooks.listen(self.callbacks)
+        self.state.is_set_up = True
+
+    def prepare_fit(self, restorer: Restorer, goal: Goal, kept: dict[str, Any] | None) -> Unclaimed | None:
+        """Makes optimizers and schedulers, and restores their states in a run that resumes.
+
+        Args:
+            restorer: of the checkpoint that the run resumes.
+            goal: what it resumes.
+            kept: the state in which the last fit ended, if it continues; its optimizers are there.
+
+        Returns:
+            What the loop restores.
+        """
+        module, engine = self.module, self.engine
+        if kept is None:
+            self._make_optimizers(restorer, goal)
+        else:
+            engine.prepare_optimizers([module], engine.optimizers)
+        self.hooks.fire_all("on_fit_start")
+        restored = restorer.restore_run() if kept is None else kept_state(self, kept)
+        if restored is None and not self.arguments.barebones:
+            self.callback_list.note_states()
+        hparams = hparams_to_log(self.datamodule, module) if self.loggers else {}
+        for logger in self.loggers if hparams and self.strategy.ranks.is_global_zero else ():
+            logger.log_hyperparams(hparams)
+        return restored
+
+    def _make_optimizers(self, restorer: Restorer, goal: Goal) -> None:
+        module, engine, strategy = self.module, self.engine, self.strategy
+        optimizers, self.schedulers = parse(module.configure_optimizers(), module.automatic_optimization)
+        if self.identity is not None:
+            self.identity = self.identity.with_optimizers(optimizers)
+            check_same_run(self.identity, restorer.reader, goal, strategy.ranks.is_global_zero)
+        strategy.check_settings(settings_of(self, len(optimizers)))
+        strategy.precision.reset()
+        engine.prepare_optimizers([module], optimizers)
+        self.schedulers += [SchedulerConfig(scheduler, "step") for scheduler in strategy.make_schedulers()]
+        warn_if_untrained(module, engine.optimizers)
+        engine.check_parameters([module])
+        check_optimizers(engine, module, self.schedulers)
+
+    def tear_down(self, error: BaseException | None) -> None:
+        """Ends the run for everybody.
+
+        Args:
+            error: what ended it, if it failed.
+        """
+        assert self.state.stage is not None
+        try:
+            teardown(self.hooks, self.datamodule, self.state.stage, error)
+        finally:
+            self.engine.teardown()
+            self.state = RunState()
+            self.logs.end_batch()
+            self.module._leave()
+            self.callback_list.leave()
 
     # what it does -----------------------------------------------------------------------------------------------------
     def ask_to_stop(self, asked: bool = True) -> None:
