@@ -422,7 +422,7 @@ WORDS = {
     "plugin and strategy": "deepspeed_plugin and strategy were both given",
     "two plugins": "2 DeepSpeed plugins were given (a, b), and one engine drives the model",
     "no plugin": "give a DeepSpeedPlugin(zero_stage=2), say",
-    "msamp": "MS-AMP is no longer kept",
+    "msamp": "MS-AMP is no longer maintained",
     "nvme": "offload_param goes to 'nvme' and has no nvme_path",
     "first the optimizer": "an optimizer was prepared before its model",
     "two models": "is a second model, and deepspeed_stage_2's engine drives one",

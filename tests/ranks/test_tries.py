@@ -1,4 +1,4 @@
-"""find_executable_batch_size on ranks: all of them are started anew with the smaller size, wherever the others wait."""
+"""find_executable_batch_size on ranks: all restart with the smaller size, wherever the others wait."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_all_ranks_start_anew_with_the_smaller_size(command: tuple[str, ...], ra
     assert told == [f"RANK {rank} 2 {ranks} 4" for rank in range(ranks)]
     for size, smaller in ((8, 4), (4, 2)):
         assert f"memory of rank {ranks - 1} with batch size {size} (MemoryError: only here)" in done.stderr
-        assert f"All ranks are started anew with {smaller}." in done.stderr
+        assert f"All ranks restart with {smaller}." in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -59,7 +59,7 @@ class Accelerator:
     Args:
         device_placement: bring models, batches and optimizers to `device`; False leaves that to you.
         split_batches: see `DataLoaderConfiguration`.
-        mixed_precision: "no", "fp16", "bf16", any name of the Trainer's `precision`, or a `Precision`.
+        mixed_precision: "no", "fp16", "bf16", any name that the Trainer's `precision` takes, or a `Precision`.
         gradient_accumulation_steps: batches of one optimizer step.
         cpu: run on the CPU though there is a GPU.
         dataloader_config: a `DataLoaderConfiguration`.
@@ -74,14 +74,13 @@ class Accelerator:
         project_dir: folder of the run.
         project_config: a `ProjectConfiguration`.
         gradient_accumulation_plugin: a `GradientAccumulationPlugin`, in place of `gradient_accumulation_steps`.
-        step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False for whenever they are
-            called.
+        step_scheduler_with_optimizer: prepared schedulers step when their optimizer does; False: at every call.
         kwargs_handlers: objects such as `GradScalerKwargs(init_scale=1024.0)`.
         dynamo_backend: compile prepared models with this backend of torch.compile.
-        dynamo_plugin: the same with torch.compile's other arguments: a `TorchDynamoPlugin`.
-        deepspeed_plugins: the same by a name; of several, since one engine drives one model, none is taken.
+        dynamo_plugin: a `TorchDynamoPlugin`: the same, with torch.compile's other arguments.
+        deepspeed_plugins: a dict with one `DeepSpeedPlugin`; several are refused, since one engine drives one model.
         parallelism_config: a `ParallelismConfig`: how many ranks replicate, and how many share, a model.
-        strategy: as of the Trainer: "auto" is one device, or "ddp" where ranks are started.
+        strategy: a name or object, as for the Trainer: "auto" is one device, or "ddp" on launched ranks.
         dispatch_batches: see `DataLoaderConfiguration`.
         even_batches: see `DataLoaderConfiguration`.
         use_seedable_sampler: see `DataLoaderConfiguration`.
@@ -90,7 +89,7 @@ class Accelerator:
             1.6), and a loss is computed in float32 under `autocast()` anyway. Ours.
 
     Raises:
-        ConfigurationError: for arguments that cannot be, or contradict each other.
+        ConfigurationError: for invalid or contradictory arguments.
 
     Example:
         >>> import torch
@@ -210,7 +209,7 @@ class Accelerator:
 
     @property
     def rng_types(self) -> list[str]:
-        """Random numbers that are set to rank 0's before each pass; empty if the Accelerator was given none."""
+        """The random numbers that every rank takes from rank 0 before each pass, as passed to the Accelerator."""
         return list(self.options.rng_types)
 
     @property
@@ -225,7 +224,7 @@ class Accelerator:
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The one that was given."""
+        """The one passed to the Accelerator."""
         return self.options.mesh
 
     @property
@@ -312,7 +311,7 @@ class Accelerator:
         return self.distributed_type is DistributedType.FSDP
 
     def wait_for_everyone(self) -> None:
-        """Waits until every rank has come here."""
+        """Waits until every rank has called this."""
         self._collectives.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -365,7 +364,7 @@ class Accelerator:
         """Brings models, optimizers, loaders and schedulers to where they run.
 
         Args:
-            *args: in any order and number, in one call or several; other objects come back as they are, lists too:
+            *args: in any order and number, in one call or several. Other objects are returned as they are, lists too:
                 `prepare_data_loader` takes a list of batches.
             device_placement: for each of them, whether it goes to `device`.
 
@@ -466,10 +465,10 @@ class Accelerator:
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Lets go of everything that was prepared, and empties the device's cache.
+        """Releases everything that was prepared, and empties the device's cache.
 
         Returns:
-            None for each object that is given: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+            None for each argument: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
         from leyden.trainer.accelerator.memory import release_memory
 
@@ -716,7 +715,7 @@ class Accelerator:
         Args:
             output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and
                 not used) with `automatic_checkpoint_naming`.
-            safe_serialization: kept for scripts: there is no other way here.
+            safe_serialization: accepted for Accelerate's scripts; False is refused.
 
         Returns:
             The folder.
@@ -764,7 +763,7 @@ class Accelerator:
         states.load(self, states.find(self, input_dir), strict, trust)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Objects with `state_dict` and `load_state_dict` that belong to a checkpoint."""
+        """Adds objects with `state_dict` and `load_state_dict` to the checkpoints."""
         states.check_registrable(objects)
         self.registered.extend(objects)
 
@@ -827,7 +826,7 @@ class Accelerator:
     # trackers ---------------------------------------------------------------------------------------------------------
     @property
     def log_with(self) -> list[Any]:
-        """What is tracked with, as the Accelerator was given it: names, classes, loggers and trackers."""
+        """The names, classes, loggers and trackers that were passed to the Accelerator."""
         return list(self._trackers.log_with)
 
     @property
@@ -838,7 +837,7 @@ class Accelerator:
     def init_trackers(
         self, project_name: str, config: Mapping[str, Any] | None = None, init_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """Begins the run in every tracker of `log_with`.
+        """Starts the run in every tracker of `log_with`.
 
         Args:
             project_name: of the run; folder of the trackers that keep one.
@@ -869,7 +868,7 @@ class Accelerator:
 
     # the engine's own methods, for a loop that prepares or counts by itself -------------------------------------------
     def begin_stepping(self) -> None:
-        """Starts counting anew, before the first batch."""
+        """Resets the counters, before the first batch."""
         self._stepping.begin()
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
@@ -887,7 +886,7 @@ class Accelerator:
         self._stepping.check_parameters(modules)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
-        """A pass over a loader has begun."""
+        """Notes that a pass over a loader begins."""
         self._stepping.begin_loader(loader)
 
     def synchronise_rng(self) -> None:
@@ -895,11 +894,11 @@ class Accelerator:
         self._stepping.synchronise_rng()
 
     def end_turn(self) -> None:
-        """A batch is done with: what was to wait for that is done."""
+        """Does what waits until a batch is done with."""
         self._stepping.end_turn()
 
     def end_loader(self, loader: PreparedLoader) -> None:
-        """A pass over a loader is over, or was broken off."""
+        """Notes that a pass over a loader is over, or was broken off."""
         self._stepping.end_loader(loader)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -924,14 +923,14 @@ class Accelerator:
 
     def end_batch(self) -> None:
         """Counts a batch of the window, whose work is done."""
-        self._stepping.end_batch()
+        self._stepping.window.end_batch()
 
     def restore_counters(self, steps: int) -> None:
-        """Stands between two windows, after so many steps."""
+        """Continues between two windows, after so many steps."""
         self._stepping.continue_after(steps)
 
     def follow_with(self, log_with: Any) -> None:
-        """Takes other trackers; nothing is begun before `init_trackers`."""
+        """Replaces the trackers; none starts before `init_trackers`."""
         self._trackers = Trackers(log_with, self._state)
 
     def teardown(self) -> None:

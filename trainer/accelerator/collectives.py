@@ -57,7 +57,7 @@ class Collectives:
                 self._checker.compare(name, operands, alike)
 
     def wait_for_everyone(self) -> None:
-        """Waits until every rank has come here."""
+        """Waits until every rank has called this."""
         self.announce("wait_for_everyone")
         self._strategy.ranks.barrier()
 
@@ -239,7 +239,7 @@ def check_tensors(data: Any, name: str) -> None:
     Example:
         >>> check_tensors({"loss": 0.5}, "gather")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
-        TypeError: gather was given a value of the type float, and exchanges tensors: give torch.tensor(value, ...
+        TypeError: gather was given a value of type float, and exchanges tensors: give torch.tensor(value, ...
     """
     if data is None or isinstance(data, Tensor):
         return
@@ -251,7 +251,7 @@ def check_tensors(data: Any, name: str) -> None:
         entries = vars(data).values()
     else:
         raise TypeError(
-            f"{name} was given a value of the type {type(data).__name__}, and exchanges tensors: give "
+            f"{name} was given a value of type {type(data).__name__}, and exchanges tensors: give "
             "torch.tensor(value, device=accelerator.device), or use gather_object([value]) for other objects."
         )
     for entry in entries:

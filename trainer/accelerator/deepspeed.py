@@ -29,7 +29,7 @@ class DeepSpeedPlugin:
     Attributes:
         hf_ds_config: DeepSpeed's config: a mapping, the path of a JSON file, or an object with a `config`. "auto"
             values are filled in.
-        gradient_accumulation_steps: batches of a step, for an Accelerator that was given none.
+        gradient_accumulation_steps: batches of a step, for an Accelerator without a value of its own.
         gradient_clipping: the engine clips to this norm in each step.
         zero_stage: what is sharded: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too; 2 if nobody says.
         is_train_batch_min: DeepSpeed gets the smallest batch size of several loaders; False for the largest.
@@ -40,7 +40,7 @@ class DeepSpeedPlugin:
         zero3_init_flag: at stage 3 `zero3_init_context_manager()` builds models sharded.
         zero3_save_16bit_model: kept for scripts: `save_model` gathers the weights in the dtype that they have.
         transformer_moe_cls_names: classes of mixture-of-experts layers, with commas: gathered as a whole at stage 3.
-        enable_msamp: refused: MS-AMP is no longer kept.
+        enable_msamp: refused: MS-AMP is no longer maintained.
         msamp_opt_level: of MS-AMP.
 
     Raises:
@@ -91,7 +91,7 @@ class DeepSpeedPlugin:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The config as it stands; what DeepSpeed is given in the end is `strategy.final_config()`."""
+        """The config so far; `strategy.final_config()` is what DeepSpeed receives."""
         return (self.strategy or self.build()).config.values
 
     @property
@@ -149,8 +149,8 @@ class DummyScheduler:
         optimizer: a DummyOptim, or the optimizer.
         total_num_steps: optimizer steps of the run, taken where the config says "auto".
         warmup_num_steps: taken where the config says "auto".
-        lr_scheduler_callable: is given the optimizer, and gives a scheduler; the config then has none.
-        kwargs: kept for scripts.
+        lr_scheduler_callable: makes a scheduler from the optimizer; the config then has none.
+        kwargs: accepted for Accelerate's scripts.
     """
 
     optimizer: Any

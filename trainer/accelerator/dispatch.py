@@ -70,19 +70,19 @@ class ListPart(list[Any]):
         super().__init__(batches[n % self._true] for n in range(rank, last if even else self._true, ranks))
 
     def counts_at(self, position: int) -> list[tuple[int, int]] | None:
-        """Of the batch at a position, from 1: for each rank (1, 1), or (1, 0) for a repeat; None if none is one."""
+        """For each rank (1, 1), or (1, 0) for a repeat, at a position from 1; None if no rank has a repeat there."""
         if position * self._ranks <= self._true:
             return None
         return [(1, int(position * self._ranks - self._ranks + rank < self._true)) for rank in range(self._ranks)]
 
 
 class StreamPart(IterableDataset[Any]):
-    """One rank's blocks of a stream: of each `ranks × size` samples the rank's own `size`.
+    """One rank's blocks of a stream: `size` of every `ranks × size` samples.
 
     Samples of a global batch that was filled with repeats come as `Filled`, for `CollateFilled`.
 
     Args:
-        dataset: gives the same samples in the same order on every rank.
+        dataset: yields the same samples in the same order on every rank.
         rank: this rank.
         ranks: their number.
         size: samples of a rank's batch.
@@ -107,7 +107,7 @@ class StreamPart(IterableDataset[Any]):
         return count // span * self.size + short
 
     def counts(self, last: int) -> list[tuple[int, int]]:
-        """For each rank the samples of a global batch that was filled, and how many of them are no repeats."""
+        """For each rank, the samples of a filled global batch, and how many of them are no repeats."""
         starts = range(0, self.ranks * self.size, self.size)
         return [(self.size, max(0, min(self.size, last - start))) for start in starts]
 
@@ -199,7 +199,7 @@ def _rows(batch: Any, rows: slice) -> Any:
 
 
 def join(batches: list[Any]) -> Any:
-    """Batches of one structure, one after the other, as one.
+    """Concatenates batches of one structure.
 
     Example:
         >>> join([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])

@@ -144,7 +144,7 @@ def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
 
 
 def _set(handler: Any) -> dict[str, Any]:
-    """The fields that were given a value; `override_linear_precision` of three False asks for nothing, as None does."""
+    """The fields with a value; `override_linear_precision` of three False asks for nothing, as None does."""
     return {
         name: value for name, value in vars(handler).items() if value is not None and value != (False, False, False)
     }

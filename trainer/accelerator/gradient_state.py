@@ -1,4 +1,4 @@
-"""GradientState: what libraries read of a running accumulation window, by the names that Accelerate gave them."""
+"""GradientState: the accumulation window under Accelerate's names, for libraries that read it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """The last batch of the loader was given."""
+        """The current batch is the loader's last one."""
         active = self.active_dataloader
         return active is not None and active.end_of_dataloader
 

@@ -30,14 +30,14 @@ class PreparedLoader:
 
     Args:
         loader: what this rank reads.
-        stepping: hears when a pass begins, when a batch is done with, and when the pass ends.
+        stepping: notes when a pass begins, when a batch is done with, and when the pass ends.
         move: brings a batch to the device; None to leave it.
-        given: the loader that `prepare` was given.
+        given: the loader before it was prepared; the same if left out.
 
     Attributes:
         iteration: passes that were read to their end: the epoch.
-        position: batches of the current pass that were given.
-        end_of_dataloader: the batch that was given last is the pass's last one.
+        position: batches of the current pass so far.
+        end_of_dataloader: the current batch is the last one of its pass.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PreparedLoader:
         return made
 
     def __reduce__(self) -> Any:
-        """It is pickled as the loader that was prepared, since ranks and devices are those of one process."""
+        """Pickles the loader that was prepared, since ranks and devices belong to this process."""
         return _as_it_is, (self.given,)
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ class PreparedLoader:
 
     @property
     def left(self) -> int | None:
-        """Batches of this pass from the one that was given last on; None where that is not known."""
+        """Batches of this pass from the current one on; None if that is unknown."""
         return None if self.cursor.length is None else self.cursor.length - self.position + 1
 
     @property
@@ -107,7 +107,7 @@ class PreparedLoader:
         Several rows for each sample may come to the same number: these came with the full batches, too.
 
         Args:
-            rows: of a tensor that belongs to the batch that was given last.
+            rows: of a tensor that belongs to the current batch.
         """
         batches: Any = getattr(self.given, "batch_sampler", None)
         if type(batches) is not BatchSampler or not isinstance(batches.sampler, Sized):
@@ -126,7 +126,7 @@ class PreparedLoader:
     def exchange(self, loader: Iterable[Any]) -> None:
         """Reads another loader from the next pass on."""
         self.loader = loader
-        # A script that asks to resume at a place means it, whatever it costs its loader.
+        # A script that resumes at a place means it, whatever that costs its loader.
         self.cursor = LoaderCursor(loader, allow_replay=True)
         self._shares = self.cursor.shares
         self._counts: Any = getattr(getattr(loader, "batch_sampler", None), "counts", getattr(loader, "counts", None))
@@ -135,7 +135,7 @@ class PreparedLoader:
         return self.read()
 
     def read(self, skip: int | None = None) -> Iterator[Any]:
-        """A pass from its batch number `skip` on, or where a checkpoint stands."""
+        """A pass from batch `skip` on, or from a checkpoint's place."""
         self._stepping.synchronise_rng()
         # Started now, since a plain loader draws its random numbers when its iterator is made.
         iterator = self._begin(skip)
@@ -183,7 +183,7 @@ class PreparedLoader:
         try:
             while total is None or self.position < total:
                 try:
-                    # Without a name of its own, which would keep the batch in memory through the next one's loading.
+                    # No variable holds the batch: it would stay in memory while the next one is loaded.
                     yield move(self._next(batches, total))
                     stepping.end_turn()
                 except StopIteration:
@@ -225,7 +225,7 @@ class PreparedLoader:
             )
 
     def state_dict(self) -> State:
-        """Where it stands: inside a pass, or between two."""
+        """The place: inside a pass, or between two."""
         inside = self.is_active
         if self.pending is not None:
             return self.pending
@@ -273,7 +273,7 @@ class SkippedLoader:
 
 
 class SkippedBatches:
-    """A loader that is not prepared, from a batch on. Nothing before it is loaded where the order can be sought in."""
+    """An unprepared loader from a batch on. Loads nothing before it where the loader's order can be sought."""
 
     def __init__(self, loader: Iterable[Any], skip: int) -> None:
         self.loader = loader
@@ -294,8 +294,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
     Args:
         dataloader: prepared or not.
-        num_batches: the place in the epoch, from its start. After `load_state` it is the very place at which the
-            checkpoint stands, so nothing is skipped twice.
+        num_batches: the place in the epoch, counted from its start. After `load_state` that is the checkpoint's own
+            place, so nothing is skipped twice.
 
     Example:
         >>> list(skip_first_batches([1, 2, 3], 2))
@@ -311,7 +311,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _held(outer: Any, part: str, name: str) -> Any:
-    """What an attribute is looked for in; an object that is just being copied has nothing yet."""
+    """The part in which an attribute is looked up; an object that is being copied has none yet."""
     if part not in vars(outer):
         raise AttributeError(name)
     return vars(outer)[part]

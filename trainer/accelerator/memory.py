@@ -122,7 +122,7 @@ class _Sizes:
     Args:
         function: whose they are.
         first: the first one.
-        smaller: gives the next one; None for half of the last.
+        smaller: returns the next one; None for half of the last.
     """
 
     def __init__(self, function: Callable[..., Any], first: int, smaller: Callable[[], int] | None) -> None:
@@ -132,12 +132,12 @@ class _Sizes:
         self._given_up = 0
 
     def begin(self) -> None:
-        """Goes on with the size that ranks before this one have not given up."""
+        """Continues with the first size that earlier attempts have not given up."""
         place = rank_environment()
         if place is not None and place.world_size > 1 and not starts_again():
             raise ConfigurationError(
                 f"find_executable_batch_size on {place.world_size} ranks of {place.starter}: if one of them runs out "
-                "of memory, all must be started anew, which only `leyden launch` (on one machine), notebook_launcher "
+                "of memory, all must restart, which only `leyden launch` (on one machine), notebook_launcher "
                 "and a Trainer that starts its ranks itself do. Start with `leyden launch --num_processes "
                 f"{place.world_size} script.py`, or find the size there, and call {self._function.__name__} with it "
                 "here, without the decorator."
@@ -146,14 +146,14 @@ class _Sizes:
             self._next()
 
     def give_up(self, failed: str) -> None:
-        """Takes the next size; on several ranks, all are started anew for it, and this call does not return."""
+        """Takes the next size; on several ranks, all restart with it, and this call does not return."""
         place, last = rank_environment(), self.size
         self._next()
         if place is None or place.world_size == 1 or self.size <= 0:
             return
         print(
             f"leyden: {self._function.__name__} does not fit into the memory of rank {place.rank} with batch size "
-            f"{last} ({failed}). All ranks are started anew with {self.size}.",
+            f"{last} ({failed}). All ranks restart with {self.size}.",
             file=sys.stderr,
             flush=True,
         )
@@ -174,6 +174,5 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
         raise ConfigurationError(f"{function.__name__} takes no batch size: give it one as its first argument.")
     if len(args) >= len(names):
         raise ConfigurationError(
-            f"{function.__name__} was called with a batch size, which find_executable_batch_size gives it: leave it "
-            "out."
+            f"{function.__name__} was called with a batch size, which find_executable_batch_size passes: leave it out."
         )

@@ -31,8 +31,8 @@ def notebook_launcher(
         function: makes its Accelerator itself.
         args: its arguments.
         num_processes: ranks; one for each GPU, or one, if left out.
-        mixed_precision: what an Accelerator runs in that is not told otherwise.
-        start_method: "fork": nothing is imported anew; or "spawn", for functions of files that can be imported.
+        mixed_precision: of an Accelerator without a `mixed_precision` of its own.
+        start_method: "fork", which imports nothing again; or "spawn", for functions of importable files.
         **refused: arguments of Accelerate's that name several machines, for which a script is needed.
 
     Returns:
@@ -90,13 +90,13 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
     # The second is read by code that runs on Accelerate itself, as transformers' Trainer does.
-    told = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    variables = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         result = function(*args)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            # Only of ranks that have come to their end: the others would wait for one that has failed.
+            # Only ranks that succeed come here: the others would wait for one that failed.
             torch.distributed.barrier()
         return result
     finally:

@@ -43,7 +43,7 @@ class Options:
     """The arguments of an Accelerator, checked and put together.
 
     Args:
-        **given: all of them, by name.
+        **given: the arguments by name.
     """
 
     def __init__(self, **given: Any) -> None:
@@ -63,7 +63,7 @@ class Options:
         self.rng_types = _rng_types(given["rng_types"])
         self.backend = _backend(given["dynamo_backend"])
         self.compile_options: dict[str, Any] = given.get("compile_options", {})
-        """Further arguments of torch.compile, which a launch gives."""
+        """Further arguments of torch.compile, from a plugin or a launch."""
         self._clips_to: float | None = given.get("clips_to")
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
@@ -76,7 +76,7 @@ class Options:
     def _precision(self, wanted: Any) -> Precision | None:
         scaler = self.handlers.get(GradScalerKwargs)
         if wanted is None and self.deepspeed is not None:
-            # The config's word, where the script and the environment have none.
+            # The config decides where neither script nor environment does.
             wanted = os.environ.get("ACCELERATE_MIXED_PRECISION") or self.deepspeed.precision
         if wanted is None and isinstance(self.strategy, Strategy):
             found = recipe_of(self.handlers, self.strategy.precision.name)
@@ -98,7 +98,7 @@ class Options:
         if not isinstance(settings, Mapping) or "reshard_after_forward" not in settings:
             return None
         plugin = self.fsdp or FullyShardedDataParallelPlugin()
-        # Who reads "SHARDED_STATE_DICT" here writes files of Accelerate's own; get_state_dict has whole tensors.
+        # A library that reads "SHARDED_STATE_DICT" writes Accelerate's own files; get_state_dict has whole tensors.
         return replace(
             plugin,
             fsdp_version=2,
@@ -107,7 +107,7 @@ class Options:
         )
 
     def autocast(self, precision: Precision, device: torch.device, handler: AutocastKwargs) -> torch.autocast:
-        """autocast with other settings than those of the run."""
+        """torch.autocast with settings that differ from the run's."""
         dtype = precision.dtype if isinstance(precision, MixedPrecision) else None
         return torch.autocast(
             device.type, dtype, enabled=handler.enabled and dtype is not None, cache_enabled=handler.cache_enabled
@@ -118,7 +118,7 @@ class Options:
         return self._converts_outputs and isinstance(strategy.precision, MixedPrecision) and not strategy.drives_one
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Those of `Engine`."""
+        """The arguments of `Engine`."""
         from leyden.strategies.launch.environment import rank_environment
 
         # A script that nobody has started on several ranks is one process, on one device.
@@ -131,7 +131,7 @@ class Options:
         }
 
     def apply(self, strategy: Strategy) -> None:
-        """Hands the handlers' values to the strategy that was found, and lets it join the other ranks."""
+        """Applies the handlers' values to the strategy, and lets it join the other ranks."""
         check_started(strategy)
         if self.mesh is not None:
             self.mesh.check(strategy.ranks.world_size)
@@ -251,7 +251,7 @@ def _backend(given: Any) -> str | None:
 
 
 def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
-    """The strategy that was given, or that of a plugin."""
+    """The strategy argument, or the strategy of a plugin."""
     mesh = given["parallelism_config"]
     if mesh is not None:
         if not isinstance(mesh, ParallelismConfig):

@@ -1,4 +1,4 @@
-"""The settings of an Accelerator, under the names that Hugging Face Accelerate gave them."""
+"""The settings of an Accelerator, under the names of Hugging Face Accelerate."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ WRAPPERS = ("no", "fp16", "bf16")
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are shared out over the ranks.
+    """How loaders are split over the ranks.
 
     Attributes:
-        split_batches: a loader's batch_size is that of all ranks together, each of which takes its part.
-        dispatch_batches: rank 0 alone reads the data and hands the batches out; None and False let every rank read its
-            own share, of iterable data too.
+        split_batches: a loader's batch_size counts the samples of all ranks together.
+        dispatch_batches: only rank 0 reads the data, and sends the others their batches; with None and False every rank
+            reads its own part, of iterable data too.
         even_batches: fill the last batches with samples from the start of the epoch, so that every rank has as many
             batches of the same size; `gather_for_metrics` drops the repeats.
         use_seedable_sampler: shuffle by `data_seed` and epoch alone, whatever else draws random numbers.
         data_seed: seed of that order; torch's initial seed if left out.
-        non_blocking: let copies to the device run beside the host; they do so anyway where it helps (cuda, xpu).
-        use_stateful_dataloader: kept for scripts: every loader's place is saved and found again here.
+        non_blocking: accepted for scripts: copies to cuda and xpu run asynchronously in any case.
+        use_stateful_dataloader: accepted for scripts: every loader's place is saved and restored in any case.
 
     Example:
         >>> DataLoaderConfiguration(even_batches=False).dispatch_batches is None
@@ -182,7 +182,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """Those that DDP takes, where they differ from torch's own."""
+        """The arguments of DDP that differ from torch's defaults."""
         plain = DistributedDataParallelKwargs()
         names = ("dim", "broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "check_reduction")
         more = ("gradient_as_bucket_view", "static_graph")
@@ -343,7 +343,7 @@ class TorchDynamoPlugin(KwargsHandler):
             )
 
     def arguments(self) -> dict[str, Any]:
-        """Those of torch.compile, beside the backend."""
+        """The arguments of torch.compile, but for the backend."""
         return {
             name: value
             for name, value in self.to_kwargs().items()
@@ -353,7 +353,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """FSDP, by the names that Accelerate and FSDP1 gave its options; `FSDPStrategy` has them under its own.
+    """FSDP with the option names of Accelerate and FSDP1; `FSDPStrategy` has its own.
 
     What is left at None keeps the strategy's default. `build` refuses a value that FSDP2 cannot have, with the reason.
 
@@ -414,7 +414,7 @@ class FullyShardedDataParallelPlugin:
         if "mixed_precision_policy" in given:
             given["mp_policy"] = given.pop("mixed_precision_policy")
         if given.pop("fsdp_version", 2) == 1 and "use_orig_params" not in given:
-            # FSDP1's own layout of parameters is no more; all else has the same numbers.
+            # FSDP1's layout of parameters no longer exists; everything else has the same numbers.
             given["use_orig_params"] = True
         if device_mesh is not None:
             given["device_mesh"] = device_mesh
@@ -422,7 +422,7 @@ class FullyShardedDataParallelPlugin:
 
 
 class Handlers:
-    """The handlers of an Accelerator, one of each kind.
+    """The handlers of an Accelerator, at most one of each kind.
 
     Raises:
         ConfigurationError: if one is no handler, or of a kind that was given already.
@@ -440,7 +440,7 @@ class Handlers:
             self._found[type(handler)] = handler
 
     def get(self, kind: type[H]) -> H | None:
-        """The one of a kind; None if there is none."""
+        """The handler of a kind; None if there is none."""
         return self._found.get(kind)
 
 

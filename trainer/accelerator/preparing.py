@@ -58,7 +58,7 @@ class Preparing:
         """Prepares objects of all kinds: models first, then optimizers, since sharding replaces parameters.
 
         Args:
-            objects: others come back as they are.
+            objects: those of other kinds are returned as they are.
             places: for each, whether it goes to the device.
 
         Returns:
@@ -88,7 +88,7 @@ class Preparing:
         return results[0] if len(results) == 1 else tuple(results)
 
     def release(self) -> None:
-        """Lets go of schedulers and loaders."""
+        """Releases schedulers and loaders."""
         self.schedulers.clear()
         self.loaders.clear()
 
@@ -146,7 +146,7 @@ class Preparing:
         return prepared
 
     def _placed(self, module: nn.Module, moves: bool) -> nn.Module:
-        """A model beside the one that an engine drives: every rank holds it, and calls it as it is."""
+        """Prepares a further model, next to the one that an engine drives: every rank holds it whole."""
         precision = self._strategy.precision
         module = precision.convert_module(module)
         if precision.forward_context is not None:
@@ -192,8 +192,8 @@ class Preparing:
         own = [entry for entry in self._stepping.prepared_optimizers if owner is entry or owner is entry.optimizer]
         if owner is not None and not own:
             warnings.warn(
-                f"{kind_of(given)} was prepared whose optimizer is not: prepare the optimizer too, before or in the "
-                "same call.",
+                f"{kind_of(given)} was prepared, and its optimizer was not: prepare the optimizer too, before or in "
+                "the same call.",
                 stacklevel=4,
             )
         with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.ranks.world_size

@@ -1,4 +1,4 @@
-"""Which loader each rank reads of one that the user's own loop is given."""
+"""The loader that each rank reads in the user's own loop: its part of the one that was prepared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from leyden.trainer.data.streams import shard
 
 
 class SeedableSampler(RandomSampler):
-    """A shuffle that follows from seed and epoch alone."""
+    """A RandomSampler whose order follows from seed and epoch alone."""
 
     def __init__(self, sampler: RandomSampler, seed: int) -> None:
         super().__init__(sampler.data_source, sampler.replacement, None, torch.Generator())
@@ -36,7 +36,7 @@ class SeedableSampler(RandomSampler):
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A shuffle that follows from a seed and the epoch alone, for loaders of one's own.
+    """A shuffle that follows from a seed and the epoch alone, for a user's own loaders.
 
     Args:
         data_source: what is sampled.
@@ -90,7 +90,7 @@ def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration
     if isinstance(loader, (list, tuple)):
         return ListPart(loader, rank, ranks, config.even_batches)
     if not is_indexed(loader):
-        # The user's own loop cannot be handed a batch of nothing.
+        # The user's own loop cannot take an empty batch.
         return shard(loader, DataRanks.of(strategy, even=True), asks=False)
     batches: Any = loader.batch_sampler
     if isinstance(getattr(batches, "sampler", None), DistributedSampler):
@@ -118,7 +118,7 @@ def _own_size(size: int, ranks: int, config: DataLoaderConfiguration) -> int:
 
 
 def _stream(loader: DataLoader[Any], rank: int, ranks: int, config: DataLoaderConfiguration) -> DataLoader[Any]:
-    """A stream is read by every rank, which keeps its own blocks of it."""
+    """Lets every rank read the stream and keep its own blocks of it."""
     # Without a batch size the data set makes the batches, and each of them is one rank's.
     given = loader.batch_size or 1
     size = _own_size(given, ranks, config)

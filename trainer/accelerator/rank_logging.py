@@ -15,14 +15,14 @@ from leyden.strategies.launch.environment import rank_environment
 
 # Before Python 3.11 LoggerAdapter takes no type in brackets at run time.
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger whose calls take two arguments more.
+    """A logger whose calls take two more arguments.
 
     `main_process_only` (True): only the main rank logs. `in_order` (False): all ranks log, one after the other; every
     rank must make the call.
     """
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs on the ranks that are meant."""
+        """Logs on the ranks that the arguments select."""
         only_main, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         # Before Python 3.11 the frames of `logging` itself are counted, as that of info(), which came here.
         counted = (
@@ -50,9 +50,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     def warning_once(self, msg: Any, *args: Any, **kwargs: Any) -> None:
         """Warns, the same words only once."""
-        told: set[str] = vars(self.logger).setdefault("_leyden_told", set())
-        if str(msg) not in told:
-            told.add(str(msg))
+        seen: set[str] = vars(self.logger).setdefault("_leyden_warned", set())
+        if str(msg) not in seen:
+            seen.add(str(msg))
             self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 

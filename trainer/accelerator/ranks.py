@@ -113,7 +113,7 @@ class PartialState:
 
     # waiting ----------------------------------------------------------------------------------------------------------
     def wait_for_everyone(self) -> None:
-        """Waits until every rank has come here."""
+        """Waits until every rank has called this."""
         self.refuse_alone("wait_for_everyone")
         self.strategy.ranks.barrier()
 
@@ -274,13 +274,13 @@ def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
 
 
 def joined(accelerator: str | None = None) -> Strategy:
-    """A strategy among the ranks that are started, or of one device, ready to be used.
+    """A strategy on the ranks that were launched, or on one device, ready for use.
 
     Args:
-        accelerator: "cpu" or "auto"; None for a strategy that has joined the ranks in this process, where there is one.
+        accelerator: "cpu" or "auto"; None takes a strategy that has joined the ranks in this process, if there is one.
 
     Raises:
-        ConfigurationError: if several ranks are asked for, and nobody has started them.
+        ConfigurationError: if several ranks are planned that nobody has started.
     """
     from leyden.strategies import find_strategy
     from leyden.strategies.launch.environment import rank_environment

@@ -29,7 +29,7 @@ class PreparedScheduler:
         self.optimizers = list(optimizers)
         self._stepping = stepping
         self._with_optimizer = with_optimizer
-        self._told_of_end = False
+        self._warned_of_end = False
 
     def __getattr__(self, name: str) -> Any:
         if "scheduler" not in vars(self):
@@ -53,14 +53,14 @@ class PreparedScheduler:
                 return
         total = getattr(self.scheduler, "total_steps", None)
         if total is not None and self.scheduler.last_epoch >= total:
-            self._tell_of_end(total)
+            self._warn_of_end(total)
         else:
             self.scheduler.step(*args, **kwargs)
 
-    def _tell_of_end(self, total: int) -> None:
-        """torch's own raises an error here, in the last step of a run whose length was rounded down."""
-        if not self._told_of_end:
-            self._told_of_end = True
+    def _warn_of_end(self, total: int) -> None:
+        """Warns once, where torch's own raises in the last step of a run whose length was rounded down."""
+        if not self._warned_of_end:
+            self._warned_of_end = True
             warnings.warn(
                 f"{type(self.scheduler).__name__} has done its total_steps={total}; the learning rate stays where it "
                 "is.",
@@ -69,7 +69,7 @@ class PreparedScheduler:
 
 
 def warn_of_multiplied_schedules(ranks: int) -> None:
-    """Schedulers of scripts that were written for others count calls of all ranks."""
+    """Warns of schedules that scripts multiply by num_processes, since elsewhere they count the calls of all ranks."""
     warnings.warn(
         f"schedulers count optimizer steps here, on {ranks} ranks as on one: a warm-up or total that was multiplied by "
         "num_processes is now too long, so leave the factor out.",

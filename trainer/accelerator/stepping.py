@@ -53,7 +53,7 @@ class Stepping(Engine):
         self.begin()
 
     def begin(self) -> None:
-        """Starts counting anew, before the first batch."""
+        """Resets the counters, before the first batch."""
         self.window.length = self.accumulation.num_steps
         self.steps = 0
         self._updates_scale = False
@@ -63,29 +63,26 @@ class Stepping(Engine):
         self._counted: set[int] = set()
 
     def continue_after(self, steps: int) -> None:
-        """Stands between two windows, after so many steps."""
+        """Continues between two windows, after so many steps."""
         self.steps, self._updates_scale, window = steps, False, self.window
         window.is_open, window.index, window.closes = False, 0, True
 
     # what is prepared -------------------------------------------------------------------------------------------------
     def add_model(self, prepared: nn.Module, bare: nn.Module) -> None:
-        """Trains a model from now on.
-
-        Optimizers that were prepared before it take its parameters where the strategy replaced them.
-        """
+        """Adds a prepared model; optimizers prepared before it get the parameters that the strategy replaced."""
         self.prepared_models.append(prepared)
         self.bare_models.append(bare)
         if self.prepared_optimizers and not self.strategy.replicates:
             self.strategy.setup_optimizers(self.bare_models, self.optimizers)
 
     def add_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Steps an optimizer, which the strategy has set up, as windows close."""
+        """Adds an optimizer that the strategy has set up; it steps as windows close."""
         prepared = PreparedOptimizer(optimizer, self)
         self.prepared_optimizers.append(prepared)
         return prepared
 
     def release(self) -> None:
-        """Lets go of models, optimizers and loaders."""
+        """Releases models, optimizers and loaders."""
         self.flush_scaler()
         self.strategy.release()
         for held in (self.prepared_models, self.bare_models, self.prepared_optimizers, self.reading):
@@ -99,13 +96,13 @@ class Stepping(Engine):
             synchronise(self.strategy, self._rng_types)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
-        """A pass over a loader has begun."""
+        """Notes that a pass over a loader begins."""
         self._checks.in_pass()
         self.strategy.check_trained()
         self.reading.append(loader)
 
     def end_turn(self) -> None:
-        """A prepared loader is asked for its next batch, so the last one is done with."""
+        """Does what waits until a batch is done with; a prepared loader calls it as the next one is asked for."""
         self.strategy.own_loop.end_turn()
         self.run_waiting()
 
@@ -115,14 +112,14 @@ class Stepping(Engine):
         return self.reading[-1] if self.reading else None
 
     def end_loader(self, loader: PreparedLoader) -> None:
-        """A pass over a loader is over, or was broken off."""
+        """Notes that a pass over a loader is over, or was broken off."""
         if loader in self.reading:
             self.reading.remove(loader)
 
     # the window -------------------------------------------------------------------------------------------------------
     @property
     def is_within_window(self) -> bool:
-        """Gradients are half accumulated: what is saved now would lack them."""
+        """True while gradients are half accumulated: a checkpoint written now would lack them."""
         return self.window.is_open and not (self._in_window and self.window.closes)
 
     def after_window(self, action: Callable[[], Any]) -> None:
@@ -169,23 +166,24 @@ class Stepping(Engine):
         left, ends = None, False
         if self.reading and self.accumulation.sync_with_dataloader:
             left, ends = self.reading[-1].left, self.reading[-1].end_of_dataloader
-        if not window.is_open:
-            window.open(steps if left is None else min(steps, left))
-        window.closes = ends or window.index == window.length - 1
+        if window.is_open:
+            window.advance(ends)
+        else:
+            window.open(steps if left is None else min(steps, left), ends)
 
     def _settle(self) -> None:
-        """Brings the window's gradients to their mean, once, where its length or its items were not known before."""
+        """Brings the window's gradients to their mean, once, if its length or items were unknown before."""
         window = self.window
         if self._is_settled or not self._in_window or not window.closes:
             return
         self._is_settled = True
         self.close_window()
-        # What is still to come in this batch is divided by the true length, too.
+        # Later losses of this batch are divided by the true length, too.
         window.length = window.index + 1
 
     @contextmanager
     def joining(self, models: Sequence[Any]) -> Iterator[None]:
-        """Ranks that have fewer batches than others take part in their exchange of gradients, within the block."""
+        """Lets ranks that run out of batches take part in the others' exchange of gradients, within the block."""
         with self.strategy.own_loop.joining(models) if self.strategy.ranks.world_size > 1 else nullcontext():
             self._joins = True
             try:
@@ -211,7 +209,7 @@ class Stepping(Engine):
             loss = self.strategy.loss_to_backward(loss, num_items, window)
         self.manual_backward(loss, **kwargs)
         if not self.prepared_optimizers:
-            # The loop steps an optimizer of its own, which asks nobody.
+            # The loop's own optimizer steps without a call of this class.
             self._settle()
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:

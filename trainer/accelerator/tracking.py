@@ -37,7 +37,7 @@ class GeneralTracker(ABC):
 
     Attributes:
         name: by which `get_tracker` finds it.
-        requires_logging_directory: it is given a `logging_dir`.
+        requires_logging_directory: its constructor takes a `logging_dir`.
         main_process_only: only the main rank calls it.
 
     Example:
@@ -55,7 +55,7 @@ class GeneralTracker(ABC):
 
     @property
     def tracker(self) -> Any:
-        """What does the writing: a SummaryWriter, a W&B run, …."""
+        """The object that writes: a SummaryWriter, a W&B run, …."""
         return self
 
     def start(self) -> None:
@@ -83,7 +83,7 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, logger: Logger, name: str | None = None) -> None:
         self.logger = logger
         self.name = name or type(logger).__name__
-        self._told_of_texts = False
+        self._warned_of_texts = False
 
     @property
     def tracker(self) -> Any:
@@ -112,8 +112,8 @@ class LoggerTracker(GeneralTracker):
                 writer.add_text(key, value, global_step=step)
         elif self.name == "wandb":
             writer.log(texts)
-        elif not self._told_of_texts:
-            self._told_of_texts = True
+        elif not self._warned_of_texts:
+            self._warned_of_texts = True
             warnings.warn(
                 f"the tracker {self.name!r} records numbers; {', '.join(texts)} is text and left out.", stacklevel=5
             )
@@ -204,7 +204,7 @@ class MLflowTracker(LoggerTracker):
 
 
 class SilentTracker(Silent, GeneralTracker):
-    """What `get_tracker` returns on a rank that writes nothing: every call is accepted and does nothing."""
+    """The tracker of a rank that writes nothing: it accepts every call and does nothing."""
 
     name = "silent"
 
@@ -213,7 +213,7 @@ class SilentTracker(Silent, GeneralTracker):
 
 
 def chosen(log_with: Any) -> list[Any]:
-    """What `log_with` names: names of loggers, loggers, trackers and classes of trackers.
+    """The entries of `log_with`: names of loggers, loggers, trackers and classes of trackers.
 
     Raises:
         ConfigurationError: if a name is unknown, or something is none of these.
@@ -247,7 +247,7 @@ def chosen(log_with: Any) -> list[Any]:
 
 
 def _check_complete(entry: Any) -> None:
-    """Refuses a tracker that could not be logged to, or not be found."""
+    """Refuses a tracker without a `log` or a `name`."""
     if isinstance(entry, type) and inspect.isabstract(entry):
         missing = " and ".join(sorted(entry.__abstractmethods__))  # type: ignore[attr-defined]
         raise ConfigurationError(
@@ -271,7 +271,7 @@ def build(
     """The trackers of a run.
 
     Args:
-        entries: what `chosen` gave.
+        entries: as `chosen` returned them.
         project_name: of the run.
         logging_dir: folder of their files; the working directory if None.
         options: arguments by the trackers' names.
@@ -326,7 +326,7 @@ class Trackers:
     """The trackers of an Accelerator, and which of them write on this rank.
 
     Args:
-        log_with: names, classes, loggers and trackers, as the Accelerator was given them.
+        log_with: names, classes, loggers and trackers, as passed to the Accelerator.
         state: says whether this is the main rank, which writes.
 
     Attributes:
@@ -345,7 +345,7 @@ class Trackers:
         config: Mapping[str, Any] | None,
         init_kwargs: Mapping[str, Any],
     ) -> None:
-        """Begins the run in every tracker; see `Accelerator.init_trackers`."""
+        """Starts the run in every tracker; see `Accelerator.init_trackers`."""
         self.running = build(self.log_with, project_name, logging_dir, init_kwargs, self._state.is_main_process)
         for tracker in self._writing():
             tracker.start()

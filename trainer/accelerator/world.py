@@ -50,7 +50,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
 
 
 def wait_for_everyone() -> None:
-    """Waits until every rank has come here."""
+    """Waits until every rank has called this."""
     world().wait_for_everyone()
 
 
@@ -85,7 +85,7 @@ def send_to_device(
     Args:
         tensor: any nested structure.
         device: where to.
-        non_blocking: kept for scripts: copies run beside the host wherever that is safe.
+        non_blocking: accepted for scripts: copies run asynchronously wherever that is safe.
         skip_keys: keys of a dict that stay where they are.
 
     Example:
@@ -104,7 +104,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: 0 to 2**32 - 1.
-        device_specific: each rank has a seed of its own: seed + rank.
+        device_specific: each rank gets its own seed: seed + rank.
         deterministic: torch refuses operations whose results differ from run to run.
 
     Example:
