@@ -2,8 +2,9 @@
 
     from leyden.strategies import DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy, MixedPrecision
 
-`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `deepspeed/` and `xla/` have a folder each.
-`process_group.py` is what strategies with several ranks share, `launch/` starts ranks, and `precision/` has the dtypes.
+`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `deepspeed/` and `xla/` have a folder
+each. `process_group.py` is what strategies with several ranks share, `launch/` starts ranks, and `precision/` has the
+dtypes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _HOMES = {
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp.strategy", "FSDPStrategy")
 DEEPSPEED = ("leyden.strategies.deepspeed.strategy", "DeepSpeedStrategy")
-# Name -> module, class, arguments. Imported when asked for: torch.distributed costs a run without it some time.
+# Name -> module, class, arguments. Imported when used: a run without torch.distributed starts faster.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
     "ddp": (*DDP, {}),
     "ddp_spawn": (*DDP, {"start_method": "spawn"}),
@@ -81,7 +82,7 @@ XLA = ("xla", "tpu")
 XLA_NAMES = ("xla", "xla_fsdp", "xla_ddp")
 NAMES = ("auto", "single_device", *SEVERAL)
 MAIN_NAMES = ("auto", "single_device", "ddp", "fsdp", "deepspeed", "xla")
-"""One of each kind, for an error that has no nearest name to tell."""
+"""One of each kind, for an error about a name that resembles none."""
 
 
 def find_strategy(
@@ -94,10 +95,11 @@ def find_strategy(
     """The strategy that a name means on this machine, for these devices.
 
     Args:
-        strategy: a name of `NAMES`, or a strategy. "auto" is one device, "ddp" for several, and "ddp_notebook" for several that
-            are asked for in an interactive session.
+        strategy: a name of `NAMES`, or a strategy. "auto" is one device, "ddp" for several, and "ddp_notebook" for
+            several that are asked for in an interactive session.
         accelerator: "cpu", "gpu", "cuda", "mps", "xla", "tpu" or "auto".
-        devices: as of the Trainer: how many ranks this machine has. Ranks that are started already are counted for "auto".
+        devices: as of the Trainer: how many ranks this machine has. Ranks that are started already are counted for
+            "auto".
         num_nodes: machines.
         precision: the Precision plugin it runs in; None leaves a given strategy's own.
 
@@ -140,7 +142,7 @@ def _check_name(strategy: object) -> None:
 
 
 def _is_one_by_default(accelerator: str, devices: Any, num_nodes: int) -> bool:
-    """True where "auto" would start ranks that nobody in a notebook asked for."""
+    """True if "auto" would start ranks in a notebook without being asked to."""
     left_open = is_interactive() and num_nodes == 1 and parse_devices(devices) is None and rank_environment() is None
     return left_open and len(find_devices(accelerator, devices)) > 1
 
@@ -149,7 +151,7 @@ def _auto(accelerator: str, devices: Any, num_nodes: int) -> str:
     """The name for ranks that are started, or planned by the arguments."""
     place = rank_environment()
     if place is not None:
-        # One rank alone needs no group; arguments that ask for more are told of it.
+        # One rank needs no group; if the arguments ask for more, "ddp" raises.
         wanted = parse_devices(devices)
         count = len(wanted) if isinstance(wanted, list) else wanted or 1
         return "ddp" if place.world_size * count * num_nodes > 1 else "single_device"
@@ -159,7 +161,7 @@ def _auto(accelerator: str, devices: Any, num_nodes: int) -> str:
 
 
 def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
-    """The one device that is asked for; the first of all for "auto"."""
+    """The one device that the arguments name; the first of all for "auto"."""
     wanted = parse_devices(devices)
     if wanted is None or find_device(accelerator).type == "cpu":
         count = 1 if wanted is None else wanted if isinstance(wanted, int) else len(wanted)
@@ -168,8 +170,8 @@ def _single_device(accelerator: str, devices: Any, num_nodes: int) -> Any:
         found = find_devices(accelerator, devices)
     if len(found) * num_nodes != 1:
         raise ConfigurationError(
-            f"strategy='single_device' with devices={devices!r} and num_nodes={num_nodes}: use devices=1 and num_nodes=1, or "
-            "strategy='ddp'."
+            f"strategy='single_device' with devices={devices!r} and num_nodes={num_nodes}: use devices=1 and "
+            "num_nodes=1, or strategy='ddp'."
         )
     return found[0]
 
@@ -190,7 +192,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a strategy when it is first used: torch.distributed costs a run without it some time."""
+    """Imports a strategy when it is first used: a run without torch.distributed starts faster."""
     if name not in _HOMES:
         raise AttributeError(f"module 'leyden.strategies' has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

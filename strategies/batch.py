@@ -18,7 +18,7 @@ T = TypeVar("T")
 BUILTIN = frozenset({dict, list, tuple, set, frozenset, str, bytes, int, float, bool, complex, type(None)})
 PLAIN = (str, bytes, int, float, complex, type(None), type)
 COPIES_BESIDE = ("cuda", "xpu")
-"""Devices to which a copy may run beside the host. A copy to the CPU may not: its values could be read too early."""
+"""Devices to which copies are asynchronous. A copy to the CPU is not: its values could be read too early."""
 
 
 def move_to_device(batch: T, device: torch.device | str) -> T:
@@ -27,7 +27,7 @@ def move_to_device(batch: T, device: torch.device | str) -> T:
     Structure and types are kept: dicts and other mappings, lists, tuples, named tuples, sets, dataclasses, and
     subclasses of these. An object of another kind is moved if it has a method `to(device)`, as graphs and encodings do;
     else it stays. A tensor that stands in the batch twice is moved once. What has nothing to move is returned as the
-    very same object. On cuda and xpu the copy runs beside the host (it needs pinned memory for that), elsewhere not.
+    very same object. On cuda and xpu the copy is asynchronous (from pinned memory), elsewhere not.
 
     Args:
         batch: any nested structure.

@@ -46,8 +46,10 @@ def _named(name: str) -> Callable[..., Any]:
 
 
 def _bare(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook without name and annotations: torch refuses annotations that are text, and its own bfloat16 hook over gloo, where
-    it works."""
+    """Returns the hook without name and annotations.
+
+    torch refuses annotations that are strings, and its own bfloat16 hook over gloo, where it works.
+    """
 
     def send(state: Any, bucket: Any) -> Any:
         return hook(state, bucket)

@@ -146,7 +146,8 @@ class DDPStrategy(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         if self.ddp is not None:
-            # Whoever may still hold the DDP object, its reducer must not outlive the process group (gloo aborts then).
+            # Someone may still hold the DDP object, but its reducer must not outlive the process group: gloo would
+            # abort.
             for name in ("reducer", "logger"):
                 self.ddp.__dict__.pop(name, None)
         self.ddp = self.before_forward = None
@@ -306,7 +307,7 @@ class DDPLoop(OwnLoop):
 
 
 class WrappedModule(DistributedDataParallel):
-    """DDP around a module, whose attributes can be asked for as if there were no wrapper."""
+    """DDP around a module, whose attributes can be read as if there were no wrapper."""
 
     wraps_module = True
 
@@ -342,7 +343,7 @@ class _Stepped(nn.Module):
     def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
-        # The step itself, so that no frame of ours stands between DDP and the user.
+        # The step itself, so that DDP calls the user's code without a frame in between.
         self.forward = step
         ignored = _ignored(module)
         if ignored:
@@ -354,12 +355,12 @@ class _Stepped(nn.Module):
 
 
 def _ignored(module: nn.Module) -> set[str]:
-    """Names that the user has told DDP to leave alone, by torch's own method."""
+    """Names that the user has excluded from DDP, by torch's own attribute."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 class _Zero(torch.autograd.Function):
-    """A loss of 0 that gives every parameter a gradient of exactly 0, so that each of DDP's buckets is sent."""
+    """A loss of 0 that gives every parameter a gradient of exactly 0, so that DDP sends each of its buckets."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch
 
     Args:
         accelerator: "cpu", "gpu", "cuda", "mps", or "auto" for the best there is.
-        devices: how many; -1 or "auto" for all GPUs there are, and one CPU; a list of indices, or one as text ("0,1"). Text
-            without a comma is a number, with one a list of indices. On the CPU only the length of a list counts.
+        devices: how many; -1 or "auto" for all GPUs there are, and one CPU; a list of indices, or one as text ("0,1").
+            Text without a comma is a number, with one a list of indices. On the CPU only the length of a list counts.
 
     Raises:
         ConfigurationError: if the machine does not have them.
@@ -41,7 +41,8 @@ def find_devices(accelerator: str = "auto", devices: Any = "auto") -> list[torch
         raise ConfigurationError(f"devices={devices!r}: MPS has one device. Use accelerator='cpu' for several ranks.")
     if missing:
         raise ConfigurationError(
-            f"devices={devices!r}: there is no {first.type}:{missing[0]}, this machine has {there} GPU{'s' if there > 1 else ''}."
+            f"devices={devices!r}: there is no {first.type}:{missing[0]}, this machine has {there} "
+            f"GPU{'s' if there > 1 else ''}."
         )
     return [torch.device(first.type, index) for index in indices]
 

@@ -39,7 +39,9 @@ class StateError(LeydenError, ValueError):
 
 
 class UnknownArgumentError(ConfigurationError, TypeError):
-    """An argument that a function does not have; a TypeError, as Python's own. The message names the nearest that it has."""
+    """An argument that a function does not have; a TypeError, as Python's own. The message names the nearest that it
+    has.
+    """
 
 
 class MissingExtraError(LeydenError, ImportError):
@@ -47,7 +49,7 @@ class MissingExtraError(LeydenError, ImportError):
 
     Args:
         package: the name on the package index.
-        extra: the pip extra of Leyden that brings it, or None where there is none.
+        extra: the pip extra of Leyden that installs it, or None.
         purpose: what it was needed for.
 
     Example:
@@ -61,7 +63,9 @@ class MissingExtraError(LeydenError, ImportError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Ends the traceback with a line of ours; before Python 3.11 errors take no notes, and it stands above the traceback."""
+    """Ends the traceback with a line of ours; before Python 3.11 errors take no notes, and it stands above the
+    traceback.
+    """
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -69,7 +73,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "STATUS_ALLOC_FAILED")
-"""What is said by torch's allocators, CUDA itself, its libraries and the system."""
+"""Messages of torch's allocators, CUDA, its libraries and the system."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -91,7 +95,7 @@ def nearest(name: str, known: Iterable[str], main: Sequence[str] = ()) -> str:
     Args:
         name: the unknown one.
         known: those that there are.
-        main: which to list where they are many and none is near; the first ones if left out.
+        main: the names to list if there are many and none is near; the first ones if left out.
 
     Example:
         >>> nearest("bf61", ["bf16", "fp16"])
@@ -112,7 +116,7 @@ def nearest(name: str, known: Iterable[str], main: Sequence[str] = ()) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What a value is, with its article, for an error about it.
+    """Describes a value for an error message, with an article.
 
     Example:
         >>> [kind_of(value) for value in (1, "text", None, int, ConfigurationError())]

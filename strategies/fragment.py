@@ -15,16 +15,16 @@ Sizes: TypeAlias = "tuple[int, ...]"
 class Fragment(Tensor):
     """This rank's part of a tensor whose elements, in row-major order, are dealt out in stretches.
 
-    It has the shape of the whole tensor and none of its operations: the part is in `flat`, and is written and read there. A
-    checkpoint knows it as it knows a DTensor: each rank writes its own part, replicas once, and reads of any stored tensor
-    what belongs to it. The stretches of all ranks must fill the tensor.
+    It has the shape of the whole tensor and none of its operations: the part is in `flat`, and is written and read
+    there. A checkpoint knows it as it knows a DTensor: each rank writes its own part, replicas once, and reads of any
+    stored tensor what belongs to it. The stretches of all ranks must fill the tensor.
 
     Args:
         flat: the elements, one dimension and contiguous; empty on a rank that has none of them.
         shape: of the whole tensor.
         start: place of the first of them in the whole tensor.
-        state: gives the memory of an optimizer's state that belongs to these elements, by its name and dtype. What is read
-            from a checkpoint goes there; without it into new memory.
+        state: gives the memory of an optimizer's state that belongs to these elements, by its name and dtype. What is
+            read from a checkpoint goes there; without it into new memory.
 
     Example:
         >>> fragment = Fragment(torch.tensor([2.0, 3.0, 4.0]), (2, 3), start=2)

@@ -1,4 +1,4 @@
-"""Objects of PyTorch Lightning that are handed to Leyden: an error about one names the class of ours in its place."""
+"""Objects of PyTorch Lightning passed to Leyden: the error names the class of Leyden to use in their place."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def ported(value: object, otherwise: str) -> str:
 
     Args:
         value: what was handed in.
-        otherwise: what to do where it has nothing to do with Lightning.
+        otherwise: what to do if the object is not of Lightning.
 
     Returns:
-        For an object or a class of Lightning's, or one that inherits from it: the import of ours.
+        For an object or class of Lightning, or a subclass: the import to use in its place.
     """
     kind = value if isinstance(value, type) else type(value)
     theirs = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in RIVALS]

@@ -1,4 +1,4 @@
-"""What a run asks for, for strategies that have settings of their own for the same things (DeepSpeed's config)."""
+"""Settings of a run, for strategies whose own settings may contradict them (DeepSpeed's config)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What a run asks for. None: not set, or not known yet.
+    """Settings of a run. None: not set, or not known yet.
 
     Attributes:
         accumulation: batches of one optimizer step; None also where it changes during the run.

@@ -52,7 +52,7 @@ def find_device(accelerator: str = "auto") -> torch.device:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """The device by its number, as tensors on it tell theirs: "cuda" by itself is the current one.
+    """Returns the device with its index, as tensors report it: "cuda" alone is the current one.
 
     Example:
         >>> with_index("mps"), with_index("cuda:1"), with_index("cpu")

@@ -15,9 +15,9 @@ from leyden.strategies.errors import ConfigurationError
 class StateWriter(Protocol):
     """The part of a checkpoint writer that a strategy fills. All ranks call it, with the same names.
 
-    Of a DTensor each rank's shard is written, a replica once; so is a `Fragment`, an engine's stretch of flat memory, which may
-    stand in the place of a parameter or of an optimizer's state. Other tensors are written once: by rank 0, or, where they are
-    large and named in `replicated`, by any rank.
+    Of a DTensor each rank's shard is written, a replica once; so is a `Fragment`, an engine's stretch of flat memory,
+    which may stand in the place of a parameter or of an optimizer's state. Other tensors are written once: by rank 0,
+    or, where they are large and named in `replicated`, by any rank.
     """
 
     def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None: ...
@@ -28,7 +28,8 @@ class WeightReader(Protocol):
     """The part of a checkpoint reader that a strategy loads modules from.
 
     `model` gives whole tensors, merged from all shards. `fill` reads into tensors where they are, of a DTensor or a
-    `Fragment` only this rank's part, and casts to their dtype; `names` are those that there are. It exchanges nothing with other ranks.
+    `Fragment` only this rank's part, and casts to their dtype; `names` are those that there are. It exchanges nothing
+    with other ranks.
     """
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]: ...
@@ -82,7 +83,9 @@ def fill_weights(
 
 
 def _held_as(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Names of tied parameters that a file leaves out, each with the one it has: some libraries write every tensor once."""
+    """Names of tied parameters that a file leaves out, each with the one it has: some libraries write every tensor
+    once.
+    """
     written, by_parameter = set(names), dict[int, list[str]]()
     for name, parameter in module.named_parameters(remove_duplicate=False):
         by_parameter.setdefault(id(parameter), []).append(name)
@@ -109,8 +112,8 @@ def check_partial(module: nn.Module, names: Iterable[str], warns: bool = True) -
     kind = type(module).__name__
     if saved and not saved & here:
         raise ConfigurationError(
-            f"no weight of the checkpoint fits {kind}. There: {_some(left)}. Here: {_some(bare) or 'none'}. Build the module as it was "
-            "saved."
+            f"no weight of the checkpoint fits {kind}. There: {_some(left)}. Here: {_some(bare) or 'none'}. Build the "
+            "module as it was saved."
         )
     if warns and (left or bare):
         told = [f"not loaded, since {kind} has no such weights: {_some(left)}"] if left else []
@@ -123,12 +126,15 @@ def _some(names: list[str]) -> str:
 
 
 def _unfit(module: nn.Module, found: str, loses: bool) -> str:
-    """The error for weights that do not fit.
+    """Returns the error for weights that do not fit.
 
     Args:
         module: which they do not fit.
-        found: what is missing or unexpected.
-        loses: loading what fits by name would leave saved weights out, which nobody is advised to.
+        found: the names that are missing or unexpected.
+        loses: loading what fits by name would leave saved weights out, so the error does not advise it.
     """
     instead = "" if loses else ", or set strict_loading = False on it, and what is missing stays as it is now"
-    return f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. Build the module as it was saved{instead}."
+    return (
+        f"the checkpoint's weights do not fit {type(module).__name__}: {found.rstrip('. ')}. "
+        f"Build the module as it was saved{instead}."
+    )

@@ -1,4 +1,4 @@
-"""The accumulation window that strategies are handed, and the loss that a training step gives them."""
+"""The accumulation window that strategies receive, and the loss that a training step returns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ StepOutput: TypeAlias = "Tensor | Mapping[str, Any]"
 class Window:
     """One accumulation window: the batches whose gradients make one optimizer step.
 
-    The Accelerator owns it and strategies are handed it, so nobody else counts batches.
+    The engine owns it and passes it to strategies, so nothing else counts batches.
 
     Attributes:
         index: position of the current batch in the window, from 0.
@@ -26,9 +26,10 @@ class Window:
         is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
         num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
             where the loss is a mean, and the number of batches divides it.
-        first_items: `num_items` of the window's first batch, the mean over ranks (1 where it has none), by which backward
-            divides (see `Strategy.loss_to_backward`).
-        weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all ranks.
+        first_items: `num_items` of the window's first batch, the mean over ranks (1 where it has none), by which
+            backward divides (see `Strategy.loss_to_backward`).
+        weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all
+            ranks.
         idle: a rank has no sample of the current global batch, and calls `skip_batch`. All ranks know of it.
     """
 
@@ -57,7 +58,7 @@ class Window:
         self.closes = is_last or self.index == self.length - 1
 
     def end_batch(self) -> None:
-        """Ends a batch, and the window with it where it closes."""
+        """Ends a batch, and the window if the batch closes it."""
         if self.closes:
             self.is_open, self.index = False, 0
         else:
@@ -78,7 +79,7 @@ class Window:
 
 
 class BackwardHooks(Protocol):
-    """What a strategy calls around backward. Empty tuples and None cost nothing."""
+    """The hooks that a strategy calls around backward. Empty tuples and None cost nothing."""
 
     @property
     def on_before_backward(self) -> Sequence[Callable[[Tensor], Any]]: ...
@@ -106,12 +107,13 @@ def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
         loss, num_items = outputs["loss"], outputs.get("num_items")
     else:
         raise ConfigurationError(
-            f"training_step returned {kind_of(outputs)}, not a loss. Return a scalar tensor or a dict with the key 'loss', "
-            "or set automatic_optimization = False and call manual_backward yourself."
+            f"training_step returned {kind_of(outputs)}, not a loss. Return a scalar tensor or a dict with the key "
+            "'loss', or set automatic_optimization = False and call manual_backward yourself."
         )
     if not isinstance(loss, Tensor):
         raise ConfigurationError(
-            f"the loss that training_step returned is {kind_of(loss)}, not a tensor: return it before any float() or .item()."
+            f"the loss that training_step returned is {kind_of(loss)}, not a tensor: return it before any float() or "
+            ".item()."
         )
     if not loss.requires_grad:
         raise ConfigurationError(
@@ -120,7 +122,8 @@ def read_loss(outputs: StepOutput) -> tuple[Tensor, Tensor | float | None]:
         )
     if loss.numel() != 1:
         raise ConfigurationError(
-            f"the loss that training_step returned has the shape {tuple(loss.shape)}: return one number, as loss.mean()."
+            f"the loss that training_step returned has the shape {tuple(loss.shape)}: return one number, as "
+            "loss.mean()."
         )
     if num_items is not None:
         _check_items(num_items)

@@ -68,29 +68,32 @@ KEYS = (
     | {"comms_logger", "tensorboard", "wandb", "csv_monitor", "data_efficiency", "curriculum_learning"}
     | {"dataloader_drop_last", "compile", "hybrid_engine", "autotuning", "elasticity"}
 )
-"""Keys of DeepSpeed's config, at its top. It passes over others, which may be of a later version; what is nearly one of these is a typo."""
+"""Top-level keys of DeepSpeed's config. It ignores others, which may belong to a later version; a key that resembles
+one of these is a typo.
+"""
 
 WHOLE_PARAMETERS = frozenset({"adafactor", "lamb", "lars", "muon", "shampoo", "soap"})
 """Optimizers, in small letters, whose step is not that of single elements."""
 
 
 class ZeroConfig:
-    """What one config dict or file, and plain arguments beside it, ask of DeepSpeed.
+    """The settings that a config dict or file, and plain arguments beside it, give DeepSpeed.
 
-    It finds every contradiction: within itself when it is made, with a run's settings in `check`, with precision, device and
-    optimizers in `build`. Of what has two owners elsewhere, accumulation, batch size and precision belong to the run (the
-    config may say "auto", nothing, or the same), clipping to whichever sets it, optimizer and scheduler to whichever makes one.
+    It finds every contradiction: within itself when it is made, with a run's settings in `check`, with precision,
+    device and optimizers in `build`. Of what has two owners elsewhere, accumulation, batch size and precision belong to
+    the run (the config may say "auto", nothing, or the same), clipping to whichever sets it, optimizer and scheduler to
+    whichever makes one.
 
     Args:
         config: DeepSpeed's config, as a mapping or a path of a JSON file. "auto" is filled from the run.
         offload_optimizer: "cpu", "nvme", True for "cpu", or a mapping as under `zero_optimization.offload_optimizer`.
         offload_parameters: the same for parameters (stage 3).
-        nvme_path: a folder on an NVMe disk, for what is offloaded there.
-        pin_memory: page-locked memory for what is offloaded.
+        nvme_path: a folder on an NVMe disk to offload to.
+        pin_memory: offload to page-locked memory.
         **arguments: names of `ARGUMENTS`; None for those that are left out.
 
     Raises:
-        ConfigurationError: for what is unknown, contradicts something else or cannot work; names the fix.
+        ConfigurationError: for a setting that is unknown, contradicts another or cannot work; names the fix.
 
     Example:
         >>> ZeroConfig({"zero_optimization": {"stage": "auto"}}, stage=3, offload_parameters="cpu").stage
@@ -137,7 +140,7 @@ class ZeroConfig:
         return found
 
     def given(self, path: str) -> Any:
-        """The same, None also where it is left open by "auto"."""
+        """The value at a place, and None for "auto"."""
         value = self.get(path)
         return None if value == "auto" else value
 
@@ -157,7 +160,7 @@ class ZeroConfig:
         return self.get("scheduler")  # type: ignore[no-any-return]
 
     def offloads(self, part: str) -> str | None:
-        """Where "optimizer" or "param" waits between uses: "cpu" or "nvme"; None where it stays."""
+        """Where "optimizer" or "param" is offloaded between uses: "cpu" or "nvme"; None if it is not."""
         device = self.get(f"zero_optimization.offload_{part}.device", "none")
         return None if device == "none" else str(device)
 
@@ -165,14 +168,14 @@ class ZeroConfig:
         """Gives "auto" values, and places that say nothing, a value: {"optimizer.params.lr": 1e-3}.
 
         Raises:
-            ConfigurationError: if another value stands there.
+            ConfigurationError: if the config has another value.
         """
         for path, value in values.items():
             self._put(path, value, path)
 
     # how it came about ------------------------------------------------------------------------------------------------
     def _put(self, path: str, value: Any, name: str) -> None:
-        """Sets a value where nothing or "auto" stands."""
+        """Sets a value that is missing or "auto"."""
         *sections, key = path.split(".")
         place = self.values
         for section in sections:
@@ -180,8 +183,8 @@ class ZeroConfig:
             place = place[section]
         if place.get(key, "auto") not in ("auto", value):
             raise ConfigurationError(
-                f"{name}={value!r} was given, and the DeepSpeed config says {path}={place[key]!r}: give it once, or 'auto' in the "
-                "config."
+                f"{name}={value!r} was given, and the DeepSpeed config says {path}={place[key]!r}: give it once, or "
+                "'auto' in the config."
             )
         place[key] = value
 
@@ -215,14 +218,14 @@ class ZeroConfig:
         name = type(optimizer).__name__
         if self.stage and name.lower() in WHOLE_PARAMETERS:
             raise ConfigurationError(
-                f"{name} looks at each parameter as a whole, and ZeRO stage {self.stage} gives it flat stretches of several: use an "
-                "optimizer of single elements (Adam's, SGD), stage=0, or strategy='ddp'."
+                f"{name} looks at each parameter as a whole, and ZeRO stage {self.stage} gives it flat stretches of "
+                "several: use an optimizer of single elements (Adam's, SGD), stage=0, or strategy='ddp'."
             )
         groups = [group["params"] for group in optimizer.param_groups]
         if self.stage in (1, 2) and any(group and not any(p.requires_grad for p in group) for group in groups):
             raise ConfigurationError(
-                f"a parameter group of {name} holds frozen parameters alone, which ZeRO stages 1 and 2 cannot take: leave it out, or "
-                "use stage=3."
+                f"a parameter group of {name} holds frozen parameters alone, which ZeRO stages 1 and 2 cannot take: "
+                "leave it out, or use stage=3."
             )
 
     def _check_itself(self) -> None:
@@ -238,18 +241,18 @@ class ZeroConfig:
         for section in OWN_RANKS:
             if self.get(section) not in (None, {}, 1):
                 raise ConfigurationError(
-                    f"the DeepSpeed config's {section!r} would divide the ranks otherwise than into shares of each batch, which "
-                    "DeepSpeedStrategy does not do: leave it out."
+                    f"the DeepSpeed config's {section!r} would divide the ranks otherwise than into shares of each "
+                    "batch, which DeepSpeedStrategy does not do: leave it out."
                 )
         if self.get("gradient_allreduce_op", "mean") != "mean":
             raise ConfigurationError(
-                "the DeepSpeed config's gradient_allreduce_op must be 'mean', which is what a loss means on several ranks: leave "
-                "it out."
+                "the DeepSpeed config's gradient_allreduce_op must be 'mean', which is what a loss means on several "
+                "ranks: leave it out."
             )
         if self.get("managed_gradient_accumulation", True) is not True:
             raise ConfigurationError(
-                "the DeepSpeed config has managed_gradient_accumulation=false, and Leyden tells DeepSpeed itself where a window "
-                "ends: leave it out."
+                "the DeepSpeed config has managed_gradient_accumulation=false, and Leyden itself tells DeepSpeed "
+                "where a window ends: leave it out."
             )
         if self.given("amp.enabled") is True:
             raise ConfigurationError(
@@ -264,18 +267,18 @@ class ZeroConfig:
         param, optimizer = self.offloads("param"), self.offloads("optimizer")
         if param and self.stage < 3:
             raise ConfigurationError(
-                f"parameters are to be offloaded to {param!r}, which needs stage 3, and the stage is {self.stage}: use stage=3, or "
-                "leave offload_parameters (offload_param in the config) out."
+                f"parameters are to be offloaded to {param!r}, which needs stage 3, and the stage is {self.stage}: use "
+                "stage=3, or leave offload_parameters (offload_param in the config) out."
             )
         if optimizer and self.stage == 0:
             raise ConfigurationError(
-                f"the optimizer is to be offloaded to {optimizer!r}, which needs stage 1, 2 or 3, and the stage is 0: use stage=2, "
-                "or leave offload_optimizer out."
+                f"the optimizer is to be offloaded to {optimizer!r}, which needs stage 1, 2 or 3, and the stage is 0: "
+                "use stage=2, or leave offload_optimizer out."
             )
         if optimizer == "nvme" and self.stage < 3:
             raise ConfigurationError(
-                f"the optimizer is to be offloaded to 'nvme', which needs stage 3, and the stage is {self.stage}: use stage=3, or "
-                "offload_optimizer='cpu'."
+                f"the optimizer is to be offloaded to 'nvme', which needs stage 3, and the stage is {self.stage}: use "
+                "stage=3, or offload_optimizer='cpu'."
             )
         for part, device in (("param", param), ("optimizer", optimizer)):
             if device == "nvme" and not self.get(f"zero_optimization.offload_{part}.nvme_path"):
@@ -293,9 +296,9 @@ class ZeroConfig:
         steps = self.given("gradient_accumulation_steps")
         if steps is not None and settings.accumulation is not None and steps != settings.accumulation:
             raise ConfigurationError(
-                f"the DeepSpeed config says gradient_accumulation_steps={steps}, and the run accumulates {settings.accumulation} "
-                f"batch(es): set accumulate_grad_batches={steps} (gradient_accumulation_steps of an Accelerator), and 'auto' or "
-                "nothing in the config."
+                f"the DeepSpeed config says gradient_accumulation_steps={steps}, and the run accumulates "
+                f"{settings.accumulation} batch(es): set accumulate_grad_batches={steps} (gradient_accumulation_steps "
+                "of an Accelerator), and 'auto' or nothing in the config."
             )
         if settings.clip_value is not None:
             self._check_clipping(settings)
@@ -305,24 +308,25 @@ class ZeroConfig:
             self._check_optimizers(settings.optimizers, settings.schedulers or 0)
         if settings.manual:
             raise ConfigurationError(
-                "manual optimisation cannot go with DeepSpeed, whose engine reduces gradients in the backward that follows its own "
-                "forward and steps by itself: use automatic_optimization = True, or strategy='fsdp'."
+                "manual optimisation cannot go with DeepSpeed, whose engine reduces gradients in the backward that "
+                "follows its own forward and steps by itself: use automatic_optimization = True, or strategy='fsdp'."
             )
         if settings.own_backward:
             raise ConfigurationError(
-                "the module overrides backward, and DeepSpeed's engine runs its own: leave it out, or use strategy='fsdp'."
+                "the module overrides backward, and DeepSpeed's engine runs its own: leave it out, or use "
+                "strategy='fsdp'."
             )
 
     def _check_clipping(self, settings: RunSettings) -> None:
         if settings.clip_algorithm == "value":
             raise ConfigurationError(
-                "DeepSpeed clips gradients by their norm alone, and gradient_clip_algorithm='value' was asked for: use 'norm', or "
-                "strategy='fsdp'."
+                "DeepSpeed clips gradients by their norm alone, and gradient_clip_algorithm='value' was asked for: use "
+                "'norm', or strategy='fsdp'."
             )
         if self.get("zero_optimization.compute_grad_norm", True) is False:
             raise ConfigurationError(
-                f"the run clips to {settings.clip_value} (gradient_clip_val), and the DeepSpeed config has compute_grad_norm=false: "
-                "leave that out."
+                f"the run clips to {settings.clip_value} (gradient_clip_val), and the DeepSpeed config has "
+                "compute_grad_norm=false: leave that out."
             )
         clip = self.given("gradient_clipping")
         if clip and clip != settings.clip_value:
@@ -335,8 +339,8 @@ class ZeroConfig:
         micro = self.given("train_micro_batch_size_per_gpu")
         if micro is not None and micro != settings.batch_size:
             raise ConfigurationError(
-                f"the DeepSpeed config says train_micro_batch_size_per_gpu={micro}, and the training loader has batch_size="
-                f"{settings.batch_size} per rank: the loader decides; set 'auto' or nothing in the config."
+                f"the DeepSpeed config says train_micro_batch_size_per_gpu={micro}, and the training loader has "
+                f"batch_size={settings.batch_size} per rank: the loader decides; set 'auto' or nothing in the config."
             )
         total = self.given("train_batch_size")
         if total is None or settings.accumulation is None or settings.batch_size is None:
@@ -344,30 +348,32 @@ class ZeroConfig:
         product = settings.batch_size * settings.accumulation * world_size
         if total != product:
             raise ConfigurationError(
-                f"the DeepSpeed config says train_batch_size={total}, and the run's is {settings.batch_size} per rank × {world_size} "
-                f"rank(s) × {settings.accumulation} accumulated = {product}: set 'auto' or nothing in the config."
+                f"the DeepSpeed config says train_batch_size={total}, and the run's is {settings.batch_size} per rank "
+                f"× {world_size} rank(s) × {settings.accumulation} accumulated = {product}: set 'auto' or nothing in "
+                "the config."
             )
 
     def _check_optimizers(self, count: int, schedulers: int) -> None:
         if count > 1:
             raise ConfigurationError(
-                f"{count} optimizers were given, and DeepSpeed's engine drives one: use parameter groups of one optimizer, or "
-                "strategy='fsdp'."
+                f"{count} optimizers were given, and DeepSpeed's engine drives one: use parameter groups of one "
+                "optimizer, or strategy='fsdp'."
             )
         if count and self.optimizer is not None:
             raise ConfigurationError(
-                f"the DeepSpeed config has an optimizer ({self.optimizer.get('type')}), and configure_optimizers returns one too: "
-                "take the section out of the config, or return None."
+                f"the DeepSpeed config has an optimizer ({self.optimizer.get('type')}), and configure_optimizers "
+                "returns one too: take the section out of the config, or return None."
             )
         if not count and self.optimizer is None:
             raise ConfigurationError(
-                "neither configure_optimizers nor the DeepSpeed config has an optimizer, and its engine needs one: return one, or "
+                "neither configure_optimizers nor the DeepSpeed config has an optimizer, and its engine needs one: "
+                "return one, or "
                 'add {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}.'
             )
         if schedulers and self.scheduler is not None:
             raise ConfigurationError(
-                f"the DeepSpeed config has a scheduler ({self.scheduler.get('type')}), and configure_optimizers returns one too: "
-                "take the section out of the config, or return none."
+                f"the DeepSpeed config has a scheduler ({self.scheduler.get('type')}), and configure_optimizers "
+                "returns one too: take the section out of the config, or return none."
             )
 
     # the final config -------------------------------------------------------------------------------------------------
@@ -390,11 +396,11 @@ class ZeroConfig:
             complete: nothing may be "auto" any more.
 
         Raises:
-            ConfigurationError: if the precision contradicts the config or cannot be, or an "auto" cannot be filled.
+            ConfigurationError: if the precision contradicts the config or cannot run, or an "auto" cannot be filled.
         """
         self._check_precision(precision, device)
         final = copy.deepcopy(self.values)
-        # A window's length is told by its end, so that one that closes early is divided by its true length.
+        # The end of a window sets its length, so that one that closes early is divided by its true length.
         final["gradient_accumulation_steps"] = 1
         final.pop("train_batch_size", None)
         micro = self.given("train_micro_batch_size_per_gpu")
@@ -420,58 +426,61 @@ class ZeroConfig:
         section = "fp16" if precision.startswith("16") else "bf16" if precision.startswith("bf16") else None
         if precision in ("64-true", "fp8", "transformer-engine"):
             raise ConfigurationError(
-                f"DeepSpeed does not train in {precision!r}: use precision='32-true' or 'bf16-true', or strategy='fsdp'."
+                f"DeepSpeed does not train in {precision!r}: use precision='32-true' or 'bf16-true', or "
+                "strategy='fsdp'."
             )
         for name in ("fp16", "bf16"):
             enabled = self.given(f"{name}.enabled")
             if enabled is True and section != name:
                 short = "16-true" if name == "fp16" else "bf16-true"
                 raise ConfigurationError(
-                    f"the DeepSpeed config enables {name}, and the run's precision is {precision!r}: use precision={short!r}, or set "
-                    f"{name}.enabled to 'auto' or false in the config."
+                    f"the DeepSpeed config enables {name}, and the run's precision is {precision!r}: use "
+                    f"precision={short!r}, or set {name}.enabled to 'auto' or false in the config."
                 )
             if enabled is False and precision == f"{name.removeprefix('fp')}-true":
                 raise ConfigurationError(
-                    f"the DeepSpeed config says {name}.enabled=false, and the run's precision is {precision!r}: set it to 'auto' in "
-                    "the config, or use precision='32-true'."
+                    f"the DeepSpeed config says {name}.enabled=false, and the run's precision is {precision!r}: set it "
+                    "to 'auto' in the config, or use precision='32-true'."
                 )
         if section == "fp16" and device == "cpu":
             raise ConfigurationError(
-                f"precision={precision!r} cannot be used with DeepSpeed on the CPU (Type fp16 is not supported on your device): use "
-                "'bf16-mixed', 'bf16-true' or '32-true'."
+                f"precision={precision!r} cannot be used with DeepSpeed on the CPU (Type fp16 is not supported on your "
+                "device): use 'bf16-mixed', 'bf16-true' or '32-true'."
             )
         dtype = self.given("torch_autocast.dtype")
         if self.given("torch_autocast.enabled") is True and not precision.endswith("-mixed"):
             raise ConfigurationError(
-                f"the DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), and the run's precision is {precision!r}: use "
-                "precision='bf16-mixed', or leave the section out."
+                f"the DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), and the run's precision is "
+                f"{precision!r}: use precision='bf16-mixed', or leave the section out."
             )
         if self._of_fp16 and self.lower_weights(precision) != "fp16":
             raise ConfigurationError(
-                f"{' and '.join(f'{name}=' for name in self._of_fp16)} scales the loss for weights in float16, and the run's precision is "
-                f"{precision!r}: use precision='16-true', or leave it out."
+                f"{' and '.join(f'{name}=' for name in self._of_fp16)} scales the loss for weights in float16, and the "
+                f"run's precision is {precision!r}: use precision='16-true', or leave it out."
             )
         wanted = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(precision)
         said = str(dtype).removeprefix("torch.") if dtype else wanted
         said = {"bf16": "bfloat16", "fp16": "float16"}.get(str(said), said)
         if self.given("torch_autocast.enabled") is True and wanted and said != wanted:
             raise ConfigurationError(
-                f"the DeepSpeed config's torch_autocast has the dtype {said}, and the run's precision is {precision!r}: leave the "
-                "section out."
+                f"the DeepSpeed config's torch_autocast has the dtype {said}, and the run's precision is "
+                f"{precision!r}: leave the section out."
             )
         if self.given("torch_autocast.enabled") is False and precision == "16-mixed":
             raise ConfigurationError(
-                "the DeepSpeed config says torch_autocast.enabled=false, and precision='16-mixed' is DeepSpeed's autocast: leave the "
-                "section out."
+                "the DeepSpeed config says torch_autocast.enabled=false, and precision='16-mixed' is DeepSpeed's "
+                "autocast: leave the section out."
             )
         if self.stage == 0 and self.lower_weights(precision) == "bf16":
             raise ConfigurationError(
-                "bf16 weights at ZeRO stage 0 go wrong: DeepSpeed steps the optimizer once before training. Use stage=1, or "
-                "precision='bf16-mixed'."
+                "bf16 weights at ZeRO stage 0 go wrong: DeepSpeed steps the optimizer once before training. Use "
+                "stage=1, or precision='bf16-mixed'."
             )
 
     def lower_weights(self, precision: str) -> str | None:
-        """ "bf16" or "fp16" where weights are held in that, with float32 masters in the optimizer; None where in float32."""
+        """ "bf16" or "fp16" where weights are held in that, with float32 masters in the optimizer; None where in
+        float32.
+        """
         for name in ("fp16", "bf16"):
             if self.given(f"{name}.enabled") is True or precision == f"{name.removeprefix('fp')}-true":
                 return name
@@ -524,7 +533,7 @@ def _fill_optimizer(section: dict[str, Any], device: str) -> None:
         raise ConfigurationError('the DeepSpeed config\'s optimizer has no "type", such as "AdamW".')
     params = section.setdefault("params", {})
     if kind.lower() in ADAM and device == "cpu":
-        # Else DeepSpeed compiles an Adam of its own, which takes minutes.
+        # Otherwise DeepSpeed compiles its own Adam, which takes minutes.
         params.setdefault("torch_adam", True)
 
 

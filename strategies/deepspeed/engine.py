@@ -21,7 +21,8 @@ from leyden.strategies.settings import RunSettings
 class ZeroEngine:
     """Holds DeepSpeed's engine, of which there is one at most, and what the run has settled for it.
 
-    `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasters` names its memory.
+    `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasters` names
+    its memory.
 
     Args:
         config: what DeepSpeed is asked for.
@@ -93,7 +94,7 @@ class ZeroEngine:
 
     # from its making to its end ---------------------------------------------------------------------------------------
     def set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
-        """Makes the engine that trains a module, unless it is there from an earlier fit; returns the optimizer that it steps."""
+        """Makes the engine that trains a module, or keeps an earlier fit's; returns the optimizer that it steps."""
         if self.engine is not None and optimizers and self.engine.basic_optimizer is optimizers[0]:
             return list(optimizers)
         self.close()
@@ -124,13 +125,13 @@ class ZeroEngine:
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) in self._frozen:
                 raise ConfigurationError(
-                    f"{name} was frozen when DeepSpeed's engine was made and is trained now, which the engine would not do: leave "
-                    "it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
+                    f"{name} was frozen when DeepSpeed's engine was made and is trained now, which the engine would "
+                    "not do: leave it trainable with a learning rate of 0 until then, or unfreeze it and fit again."
                 )
         if len(self.engine.basic_optimizer.param_groups) != len([group for group in self.groups if group]):
             raise ConfigurationError(
-                "a parameter group was added after DeepSpeed's engine was made, which would not step it: give the optimizer all groups "
-                "in configure_optimizers."
+                "a parameter group was added after DeepSpeed's engine was made, which would not step it: give the "
+                "optimizer all groups in configure_optimizers."
             )
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ class ZeroEngine:
         return loss, engine.module.take()
 
     def serve_calls(self) -> None:
-        """Engines that are made from now on have a forward pass that takes the model's own arguments, for a loop that calls it."""
+        """Makes engines from now on whose forward pass takes the model's own arguments, for a loop that calls it."""
         self._root = Called
 
     @contextmanager
@@ -184,7 +185,7 @@ class ZeroEngine:
             )
 
     def clip(self, value: float) -> Tensor | None:
-        """Clips in the step that follows; returns the norm only where the gradients are the parameters' own (stage 0)."""
+        """Clips in the step that follows; returns the norm at stage 0, where parameters have gradients."""
         if self.sharded is None:
             return nn.utils.clip_grad_norm_([p for group in self.groups for p in group], value)
         self.sharded.clip_grad = value

@@ -1,8 +1,10 @@
-"""The state of DeepSpeed's engine, parameter by parameter: each rank's stretches of its flat memory are Fragments of the whole.
+"""The state of DeepSpeed's engine, parameter by parameter: each rank's stretches of its flat memory are Fragments of
+the whole.
 
-DeepSpeed steps flat float32 copies of the parameters (the masters), of which each rank has a stretch, and keeps the optimizer's
-state in tensors as long. A checkpoint knows neither: it holds the masters under the names of the parameters, and the state under
-the same names, so that every other strategy can go on from them, and this one from theirs.
+DeepSpeed steps flat float32 copies of the parameters (the masters), of which each rank has a stretch, and keeps the
+optimizer's state in tensors as long. A checkpoint knows neither: it holds the masters under the names of the
+parameters, and the state under the same names, so that every other strategy can go on from them, and this one from
+theirs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Piece:
     Attributes:
         parameter: of the module.
         shape: of the whole parameter, whose own data may be empty.
-        flat: the master memory, by which the optimizer knows its state.
+        flat: the master memory, which the optimizer's state is keyed by.
         place: where the stretch begins in it.
         start: where it begins in the parameter.
         count: its elements; 0 on a rank that has none of them.
@@ -70,7 +72,7 @@ class Piece:
 
 
 def pieces_of(engine: Any) -> dict[int, Piece]:
-    """What this rank has of each trained parameter, by its id; empty where the optimizer steps the parameters themselves.
+    """Returns this rank's piece of each trained parameter, by its id; none if the optimizer steps the parameters.
 
     Raises:
         ConfigurationError: if the memory is on a disk, or of a kind that is not known.
@@ -154,7 +156,7 @@ def _in_a_row(optimizer: Optimizer, groups: Sequence[Any], flats: Sequence[Tenso
 
 
 def _by_itself(optimizer: Optimizer, groups: Sequence[Any], masters: Sequence[Any]) -> Iterator[Piece]:
-    """Stage 0 in half precision: every rank has all masters, each by itself."""
+    """Stage 0 in half precision: every rank has all masters, each in memory of its own."""
     for parameters, copies in zip(groups, masters, strict=True):
         for p, master in zip(parameters, copies, strict=True):
             yield Piece(p, p.shape, master, 0, 0, p.numel(), optimizer)
@@ -191,7 +193,7 @@ def _stored(parameter: Any) -> Fragment:
 
 
 def release(module: Any) -> None:
-    """After stretches of parameters were written to: frees what is gathered of the old ones."""
+    """Frees gathered parameters after their stretches were written to."""
     for parameter in module.parameters():
         if hasattr(parameter, "ds_id"):
             parameter.partition()
@@ -216,12 +218,12 @@ def refresh(engine: Any) -> None:
 
 
 class NamedOptimizer:
-    """An optimizer of flat memory as a checkpoint knows it: with the module's parameters in its groups, and state by them.
+    """An optimizer of flat memory as a checkpoint knows it: its groups and state are the module's parameters'.
 
     Args:
         optimizer: that the engine steps.
         groups: the parameters of each of its groups.
-        pieces: where they are.
+        pieces: their places in the flat memory.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], pieces: Mapping[int, Piece]) -> None:
@@ -230,7 +232,7 @@ class NamedOptimizer:
         self.state: dict[Tensor, Any] = {}
         """Empty: `load_state_dict` puts everything in its place."""
         self.dtypes = {piece.parameter: piece.flat.dtype for _, piece in self._pieces}
-        """Of the masters, which are what is stepped."""
+        """The dtypes of the masters, which the optimizer steps."""
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._groups for parameter in group]
@@ -264,15 +266,16 @@ class NamedOptimizer:
         if value.numel() == 1:
             return value.detach().clone()
         raise ConfigurationError(
-            f"{type(self.optimizer).__name__} keeps {key!r} in the shape {tuple(value.shape)} for {piece.flat.numel()} elements of "
-            "several parameters, which belongs to none of them: use an optimizer whose state is of single elements, as Adam's."
+            f"{type(self.optimizer).__name__} keeps {key!r} in the shape {tuple(value.shape)} for {piece.flat.numel()} "
+            "elements of several parameters, which belongs to none of them: use an optimizer whose state is of single "
+            "elements, as Adam's."
         )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` gave, or an optimizer of torch's did under another strategy."""
         for group, saved in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
-            # In place, since schedulers and the engine hold on to it. What the saved one did not have stays.
+            # In place, since schedulers and the engine refer to it. Options that were not saved stay.
             group.update({key: value for key, value in saved.items() if key != "params"})
         self._forget_others(state_dict["state"])
         steps: dict[Tensor, float] = {}
@@ -332,7 +335,7 @@ def _step(optimizer: Optimizer, flat: Tensor, count: float) -> Any:
 
 
 def counters(engine: Any) -> dict[str, Any]:
-    """What the engine counts: steps, samples, and the state of its loss scaler."""
+    """Returns the engine's counters: steps, samples, and the state of its loss scaler."""
     found: dict[str, Any] = {name: getattr(engine, name) for name in COUNTERS}
     scaler = _scaler(engine)
     if scaler is not None:
@@ -359,5 +362,5 @@ def restore_counters(engine: Any, state: Mapping[str, Any]) -> None:
 
 
 def _scaler(engine: Any) -> Any:
-    """What holds the loss scale: an object of its own, or the settings of an optimizer that has none."""
+    """Returns the object that holds the loss scale: a scaler, or an optimizer without one."""
     return getattr(engine.optimizer, "loss_scaler", None) or getattr(engine.optimizer, "loss_scale_config", None)

@@ -42,7 +42,7 @@ def import_deepspeed(device: torch.device, level: int = logging.WARNING) -> Any:
                 os.environ[ACCELERATOR] = before
     deepspeed: Any = sys.modules["deepspeed"]
     if not hasattr(deepspeed, "initialize"):
-        # A folder of that name beside the script is a module without anything in it.
+        # A folder of that name beside the script is an empty namespace package.
         raise MissingExtraError("deepspeed", "deepspeed", "DeepSpeedStrategy")
     # torch says this in every step, of calls that are DeepSpeed's own.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
@@ -50,7 +50,8 @@ def import_deepspeed(device: torch.device, level: int = logging.WARNING) -> Any:
     found = deepspeed.accelerator.get_accelerator().device_name()
     if found != device.type:
         raise ConfigurationError(
-            f"DeepSpeed runs on {found!r} in this process, and the run on {device.type!r}: use one kind of device in one process."
+            f"DeepSpeed runs on {found!r} in this process, and the run on {device.type!r}: use one kind of device in "
+            "one process."
         )
     if device.type == "cpu":
         # A faster all-reduce within one machine, which is compiled for 25 to 45 s when first used.
@@ -62,20 +63,21 @@ def device_number(device: torch.device, local_rank: int) -> int:
     """The number of this rank's device, which DeepSpeed takes from the variable LOCAL_RANK.
 
     Raises:
-        ConfigurationError: if whoever started the ranks has set it to another one.
+        ConfigurationError: if the starter of the ranks has set it to another one.
     """
     number = local_rank if device.index is None else device.index
     given = os.environ.get("LOCAL_RANK") if "RANK" in os.environ else None
     if given not in (None, str(number)):
         raise ConfigurationError(
-            f"DeepSpeed runs a rank on the GPU of its number on the machine (LOCAL_RANK={given}), and this one is to run on {device}: "
-            "leave devices out and choose GPUs by CUDA_VISIBLE_DEVICES, the same for all ranks of the machine."
+            f"DeepSpeed runs a rank on the GPU of its number on the machine (LOCAL_RANK={given}), and this one is to "
+            f"run on {device}: leave devices out and choose GPUs by CUDA_VISIBLE_DEVICES, the same for all ranks of "
+            "the machine."
         )
     return number
 
 
 def join_group(deepspeed: Any, number: int) -> None:
-    """Lets DeepSpeed use the process group that there is, on the device of that number."""
+    """Makes DeepSpeed use the existing process group, on the device of that number."""
     # It reads this one in steps of stage 3 too. It alone does not make a process look like one of several ranks.
     os.environ["LOCAL_RANK"] = str(number)
     # Without these words it would look for mpi4py.
@@ -83,10 +85,10 @@ def join_group(deepspeed: Any, number: int) -> None:
 
 
 class Stepped(nn.Module):
-    """What the engine takes for its model: a call of it runs one step of the module, whichever that is.
+    """The engine's model: a call of it runs one step of the module, whichever that is.
 
-    DeepSpeed's hooks are on its forward. They see the loss alone, so that the batch, and whatever else the step returns, stay
-    as they are.
+    DeepSpeed's hooks are on its forward. They see the loss alone, so that the batch, and whatever else the step
+    returns, stay as they are.
 
     Attributes:
         step: what the next call runs.
@@ -105,13 +107,13 @@ class Stepped(nn.Module):
         return read_loss(outputs)[0] if torch.is_grad_enabled() else None
 
     def take(self) -> Any:
-        """What the last step returned; it is not kept."""
+        """Returns, once, what the last step returned."""
         outputs, self.outputs = self.outputs, None
         return outputs
 
 
 class Called(Stepped):
-    """What the engine takes for its model if a loop calls the model itself."""
+    """The engine's model if a loop calls the model itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -139,7 +141,7 @@ def make_engine(deepspeed: Any, stepped: Stepped, config: dict[str, Any], optimi
 
 
 def _refusals() -> tuple[type[Exception], ...]:
-    """What DeepSpeed raises for a config that cannot be."""
+    """The exceptions that DeepSpeed raises for an invalid config."""
     own = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfigError
     offload = importlib.import_module("deepspeed.runtime.zero.utils").ZeRORuntimeException
     return own, offload, AssertionError, ValueError, NotImplementedError
@@ -160,7 +162,8 @@ def make_scheduler(optimizer: Optimizer, section: Mapping[str, Any]) -> Any:
     for key, value in params.items():
         if value == "auto":
             raise ConfigurationError(
-                f"the DeepSpeed config leaves scheduler.params.{key} at 'auto', which nothing in the run can fill: give a value."
+                f"the DeepSpeed config leaves scheduler.params.{key} at 'auto', which nothing in the run can fill: "
+                "give a value."
             )
     known = [*schedules.VALID_LR_SCHEDULES, *torch.optim.lr_scheduler.__all__]
     if name not in known:
@@ -173,7 +176,7 @@ def make_scheduler(optimizer: Optimizer, section: Mapping[str, Any]) -> Any:
 
 
 def close_engine(engine: Any) -> None:
-    """Ends an engine: its hooks are gone, and nothing of DeepSpeed's holds on to the module."""
+    """Closes an engine: removes its hooks, and all that refers to the module in DeepSpeed."""
     engine.destroy()
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()

@@ -16,7 +16,7 @@ from leyden.strategies.settings import RunSettings
 
 
 class EngineModel(nn.Module):
-    """The model that a loop of the user's own calls: its forward is the engine's. All other attributes are the model's."""
+    """The model that a loop of the user's own calls: its forward is the engine's. Other attributes are the model's."""
 
     wraps_module = True
 
@@ -40,8 +40,8 @@ class ZeroLoop(OwnLoop):
 
     Args:
         zero: the engine that it drives.
-        moe_layer_cls_names: classes of mixture-of-experts layers: at stage 3 each is gathered as a whole, since ranks may use
-            different experts of it.
+        moe_layer_cls_names: classes of mixture-of-experts layers: at stage 3 each is gathered as a whole, since ranks
+            may use different experts of it.
     """
 
     def __init__(self, zero: ZeroEngine, moe_layer_cls_names: Sequence[str] = ()) -> None:
@@ -60,8 +60,9 @@ class ZeroLoop(OwnLoop):
         if self._zero.engine is None:
             if torch.is_grad_enabled():
                 raise ConfigurationError(
-                    f"{type(module).__name__} was prepared for DeepSpeed without an optimizer, and called to be trained: "
-                    "model, optimizer = accelerator.prepare(model, optimizer), or call it under torch.no_grad()."
+                    f"{type(module).__name__} was prepared for DeepSpeed without an optimizer, and called to be "
+                    "trained: model, optimizer = accelerator.prepare(model, optimizer), or call it under "
+                    "torch.no_grad()."
                 )
             if self._zero.config.stage < 3:
                 return module(*args, **kwargs)
@@ -73,8 +74,8 @@ class ZeroLoop(OwnLoop):
 
     def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         raise ConfigurationError(
-            "join_uneven_inputs cannot go with DeepSpeed, whose ranks reduce gradients in the order of a real backward: let all "
-            "have as many batches (even_batches=True, the default)."
+            "join_uneven_inputs cannot go with DeepSpeed, whose ranks reduce gradients in the order of a real "
+            "backward: let all have as many batches (even_batches=True, the default)."
         )
 
     # backward and clipping --------------------------------------------------------------------------------------------
@@ -82,17 +83,20 @@ class ZeroLoop(OwnLoop):
         """Backward of a loss.
 
         Raises:
-            ConfigurationError: for arguments that the engine's backward does not have, or a second backward before the step.
+            ConfigurationError: for arguments that the engine's backward does not have, or a second backward before the
+                step.
         """
         if args or kwargs.pop("create_graph", False) or kwargs.pop("inputs", None) is not None:
             raise ConfigurationError(
-                "backward(gradient, create_graph=…, inputs=…) cannot go with DeepSpeed, whose engine runs its own backward: use strategy='ddp'."
+                "backward(gradient, create_graph=…, inputs=…) cannot go with DeepSpeed, whose engine runs its own "
+                "backward: use strategy='ddp'."
             )
         if self._zero.is_reduced:
             raise ConfigurationError(
-                "backward was called twice before a step, and DeepSpeed had reduced the gradients of the first one: add the losses "
-                "and call it once, or use `with accelerator.accumulate(model)` and gradient_accumulation_steps. A bad batch is left out "
-                "before its backward: after it, the step must be made."
+                "backward was called twice before a step, and DeepSpeed had reduced the gradients of the first one: "
+                "add the losses and call it once, or use `with accelerator.accumulate(model)` and "
+                "gradient_accumulation_steps. A bad batch is left out before its backward: after it, the step must be "
+                "made."
             )
         self._zero.backward(loss, **kwargs)
 

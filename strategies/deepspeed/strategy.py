@@ -41,26 +41,29 @@ GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 class DeepSpeedStrategy(ProcessGroupStrategy):
     """DeepSpeed's ZeRO engine.
 
-    Needs the extra `leyden[deepspeed]`. What belongs to whom where a DeepSpeed config and the run both have a setting stands in
-    `docs/deepspeed.md`; contradictions are errors that name both sides.
+    Needs the extra `leyden[deepspeed]`. `docs/deepspeed.md` says which side decides where a DeepSpeed config and the
+    run both have a setting; contradictions are errors that name both.
 
     Args:
-        stage: what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Default: the
-            config's, else 2.
+        stage: what is sharded over the ranks: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too. Default:
+            the config's, else 2.
         config: DeepSpeed's own config, as a mapping or the path of a JSON file; "auto" is filled from the run.
-        offload_optimizer: optimizer state, and the step, wait on the "cpu" (True) or on "nvme"; or a mapping as in the config.
+        offload_optimizer: optimizer state, and the step, wait on the "cpu" (True) or on "nvme"; or a mapping as in the
+            config.
         offload_parameters: the same for parameters (stage 3).
         nvme_path: a folder on the disk, where something is offloaded to "nvme".
-        pin_memory: page-locked memory for what is offloaded. Default True with a GPU.
+        pin_memory: offload to page-locked memory. Default True with a GPU.
         zero3_init_flag: at stage 3, what `configure_model` builds is sharded as it is built.
-        activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in backward;
-            or a function of a module. For `deepspeed.checkpointing` in your own code, see `partition_activations`.
+        activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
+            backward; or a function of a module. For `deepspeed.checkpointing` in your own code, see
+            `partition_activations`.
         logging_level: of DeepSpeed's logger.
-        **kwargs: further settings of DeepSpeed by the names of `leyden.strategies.deepspeed.config.ARGUMENTS` (overlap_comm,
-            reduce_bucket_size, loss_scale, partition_activations, …), and those of `ProcessGroupStrategy`.
+        **kwargs: further settings of DeepSpeed by the names of `leyden.strategies.deepspeed.config.ARGUMENTS`
+            (overlap_comm, reduce_bucket_size, loss_scale, partition_activations, …), and those of
+            `ProcessGroupStrategy`.
 
     Raises:
-        ConfigurationError: for what is unknown, contradicts something else or cannot work.
+        ConfigurationError: for a setting that is unknown, contradicts another or cannot work.
 
     Example:
         >>> DeepSpeedStrategy(stage=3, offload_optimizer="cpu").config.offloads("optimizer")
@@ -126,7 +129,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         Args:
             config: the mapping under `deepspeed_config`, as the file has it.
-            **kwargs: further arguments of ours.
+            **kwargs: further arguments of this class.
 
         Raises:
             ConfigurationError: if a key contradicts `deepspeed_config_file`.
@@ -165,9 +168,9 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def setup_environment(self) -> None:
         lower = self.config.lower_weights(self.precision.name)
         if lower is not None and self.precision.name == {"bf16": "bf16-mixed", "fp16": "16-mixed"}[lower]:
-            # The config's word: weights in half precision, and so the inputs.
+            # The config asks for weights in half precision, so inputs have it too.
             self.precision = HalfPrecision("bf16" if lower == "bf16" else "16")
-        # What is "auto" yet, an Accelerator's prepare may fill.
+        # An Accelerator's prepare may still fill what is "auto".
         self.final_config(complete=False)
         number = device_number(self.root_device, self.ranks.local_rank)
         self.ranks.use_device()
@@ -193,7 +196,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def teardown(self) -> None:
         if self._failed:
-            # Broken off in the middle of a step, it is of no use to a later run.
+            # It stopped in the middle of a step, and is of no use to a later run.
             self.close_engine()
             self._failed = False
         super().teardown()
@@ -287,7 +290,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return outputs
 
     def _in_precision(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """The step under autocast, unless that is DeepSpeed's own business."""
+        """Returns the step under autocast, unless DeepSpeed applies autocast itself."""
         context = self.precision.forward_context
         if context is None or self.engine.torch_autocast_enabled():
             return step
@@ -301,8 +304,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
             raise ConfigurationError(
-                "a rank without a single sample of its own cannot take part in a DeepSpeed run, whose engine reduces gradients in "
-                "the order of a real backward: use a larger data set, a smaller batch_size or fewer ranks."
+                "a rank without a single sample of its own cannot take part in a DeepSpeed run, whose engine reduces "
+                "gradients in the order of a real backward: use a larger data set, a smaller batch_size or fewer ranks."
             )
         loss, _ = self.zero.forward(self._in_precision(partial(step_fn, filler, *extra)), window.closes)
         # Not loss * 0, which is nan where the loss is.
@@ -325,8 +328,8 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def sync_gradients(self) -> None:
         raise LeydenError(
-            "the accumulation window was closed without a batch that closes it, and DeepSpeed had reduced its gradients as if more "
-            "were to come: give the loader its right length, or none at all."
+            "the accumulation window was closed without a batch that closes it, and DeepSpeed had reduced its "
+            "gradients as if more were to come: give the loader its right length, or none at all."
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -342,7 +345,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """Nothing: the engine's step brings gradients to their true scale."""
 
     def clip(self, optimizer: Optimizer, value: float, algorithm: ClipAlgorithm = "norm") -> Tensor | None:
-        """Clips in the step that follows, as the engine does; the norm is known after it (`engine.get_global_grad_norm`)."""
+        """Clips in the step that follows, after which `engine.get_global_grad_norm` knows the norm."""
         if algorithm == "value":
             raise ConfigurationError("DeepSpeed clips gradients by their norm alone: use the algorithm 'norm'.")
         return self.zero.clip(value)
@@ -355,15 +358,15 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if kwargs:
             raise ConfigurationError(
-                f"optimizer.step({', '.join(f'{name}=…' for name in kwargs)}): DeepSpeed's engine makes the step and hands no "
-                "arguments on to the optimizer. Call optimizer.step() alone, or use another strategy."
+                f"optimizer.step({', '.join(f'{name}=…' for name in kwargs)}): DeepSpeed's engine makes the step and "
+                "hands no arguments on to the optimizer. Call optimizer.step() alone, or use another strategy."
             )
         stepped = self.zero.step()
         if not stepped and not self._warned_of_skip and not self.config.scales_loss(self.precision.name):
             self._warned_of_skip = True
             warnings.warn(
-                "DeepSpeed skipped a step whose gradients are not finite, where other strategies would go on with nan: look at the loss, "
-                "or use detect_anomaly=True.",
+                "DeepSpeed skipped a step whose gradients are not finite, where other strategies would go on with nan: "
+                "look at the loss, or use detect_anomaly=True.",
                 stacklevel=2,
             )
         return stepped
@@ -387,7 +390,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return state
 
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        """Writes what DDP would: float32 masters by the names of the parameters; each rank its stretches, what all have once."""
+        """Writes what DDP would, with float32 masters under the parameters' names; each rank writes its stretches."""
         pieces = {} if self.engine is None else pieces_of(self.engine)
         writer.model(weights(module, pieces), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:

@@ -1,4 +1,4 @@
-"""What is done to single blocks of a model before they are sharded: activation checkpointing and compilation."""
+"""Activation checkpointing and compilation of single blocks of a model, before they are sharded."""
 
 from __future__ import annotations
 
@@ -42,16 +42,17 @@ def compile_blocks(root: nn.Module, groups: Groups, arguments: dict[str, Any]) -
     """Compiles modules in place.
 
     Raises:
-        ConfigurationError: for a class of torch.nn itself, which torch passes over in silence (tried: no graph is made); and
-            where there is no group to compile.
+        ConfigurationError: for a class of torch.nn itself, which torch passes over in silence (tried: no graph is
+            made); and where there is no group to compile.
     """
     for name in _some(groups, "compile=True"):
         module: Any = root.get_submodule(name)
         kind = type(module)
         if kind.__module__.startswith("torch.nn."):
             raise ConfigurationError(
-                f"compile=True: {name!r} is {with_article(kind.__name__)} of torch.nn itself, on which torch's Module.compile does nothing. "
-                "Write the block as a class of your own, or give auto_wrap_policy the class of such a block."
+                f"compile=True: {name!r} is {with_article(kind.__name__)} of torch.nn itself, on which torch's "
+                "Module.compile does nothing. Write the block as a class of your own, or give auto_wrap_policy the "
+                "class of such a block."
             )
         compile_in_place: Callable[..., None] = module.compile
         compile_in_place(**arguments)
@@ -60,6 +61,7 @@ def compile_blocks(root: nn.Module, groups: Groups, arguments: dict[str, Any]) -
 def _some(groups: Groups, argument: str) -> list[str]:
     if not groups.names:
         raise ConfigurationError(
-            f"{argument} means the groups of auto_wrap_policy, and it found none in this model: give it the class of the blocks."
+            f"{argument} means the groups of auto_wrap_policy, and it found none in this model: give it the class of "
+            "the blocks."
         )
     return groups.names

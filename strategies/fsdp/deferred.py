@@ -1,9 +1,9 @@
 """Modules that are built without memory, and given their values part by part: the same values as if built whole.
 
-A module built in `Deferred.recording()` stands on the meta device. Every operation that made or changed its tensors is noted,
-and the random generator's state before each draw; the draw itself is made once and thrown away, so that whatever comes
-after finds the generator as a plain build would have left it. `values` then repeats, on the CPU, only those operations
-that a few tensors depend on. At no time is more in memory than these tensors.
+A module built in `Deferred.recording()` is on the meta device. Every operation that made or changed its tensors is
+noted, and the random generator's state before each draw; the draw itself is made once and thrown away, so that whatever
+comes after finds the generator as a plain build would have left it. `values` then repeats, on the CPU, only those
+operations that a few tensors depend on. At no time is more in memory than these tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from leyden.strategies.errors import ConfigurationError
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 CONSTANTS: tuple[Callable[..., Tensor], ...] = (torch.tensor, torch.as_tensor, torch.asarray)
-"""These take values from Python, which a tensor on the meta device would lose: they are made on the CPU and then noted."""
+"""These take values from Python, which a tensor on the meta device would lose: they are made on the CPU and then noted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +57,11 @@ class _Operation:
     changes: set[int]
     """The storages that it made or wrote to."""
     state: Tensor | None
-    """Of the random generator, where it draws."""
+    """The state of the random generator, if the operation draws."""
 
 
 class Deferred:
-    """Notes how modules are built on the meta device, and makes their values when they are wanted."""
+    """Records how modules are built on the meta device, and makes their values when they are needed."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
@@ -68,16 +69,16 @@ class Deferred:
 
     @contextmanager
     def recording(self, draws: bool = True) -> Iterator[None]:
-        """What is built within it stands on the meta device, and can be given its values later.
+        """Builds modules on the meta device, which can be given their values later.
 
         Args:
-            draws: False leaves what is drawn at random as memory comes, for weights that a checkpoint will bring.
+            draws: False skips random initialisation, for weights that a checkpoint replaces.
         """
         with _Record(self, draws), _Constants(draws), META:
             yield
 
     def recipe(self, tensor: Tensor) -> Recipe | None:
-        """Where the values of a tensor come from; None where it was not built here."""
+        """Returns the recipe of a tensor's values; None if it was not built here."""
         return Recipe.of(tensor) if _is_meta(tensor) and _key(tensor) in self._known else None
 
     @torch.no_grad()
@@ -97,14 +98,14 @@ class Deferred:
         with torch.random.fork_rng(devices=[]):
             for place, operation in enumerate(chosen):
                 _repeat(operation, storages)
-                # A draw with rejections goes by many tensors of its own: none of them may stay.
+                # A draw with rejections makes many tensors: none of them may be kept.
                 for key in operation.changes | operation.reads:
                     if last_use[key] == place:
                         del storages[key]
         return {recipe: recipe.cut(storages[recipe.storage]) for recipe in wanted}
 
     def note(self, function: Any, args: Any, kwargs: Any, outputs: Any, state: Tensor | None) -> None:
-        """Takes in an operation on meta tensors."""
+        """Records an operation on meta tensors."""
         inputs = {_key(t) for t in tree_flatten((args, kwargs))[0] if _is_meta(t)}
         made = {_key(t) for t in tree_flatten(outputs)[0] if _is_meta(t)} - inputs
         changes = made | _written(function, args, kwargs)
@@ -168,8 +169,8 @@ def _draw(function: Any, args: Any, kwargs: Any) -> Tensor:
         function(*zeros[0], **zeros[1])
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{function} draws random numbers by values that a module on the meta device does not have ({error}). Build this "
-            "module outside of configure_model and init_module."
+            f"{function} draws random numbers by values that a module on the meta device does not have ({error}). "
+            "Build this module outside of configure_model and init_module."
         ) from error
     return state
 

@@ -1,5 +1,5 @@
-"""The arguments of FSDP1, of Accelerate's YAML and of Lightning's FSDPStrategy, as arguments of ours: each one is mapped, or
-refused with the reason.
+"""The arguments of FSDP1, of Accelerate's YAML and of Lightning's FSDPStrategy, as arguments of ours: each one is
+mapped, or refused with the reason.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Settings = dict[str, Any]
 
 
 class Translation:
-    """What old names come to.
+    """Translates old names.
 
     Args:
         settings: FSDPStrategy's own arguments, which it fills; some of them take old values.
         old: arguments under old names, with or without Accelerate's prefix `fsdp_`.
 
     Raises:
-        ConfigurationError: for a name or a value that is unknown or cannot be had; says why, and what to use.
+        ConfigurationError: for a name or a value that is unknown or not supported; says why, and what to use.
     """
 
     def __init__(self, settings: Settings, old: Mapping[str, Any]) -> None:
         self.settings = settings
         self.notes: list[str] = []
-        """What FSDP2 does otherwise than was asked for, where that changes no number."""
+        """What FSDP2 does differently, without a change of any number."""
         self.old = {name.removeprefix("fsdp_"): value for name, value in old.items()}
         for name in list(self.old):
             if name in settings:
@@ -111,7 +111,8 @@ class Translation:
         name = str(getattr(value, "name", value)).upper()
         if name not in ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", "NONE"):
             raise ConfigurationError(
-                f"backward_prefetch={value!r} is not known. {nearest(name, ('BACKWARD_PRE', 'BACKWARD_POST', 'NO_PREFETCH'))}"
+                f"backward_prefetch={value!r} is not known. "
+                f"{nearest(name, ('BACKWARD_PRE', 'BACKWARD_POST', 'NO_PREFETCH'))}"
             )
         if name in ("BACKWARD_POST", "NO_PREFETCH"):
             self.notes.append(f"{name}: FSDP2 gathers the next group before this one's gradients, as BACKWARD_PRE does")
@@ -120,8 +121,8 @@ class Translation:
         name = str(getattr(value, "name", value)).upper().removesuffix("_STATE_DICT")
         if name == "LOCAL":
             raise ConfigurationError(
-                "state_dict_type='LOCAL_STATE_DICT' saves FSDP1's flat shards, which FSDP2 does not have: use 'sharded', whose "
-                "checkpoints load on any number of ranks."
+                "state_dict_type='LOCAL_STATE_DICT' saves FSDP1's flat shards, which FSDP2 does not have: use "
+                "'sharded', whose checkpoints load on any number of ranks."
             )
         if name not in ("FULL", "SHARDED"):
             raise ConfigurationError(
@@ -129,7 +130,8 @@ class Translation:
             )
         if name == "FULL":
             self.notes.append(
-                "FULL_STATE_DICT: checkpoints are sharded and load everywhere; strategy.full_state_dict(module) gives whole tensors"
+                "FULL_STATE_DICT: checkpoints are sharded and load everywhere; strategy.full_state_dict(module) gives "
+                "whole tensors"
             )
 
     def use_orig_params(self, value: Any) -> None:
@@ -147,8 +149,8 @@ class Translation:
         syncs = _flag("sync_module_states", self.settings["sync_module_states"])
         if _flag("cpu_ram_efficient_loading", value) and not syncs:
             raise ConfigurationError(
-                "cpu_ram_efficient_loading=True loads on rank 0 alone, and sync_module_states=False keeps the others from "
-                "receiving it: set sync_module_states=True."
+                "cpu_ram_efficient_loading=True loads on rank 0 alone, and sync_module_states=False keeps the others "
+                "from receiving it: set sync_module_states=True."
             )
 
     def activation_checkpointing(self, value: Any) -> None:
@@ -165,7 +167,8 @@ class Translation:
         buffers = getattr(value, "buffer_dtype", None)
         if buffers is not None and buffers != getattr(value, "param_dtype", None):
             raise ConfigurationError(
-                f"mixed_precision with buffer_dtype={buffers}: FSDP2 leaves buffers as they are, convert them in the module."
+                f"mixed_precision with buffer_dtype={buffers}: FSDP2 leaves buffers as they are, convert them in the "
+                "module."
             )
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(value, "param_dtype", None), reduce_dtype=getattr(value, "reduce_dtype", None)

@@ -31,8 +31,8 @@ def check_optimizer(optimizer: Optimizer) -> None:
     for kind in type(optimizer).__mro__:
         if kind.__module__.startswith("torch.optim") and kind.__name__ in UNSHARDABLE:
             raise ConfigurationError(
-                f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use AdamW, SGD or another that works element by element, or "
-                "strategy='ddp'."
+                f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use AdamW, SGD or another that works element by "
+                "element, or strategy='ddp'."
             )
 
 
@@ -43,7 +43,7 @@ def multiply(grads: Sequence[Tensor], factor: Tensor | float) -> None:
         by_device.setdefault(grad.device, []).append(grad)
     for device, own in by_device.items():
         if isinstance(factor, Tensor):
-            # Not beside the host on the way to the CPU, which would multiply by what is not there yet.
+            # A copy to the CPU must be complete before it is multiplied by.
             torch._foreach_mul_(own, factor.to(device, non_blocking=device.type != "cpu"))
         else:
             torch._foreach_mul_(own, factor)

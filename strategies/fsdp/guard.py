@@ -1,4 +1,6 @@
-"""Shards are not saved by mistake: pickling one, or exporting a model of them, raises an error that names the call to use."""
+"""Shards are not saved by mistake: pickling one, or exporting a model of them, raises an error that names the call to
+use.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,10 @@ from torch import Tensor, nn
 from leyden.strategies.errors import LeydenError
 
 INSTEAD = (
-    "With an Accelerator call state = accelerator.get_state_dict(model) on every rank, which gives whole tensors to all of them, or "
-    "accelerator.save_model(model, folder). With a Trainer call trainer.save_checkpoint(path) on every rank, or state = "
-    "trainer.strategy.full_state_dict(module), which gives whole tensors to rank 0. A single one: tensor.full_tensor(), on every rank."
+    "With an Accelerator call state = accelerator.get_state_dict(model) on every rank, which gives whole tensors to "
+    "all of them, or accelerator.save_model(model, folder). With a Trainer call trainer.save_checkpoint(path) on every "
+    "rank, or state = trainer.strategy.full_state_dict(module), which gives whole tensors to rank 0. A single one: "
+    "tensor.full_tensor(), on every rank."
 )
 
 
@@ -48,8 +51,8 @@ def _reduce(tensor: Any) -> Any:
         return tensor.__reduce_ex__(2)
     _remove_begun_file()
     raise ShardPickleError(
-        f"this tensor of the shape {tuple(tensor.shape)} is sharded over the ranks, and pickling it (torch.save) would write this "
-        f"rank's part alone. {INSTEAD}"
+        f"this tensor of the shape {tuple(tensor.shape)} is sharded over the ranks, and pickling it (torch.save) would "
+        f"write this rank's part alone. {INSTEAD}"
     )
 
 
@@ -70,8 +73,8 @@ def _remove_begun_file() -> None:
 def guard_exports(root: nn.Module) -> None:
     """Lets `save_pretrained` of the model, and of those in it, refuse to write shards.
 
-    transformers and peft take the state from the model itself, and fail in the middle of writing, or write one rank's part. To
-    gather it here would wait for ever, since scripts call `save_pretrained` on the main rank alone.
+    transformers and peft take the state from the model itself, and fail in the middle of writing, or write one rank's
+    part. To gather it here would wait for ever, since scripts call `save_pretrained` on the main rank alone.
     """
     for module in root.modules():
         plain = getattr(type(module), "save_pretrained", None)
@@ -89,10 +92,11 @@ def _whole_or_refused(plain: Callable[..., Any]) -> Callable[..., Any]:
             part = next((name for name, tensor in state.items() if is_part(tensor)), None)
             if part is not None:
                 raise ShardPickleError(
-                    f"{type(self).__name__}.save_pretrained would write this rank's part of {part!r}, which is sharded over the ranks. "
-                    "On every rank: state = accelerator.get_state_dict(model), or trainer.strategy.full_state_dict(module); then "
-                    "save_pretrained(folder, state_dict=state, is_main_process=accelerator.is_main_process). Where it takes no "
-                    "state_dict: accelerator.save_model(model, folder)."
+                    f"{type(self).__name__}.save_pretrained would write this rank's part of {part!r}, which is sharded "
+                    "over the ranks. On every rank: state = accelerator.get_state_dict(model), or "
+                    "trainer.strategy.full_state_dict(module); then save_pretrained(folder, state_dict=state, "
+                    "is_main_process=accelerator.is_main_process). Where it takes no state_dict: "
+                    "accelerator.save_model(model, folder)."
                 )
             if takes_state:
                 # One rank has the whole, in a form that safetensors does not take.

@@ -1,4 +1,4 @@
-"""What was sharded, in which dtypes, and how: printed in a line, and compared with in a later run of the same module."""
+"""The record of how a module was sharded, and the torch policies that FSDPStrategy's arguments mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from leyden.strategies.precision import MixedPrecision, Precision
 
 @dataclass(slots=True)
 class ShardRecord:
-    """How a module was sharded.
+    """How a module was sharded: printed in a line, and compared with by a later run of the same module.
 
     Attributes:
         groups: name of each group → its class. The root is a group besides.
@@ -98,8 +98,8 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy:
     """The dtypes of `fully_shard` that a precision means.
 
     Mixed precision keeps float32 shards, gathers them in half precision (half the bytes of autocast alone) and reduces
-    gradients in float32. What goes into a module is left alone: autocast converts it for each operation, so that losses and
-    norms are computed in float32 as under every other strategy.
+    gradients in float32. What goes into a module is left alone: autocast converts it for each operation, so that losses
+    and norms are computed in float32 as under every other strategy.
     """
     if isinstance(precision, MixedPrecision):
         return MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -107,7 +107,7 @@ def policy_of(precision: Precision) -> MixedPrecisionPolicy:
 
 
 def offload_of(wanted: bool | OffloadPolicy, device: torch.device) -> OffloadPolicy:
-    """torch's policy for `cpu_offload`; memory is pinned only where there is an accelerator to copy to."""
+    """torch's policy for `cpu_offload`; memory is pinned only if there is an accelerator to copy to."""
     if isinstance(wanted, OffloadPolicy):
         return wanted
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if wanted else OffloadPolicy()

@@ -151,7 +151,7 @@ def _by_size(root: nn.Module, least: int) -> list[str]:
     chosen: list[str] = []
 
     def visit(module: nn.Module, name: str) -> int:
-        """Groups what is in it, and returns the number of parameters that were grouped."""
+        """Groups the modules within one, and returns the number of parameters that were grouped."""
         total = sum(p.numel() for p in module.parameters())
         if total < least:
             return 0
@@ -198,7 +198,7 @@ def _takes_recurse(policy: Callable[..., Any]) -> bool:
 
 
 def _leave_tied(root: nn.Module, groups: Groups) -> None:
-    """Leaves a module in the group around it if a parameter of it is used outside too: sharded apart, the two would drift."""
+    """Leaves a module in the group around it if one of its parameters is also used outside: two shards would drift."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in root.named_modules(remove_duplicate=False):
         for own, parameter in module._parameters.items():
@@ -225,7 +225,7 @@ def _used_outside(
     """Where else a parameter of the group is used; None if nowhere. A module that stands twice in the model is one."""
     group = {id(module) for module in modules[name].modules()}
     for other in chosen:
-        # What a group inside this one holds is checked with that group.
+        # Parameters of a group inside this one are checked with that group.
         if other != name and other.startswith(f"{name}."):
             group -= {id(module) for module in modules[other].modules()}
     for places in shared:

@@ -1,4 +1,4 @@
-"""A sharded module whose run failed inside a forward or a backward is set back, so that its next run begins as a first one does."""
+"""Resets a sharded module whose run failed inside forward or backward, so that its next run begins as a first one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def restart(roots: Iterable[nn.Module]) -> None:
-    """Forgets what an earlier run has left half done: gathered parameters, states of groups, and gradients of a window.
+    """Drops what an earlier run left half done: gathered parameters, states of groups, and gradients of a window.
 
     Args:
         roots: modules of which those that FSDP shards are set back.
@@ -32,11 +32,11 @@ def restart(roots: Iterable[nn.Module]) -> None:
 def _reset(state: Any) -> None:
     """What `reset_iter_state` does, which torch has from 2.13 on.
 
-    Left as it is, a group that was in its forward keeps its parameters gathered: an optimizer would be given those, and train
-    tensors that nothing reads.
+    Left as it is, a group that was in its forward keeps its parameters gathered: an optimizer would be given those, and
+    train tensors that nothing reads.
     """
     shared, sent = state._state_ctx, state._comm_ctx
-    # A module that no forward has gone through yet lists no states, and has nothing to forget.
+    # A module without a forward pass yet lists no states, and has nothing to reset.
     if not shared.all_states:
         return
     if state._device.type != "cpu":
@@ -64,7 +64,7 @@ def _reset(state: Any) -> None:
 
 
 def _drop_gradients(state: Any) -> None:
-    """Drops what backward passes without a reduction have summed up: no version of torch does, and it would enter the next sum."""
+    """Drops sums of backward passes without a reduction: no version of torch does, and they would enter the next."""
     for part in state._state_ctx.all_states:
         for group in _groups(part):
             for parameter in group.fsdp_params:

@@ -81,8 +81,8 @@ class Sharding:
         if len(found) > 1:
             parts = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in found.items())
             raise ConfigurationError(
-                f"the trainable parameters of one group ({type(part).__name__}) have several dtypes: {parts}. Convert them to one, "
-                "freeze one kind, or make groups of them by auto_wrap_policy."
+                f"the trainable parameters of one group ({type(part).__name__}) have several dtypes: {parts}. Convert "
+                "them to one, freeze one kind, or make groups of them by auto_wrap_policy."
             )
 
     def _materialise(self, places: list[Place]) -> None:
@@ -187,7 +187,7 @@ def check_sharded(root: nn.Module, ignored: set[nn.Parameter]) -> None:
     for name, parameter in root.named_parameters():
         if not isinstance(parameter, DTensor) and parameter not in ignored:
             raise ConfigurationError(
-                f"the parameter {name!r} stands in the module itself, and in manual optimisation each child of the module is "
-                "sharded by itself: put the parameter into a child module with a forward of its own, or list it in "
-                "ignored_params."
+                f"the parameter {name!r} stands in the module itself, and in manual optimisation each child of the "
+                "module is sharded by itself: put the parameter into a child module with a forward of its own, or list "
+                "it in ignored_params."
             )

@@ -60,9 +60,9 @@ class FSDPStrategy(ProcessGroupStrategy):
         auto_wrap_policy: which modules are gathered and freed as a group: "auto" for the repeated block of the model, a
             set of classes or of their names, a least number of parameters, a function of a module, or None for the root
             alone.
-        reshard_after_forward: free a group's parameters after its forward and gather them again in backward; False saves
-            the second gathering for memory; a number reshards to so many ranks (a machine's). None, the default, frees
-            all groups but the root.
+        reshard_after_forward: free a group's parameters after its forward and gather them again in backward; False
+            saves the second gathering for memory; a number reshards to so many ranks (a machine's). None, the default,
+            frees all groups but the root.
         mp_policy: torch's MixedPrecisionPolicy; made from `precision` if left out (see `policy_of`).
         cpu_offload: parameters, gradients and optimizer state wait on the CPU; or an OffloadPolicy.
         activation_checkpointing_policy: classes of modules, or their names, whose activations are computed again in
@@ -73,8 +73,8 @@ class FSDPStrategy(ProcessGroupStrategy):
             two halves of a single one), or a DeviceMesh of one or two dimensions.
         sync_module_states: every rank begins with rank 0's parameters and buffers.
         forward_prefetch: each group asks for the next one's parameters before its own forward.
-        **kwargs: those of `ProcessGroupStrategy`; and the names of FSDP1, Lightning and Accelerate (`sharding_strategy`,
-            `state_dict_type`, …), each of which is mapped or refused with the reason.
+        **kwargs: those of `ProcessGroupStrategy`; and the names of FSDP1, Lightning and Accelerate
+            (`sharding_strategy`, `state_dict_type`, …), each of which is mapped or refused with the reason.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -147,8 +147,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         backend = dist.get_backend()
         if self.root_device.type == "cuda" and self.settings["cpu_offload"] and "gloo" not in backend:
             raise ConfigurationError(
-                f"cpu_offload reduces on the CPU what waits there, and the process group has the backend {str(backend)!r} alone: "
-                "leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
+                "cpu_offload reduces on the CPU what waits there, and the process group has the backend "
+                f"{str(backend)!r} alone: leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
             )
         if self.device_mesh is None:
             shape = self._shape()
@@ -169,8 +169,9 @@ class FSDPStrategy(ProcessGroupStrategy):
             replicas = 2 if per_machine == world else world // per_machine
             if world < 4 or world % replicas:
                 raise ConfigurationError(
-                    f"strategy='hsdp' replicates over machines or over two halves of one, and this run has {world} rank(s) of "
-                    f"{per_machine} per machine: use 'fsdp', or FSDPStrategy(device_mesh=(replicate, shard))."
+                    f"strategy='hsdp' replicates over machines or over two halves of one, and this run has {world} "
+                    f"rank(s) of {per_machine} per machine: use 'fsdp', or FSDPStrategy(device_mesh=(replicate, "
+                    "shard))."
                 )
             return (replicas, world // replicas)
         if len(shape) != 2 or shape[0] * shape[1] != world:
@@ -326,8 +327,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
             raise ConfigurationError(
-                "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters for each "
-                "batch: use a larger data set, a smaller batch_size or fewer ranks."
+                "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters "
+                "for each batch: use a larger data set, a smaller batch_size or fewer ranks."
             )
         self._follow_window(window)
         loss, _ = read_loss(self.forward(step_fn, filler, extra))
@@ -356,8 +357,8 @@ class FSDPStrategy(ProcessGroupStrategy):
     def before_step(self, optimizer: Optimizer) -> None:
         if not self._syncs:
             raise LeydenError(
-                "the accumulation window was closed without a batch that closes it, so its gradients were not reduced over the "
-                "ranks: give the loader its right length, or none at all."
+                "the accumulation window was closed without a batch that closes it, so its gradients were not reduced "
+                "over the ranks: give the loader its right length, or none at all."
             )
         if self._averages:
             self._average_ignored()
@@ -384,7 +385,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         """The module's state with whole tensors; every rank must call it.
 
         Returns:
-            A state dict that torch.save or safetensors can write. With `rank0_only`, on rank 0's CPU, and an empty one on the
+            A state dict that torch.save or safetensors can write. With `rank0_only`, on rank 0's CPU, and an empty one
+            on the
             others: tensors are gathered one at a time, so that no other rank holds more than one of them.
         """
         if not rank0_only:

@@ -54,7 +54,8 @@ class Values:
             if reset is None:
                 raise ConfigurationError(
                     f"{names[0]!r} of {kind_of(module)} is on the meta device, and nothing tells its values: build the "
-                    "module in configure_model or within `with trainer.init_module():`, or give its class a reset_parameters()."
+                    "module in configure_model or within `with trainer.init_module():`, or give its class a "
+                    "reset_parameters()."
                 )
             replace([(module, name) for name in names], lambda module, name: _memory(getattr(module, name)))
             reset()

@@ -1,4 +1,4 @@
-"""torch's elastic engine: this process as the agent that starts ranks, watches them, and tells how they ended."""
+"""torch's elastic engine: this process is the agent that starts ranks, watches them, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ended:
         rank: its number over all machines.
         failure: torch's record of it.
         code: the exit status that it gives to the launch.
-        told: it wrote down an error of its own, before any other.
+        told: it reported an error of its own, before any other.
         note: what was written down by one that only lost its connection; "" if nothing was.
         others: in that case, who was not there any more, and where each of the others was.
     """
@@ -56,7 +56,7 @@ class Ended:
     others: str = ""
 
     def words(self) -> str:
-        """How the rank ended, where it could not say so itself; "" where it told its error."""
+        """How the rank ended, if it could not say so itself; "" if it reported its error."""
         code = int(self.failure.exitcode)
         if self.told:
             return ""
@@ -76,7 +76,7 @@ def engine_config(count: int, machines: Machines, logs: str, **others: Any) -> L
         count: ranks of this machine.
         machines: where several take part.
         logs: folder for what ranks write down.
-        **others: further fields of torch's LaunchConfig, in place of ours.
+        **others: further fields of torch's LaunchConfig, which override these.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
@@ -115,9 +115,9 @@ def run_engine(
         config: how they are started.
         program: what each rank runs.
         arguments: of the program.
-        variables: what the ranks find in their environment, beside torch's own variables.
+        variables: the ranks' environment, beside torch's own variables.
         folder: their working directory; this process's if left out.
-        tell: told of the first failure; if left out, what no rank could say of itself is printed.
+        tell: called with the first failure; if left out, a failure that no rank reported is printed.
 
     Returns:
         The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n.
@@ -149,7 +149,7 @@ def run_engine(
 
 
 def _of_one_machine(tried: Tries) -> dict[str, str]:
-    """What only ranks of one machine find: gloo listens on the loopback device, and they are started again for a smaller size."""
+    """The environment of ranks of one machine: gloo listens on loopback, and they can be started for a smaller size."""
     from leyden.strategies.launch.meeting import gloo_on_loopback
 
     return {**gloo_on_loopback(), **tried.variables()}
@@ -157,7 +157,7 @@ def _of_one_machine(tried: Tries) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None]:
-    """What the ranks find in their environment, and an engine that leaves the talking to them."""
+    """Sets the ranks' environment, and keeps the engine from printing what they report themselves."""
     environ = {
         AGENT: str(os.getpid()),
         # Ranks that share the store of torch's "c10d" read stale addresses when they are started a second time.
@@ -187,7 +187,7 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
 
 
 def _wake(ended: threading.Event) -> None:
-    """Continues ranks that are stopped and have been told to end, which they cannot see: the engine would wait 30 s for each."""
+    """Continues stopped ranks, which cannot receive the signal to end: the engine would wait 30 s for each."""
     while not ended.wait(1.0):
         for process in _children():
             with suppress(OSError):
@@ -215,8 +215,8 @@ def first_failure(error: Any, count: int) -> Ended:
         count: ranks of this machine.
     """
     failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
-    # One that wrote down its error came before those that only lost their connection to it; SIGTERM is how the engine ends
-    # the others, and 1 how they leave.
+    # One that wrote down its error came before those that only lost their connection to it; SIGTERM is how the engine
+    # ends the others, and 1 how they leave.
     told = [(rank, failure) for rank, failure in failures if not _lost(failure)]
     ended = [(rank, failure) for rank, failure in failures if failure.exitcode != -signal.SIGTERM]
     odd = [(rank, failure) for rank, failure in ended if failure.exitcode != 1]
@@ -233,7 +233,7 @@ def first_failure(error: Any, count: int) -> Ended:
 
 
 def _others(rank: int, failure: Any, count: int, failures: Mapping[int, Any]) -> str:
-    """Who was not there any more when a rank lost its connection, in words; "" where it does not know."""
+    """Describes who had left when a rank lost its connection; "" if it does not know."""
     message = failure.error_file_data["message"]
     here = range(rank - failure.local_rank, rank - failure.local_rank + count)
     # The engine keeps no record of one that ended with 0.
@@ -244,7 +244,7 @@ def _others(rank: int, failure: Any, count: int, failures: Mapping[int, Any]) ->
 
 
 def _lost(failure: Any) -> bool:
-    """True if the rank told no error of its own."""
+    """True if the rank reported no error of its own."""
     if not os.path.isfile(failure.error_file):
         return True
     message = failure.error_file_data.get("message")

@@ -1,4 +1,4 @@
-"""Which rank this process is, from the variables that torchrun, SLURM or a launcher of ours have set."""
+"""Which rank this process is, by the variables that torchrun, SLURM or a launcher of Leyden have set."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class RankEnvironment:
         world_size: ranks on all machines.
         local_world_size: ranks on this machine.
         node_rank: which machine this is.
-        starter: who started it: "torchrun", "slurm", "script", "spawn", "fork", or "hand" where only the four variables that
-            torch itself needs are set.
-        address: host and port where rank 0 waits; None where torch's own variables tell.
+        starter: who started it: "torchrun", "slurm", "script", "spawn", "fork", or "hand" where only the four variables
+            that torch itself needs are set.
+        address: host and port of rank 0; None if torch's own variables have them.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment | None:
-    """Reads this process's rank; None where nobody has started ranks.
+    """Reads this process's rank; None if nobody has started ranks.
 
     Args:
         environ: the variables; those of this process if left out.
@@ -83,15 +83,15 @@ def _torch_environment(environ: Mapping[str, str]) -> RankEnvironment:
     node_rank = _number(environ, "GROUP_RANK", 0 if started else rank)
     if rank >= size or local_rank >= local_size or local_size > size:
         raise ConfigurationError(
-            f"the environment says RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of LOCAL_WORLD_SIZE={local_size}, "
-            "which cannot be: unset them, or start the script with torchrun."
+            f"the environment says RANK={rank} of WORLD_SIZE={size}, LOCAL_RANK={local_rank} of "
+            f"LOCAL_WORLD_SIZE={local_size}, which cannot be: unset them, or start the script with torchrun."
         )
     starter = environ.get(STARTER, "torchrun" if started else "hand")
     return RankEnvironment(rank, local_rank, size, local_size, node_rank, starter)
 
 
 def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """A task of srun. A batch script, and a shell that srun opened, are no ranks: they have no step, or one of a single task."""
+    """A task of srun. A batch script or shell is no rank: it has no step, or a step of a single task."""
     if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
         return None
     size = _number(environ, "SLURM_STEP_NUM_TASKS", 1)
@@ -101,8 +101,8 @@ def _slurm_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1)
     if rank >= size or size % nodes or local_rank >= size // nodes:
         raise ConfigurationError(
-            f"srun says task {rank} of {size} (local {local_rank}) on {nodes} machines: ask for as many tasks on each, with "
-            "srun --ntasks-per-node."
+            f"srun says task {rank} of {size} (local {local_rank}) on {nodes} machines: ask for as many tasks on each, "
+            "with srun --ntasks-per-node."
         )
     host = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
     # Every task of a job computes the same port, above those that services use.

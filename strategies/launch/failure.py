@@ -1,4 +1,4 @@
-"""When one rank fails, every rank stops within seconds, and the user sees one error: that of the rank that failed first."""
+"""When one rank fails, every rank stops within seconds, and the user sees one error: the first rank's."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ class Unanswered(RuntimeError):
 
 
 class Limited:
-    """Makes calls that wait for another process, each within a limit: torch's store and gloo wait for ever for one that is stopped.
+    """Makes calls that wait for another process, each within a limit: torch's store waits forever for a stopped one.
 
-    The calls are made in a thread, since nothing can interrupt them. After one without an answer the thread is of no use any more.
+    The calls are made in a thread, since nothing can interrupt them. After one without an answer the thread is of no
+    use any more.
     """
 
     def __init__(self) -> None:
@@ -86,16 +87,17 @@ class Limited:
 
 
 class FirstFailure:
-    """Lets one rank of all tell its error, and ends the others. Lives as long as the process.
+    """Reports the error of the rank that failed first, and ends the others. Lives as long as the process.
 
-    The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already. While a
-    run lasts, a thread of each rank looks once in a while, since a rank may wait for the failed one where nothing would ever
-    wake it. It answers by where the rank's main thread is, so that the first one can say for whom it waited.
+    The ranks meet in the process group's store. Whoever fails writes its error there, unless one stands there already.
+    While a run lasts, a thread of each rank looks once in a while, since a rank may wait for the failed one where
+    nothing would ever wake it. It answers by where the rank's main thread is, so that the first one can say for whom it
+    waited.
 
     Nothing here waits for another process without a limit: it may be stopped, and the store with it.
 
     Args:
-        store: of the process group; connections of its own are made.
+        store: of the process group; it makes its own connections.
         rank: of this process.
         size: ranks in all.
         is_host: the store lives in this process.
@@ -107,9 +109,9 @@ class FirstFailure:
 
         self.rank, self.size = rank, size
         self.told = False
-        """This rank's error is the first, and was told."""
+        """This rank's error is the first, and was reported."""
         self.follows = False
-        """Another rank failed first, or the agent tells how this one ended."""
+        """Another rank failed first, or the agent reports how this one ended."""
         self._is_first = False
         prefix = f"leyden/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._store = PrefixStore(prefix, store.clone())
@@ -127,7 +129,7 @@ class FirstFailure:
         self._thread.start()
 
     def begin_run(self) -> None:
-        """Looks from now on for what other ranks tell."""
+        """Starts to look for errors of other ranks."""
         if not self._looks:
             self._run += 1
             self._looks = True
@@ -156,7 +158,7 @@ class FirstFailure:
         if self.told or self.follows:
             return self.told
         if isinstance(error, SystemExit) and not error.code:
-            # An end in order, which every rank comes to by itself; if it does not, the others can say who has left.
+            # An orderly end, which every rank reaches by itself; if one does not, the others can name who has left.
             self._answer(f"left with exit code 0{', at ' + where if where else ''}")
             return True
         self._answer("was " + _place(traceback.extract_tb(error.__traceback__)))
@@ -167,7 +169,7 @@ class FirstFailure:
         place = f"rank {self.rank}{', ' + where if where else ''}"
         text = f"{place}: {_last_line(error)}"
         first = self._is_first = self._claim(text, lost)
-        # Whoever started the ranks says how one ended that is gone without a word.
+        # The agent reports how a rank ended that wrote no error.
         self.told = first and not (lost and AGENT in os.environ)
         self.follows = not self.told
         silent, words = self._others() if first and (lost or is_time_out(error)) else ([], "")
@@ -195,7 +197,7 @@ class FirstFailure:
         return self._limited.call(ANSWER, getattr(self._store, name), *args)
 
     def _answer(self, text: str) -> None:
-        """Writes down where this rank is, for the one that failed first; the first answer stands."""
+        """Writes down where this rank is, for the one that failed first; the first answer counts."""
         with suppress(RuntimeError):
             self._ask("compare_set", f"answer/{self.rank}", "", text)
 
@@ -266,7 +268,7 @@ class FirstFailure:
                 if failed and not self._is_first:
                     self._watched.compare_set(f"answer/{self.rank}", "", "is " + _place_of_main_thread())
             except RuntimeError:
-                # Without a store nothing can be told, and collectives fail by themselves.
+                # Without a store nothing can be reported, and collectives fail by themselves.
                 return
             if failed:
                 # The first one asks the others, and leaves by itself.
@@ -278,7 +280,7 @@ class FirstFailure:
                 return
 
     def _at_exit(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An error outside of any run ends the script: told as one of a run is."""
+        """An error outside of any run ends the script: it is reported as one of a run is."""
         if self.report(error):
             self._hook(kind, error, trace)
 
@@ -299,7 +301,7 @@ def _place(stack: traceback.StackSummary) -> str:
 
 @contextmanager
 def ended_after(seconds: float) -> Iterator[None]:
-    """Ends this process, with status 1, if the block takes longer, even where it waits in C and lets no thread of Python run."""
+    """Ends this process with status 1 if the block takes longer, even if it waits in C and holds the GIL."""
     sys.stdout.flush()
     sys.stderr.flush()
     with open(os.devnull, "w") as nowhere:
@@ -316,7 +318,7 @@ def is_time_out(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """True for the errors that the end of another rank makes in this one's collectives, and those told by another rank."""
+    """True for errors that another rank reported, or that its end causes in this one's collectives."""
     from torch.distributed import DistNetworkError
 
     text = str(error)
@@ -332,7 +334,7 @@ def _last_line(error: BaseException) -> str:
 
 
 def _write_error_file(text: str, error: BaseException, lost: bool, silent: list[int], others: str) -> None:
-    """What the agent reads to tell which rank was the first.
+    """Writes what the agent reads to find the rank that failed first.
 
     Args:
         text: the error in one line.
@@ -360,7 +362,7 @@ def leave_stdin_to_rank_0(rank: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Lets this rank be killed when its agent is, so that nobody is left behind. Linux only; elsewhere ranks end at their next collective."""
+    """Kills this rank when its agent is killed. Linux only; elsewhere ranks end at their next collective."""
     if not sys.platform.startswith("linux") or not (os.environ.get(STARTER) or os.environ.get("TORCHELASTIC_RUN_ID")):
         return
     set_death_signal = 1
@@ -371,7 +373,7 @@ def end_with_parent() -> None:
         try:
             os.kill(int(agent), 0)
         except ProcessLookupError:
-            # It died before this was asked for.
+            # The agent died before this call.
             os._exit(1)
         except PermissionError:
             # It lives, and belongs to somebody else.

@@ -37,8 +37,8 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
     """Calls `function(*args)` on so many ranks of this machine.
 
     Args:
-        start_method: "spawn" (everything is pickled, the script's module imported anew), "fork" or "notebook" (both fork), or
-            "xla", by torch_xla, which counts its devices itself.
+        start_method: "spawn" (everything is pickled, the script's module imported anew), "fork" or "notebook" (both
+            fork), or "xla", by torch_xla, which counts its devices itself.
         count: ranks.
         function: called on each, with the variables of its rank set.
         *args: its arguments.
@@ -58,13 +58,14 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
         _check_fork()
     handed: Any = (function, args)
     if start_method == "spawn":
-        # As bytes: multiprocessing would give every rank the same memory for the module's parameters, and all would step in it.
+        # As bytes: multiprocessing would give every rank the same memory for the module's parameters, and all would
+        # step in it.
         try:
             handed = packed(handed)
         except Exception as error:
             raise ConfigurationError(
-                f"start_method='spawn' must pickle the Trainer, the module and the loaders, and could not: {error}. Define classes "
-                "and functions at the top of a file that can be imported, or use strategy='ddp_fork'."
+                f"start_method='spawn' must pickle the Trainer, the module and the loaders, and could not: {error}. "
+                "Define classes and functions at the top of a file that can be imported, or use strategy='ddp_fork'."
             ) from error
     with tries() as tried:
         while True:
@@ -77,7 +78,8 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
 
 def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     context: Any = multiprocessing.get_context("spawn" if start_method == "spawn" else "fork")
-    # Ranks may come to it at once, and are let in when all are started: a process that forks should have no thread of a store's.
+    # Ranks may come to it at once, and are let in when all are started: a process that forks should have no thread of a
+    # store's.
     listener = listen()
     places = [_Place(rank, count, listener.getsockname()[1], start_method, tried.variables()) for rank in range(count)]
     ranks: list[tuple[Any, Any]] = []
@@ -230,7 +232,7 @@ def _rank(sender: Any, place: _Place, handed: Any, listener: socket.socket | Non
         _tell_ranks(error)
         text = f"{type(error).__name__} on rank {place.rank}: {error}"
         sender.send(("raised", (_pack(error), text, traceback.format_exc())))
-        # The caller, who knows the cause, reports it.
+        # The caller knows the cause, and reports it.
         sys.exit(1)
     sender.send(answer)
     sender.close()
@@ -244,14 +246,14 @@ def _tell_ranks(error: BaseException) -> None:
 
 
 def packed(value: Any) -> bytes:
-    """What a rank is given, or returns."""
+    """Packs what a rank receives or returns."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def unpacked(data: bytes) -> Any:
-    """What was packed, its tensors on the CPU: another process's GPU is not this one's, and to load to it would take memory there."""
+    """Unpacks it with tensors on the CPU: loaded to another process's GPU, they would take memory there."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 

@@ -20,8 +20,8 @@ NAME = "leyden-loopback"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of a single agent. torch's "c10d" unpickles what it reads in a store that every interface reaches; here nothing
-    is unpickled, and nobody outside of this machine reaches it.
+    """The rendezvous of a single agent. torch's "c10d" unpickles what it reads in a store that every interface reaches;
+    here nothing is unpickled, and nobody outside of this machine reaches it.
 
     The store lives in the agent, so it outlives every rank, and answers while one of them is stopped.
 
@@ -53,7 +53,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """There is nobody else who could come."""
+        """True: no other agent can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""How ranks meet: one store for all of them, on the loopback device where they share a machine, and a word about who is missing."""
+"""How ranks meet: one store for all, on the loopback device if they share a machine; an error names who is missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable for "the store at MASTER_ADDR is that of whoever started the ranks"; "True" or "False"."""
+"""torch's variable: "True" if the store at MASTER_ADDR belongs to the starter of the ranks, else "False"."""
 TOLD_AFTER = 6.0
 """Seconds after which a rank says whom it waits for."""
 STORE_OPENS = timedelta(minutes=5)
@@ -64,7 +64,7 @@ def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)
 
 
 def gloo_on_loopback() -> dict[str, str]:
-    """The variable by which gloo listens on the loopback device alone, for ranks of one machine; the user's own stands."""
+    """Makes gloo listen on loopback alone, for ranks of one machine, unless the user has set the variable."""
     name = "GLOO_SOCKET_IFNAME"
     if sys.platform == "win32" or name in os.environ:
         return {}
@@ -76,8 +76,8 @@ def meet(place: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
 
     Args:
         place: of this process among the ranks.
-        timeout: how long ranks wait for each other in a collective; here for five minutes at least, since they may start one after
-            the other.
+        timeout: how long ranks wait for each other in a collective; here for five minutes at least, since they may
+            start one after the other.
 
     Returns:
         The store that they share, and whether it lives in this process.
@@ -123,8 +123,8 @@ def _reach(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> 
 
     if not _until(is_open, STORE_OPENS, say):
         raise LeydenError(
-            f"{_this(place)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does not open ({why}). "
-            f"{_fix(place)}"
+            f"{_this(place)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does not "
+            f"open ({why}). {_fix(place)}"
         )
     return TCPStore(host, port, None, False, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
 
@@ -148,12 +148,13 @@ def _count(store: Store, place: RankEnvironment, at: str, limit: timedelta) -> N
             store.set("all here", "1")
     except RuntimeError as error:
         raise LeydenError(
-            f"{_this(place)} has lost the store at {at} before all ranks were there: rank 0, or who started it, has ended. What it "
-            "printed tells why."
+            f"{_this(place)} has lost the store at {at} before all ranks were there: rank 0, or who started it, has "
+            "ended. What it printed tells why."
         ) from error
     if not all_here:
         raise LeydenError(
-            f"{_this(place)} has waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. {_fix(place)}"
+            f"{_this(place)} has waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. "
+            f"{_fix(place)}"
         )
 
 
@@ -173,7 +174,7 @@ def _until(condition: Callable[[], bool], limit: timedelta, say: Callable[[], No
 
 
 def _say(text: str, place: RankEnvironment) -> None:
-    # A launcher of ours starts all ranks, and ends them if one ends: where they are slow there is nothing to do.
+    # A launcher of Leyden starts all ranks, and ends them if one ends: if they are slow there is nothing to do.
     if STARTER not in os.environ and AGENT not in os.environ:
         print(f"leyden: {text} {_fix(place)}", file=sys.stderr, flush=True)
 
@@ -190,8 +191,8 @@ def _fix(place: RankEnvironment) -> str:
     names = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name in os.environ]
     values = " ".join(f"{name}={os.environ[name]}" for name in names)
     return (
-        f"The environment says so: {values}. If nobody starts other ranks, these variables are left over: unset {' '.join(names)}; "
-        "else look at what the other ranks have printed."
+        f"The environment says so: {values}. If nobody starts other ranks, these variables are left over: unset "
+        f"{' '.join(names)}; else look at what the other ranks have printed."
     )
 
 

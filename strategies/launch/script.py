@@ -1,4 +1,4 @@
-"""Ranks from a plain script: this process becomes the agent of torch's elastic engine, and the ranks run the script anew."""
+"""Ranks from a plain script: this process becomes the agent of torch's elastic engine, and ranks run the script."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from leyden.strategies.launch.environment import STARTER
 
 
 def obstacle() -> str | None:
-    """Why this process's script cannot be run anew by ranks; None if it can."""
+    """Why ranks cannot run this process's script again; None if they can."""
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
     if "_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ:
@@ -45,9 +45,10 @@ def machines_of(num_nodes: int) -> Machines:
     missing = [name for name, value in values.items() if not value]
     if missing or not values["NODE_RANK"].isdigit() or not values["MASTER_PORT"].isdigit():
         raise ConfigurationError(
-            f"num_nodes={num_nodes}: start the script on each machine with NODE_RANK (0 to {num_nodes - 1}), MASTER_ADDR and "
-            f"MASTER_PORT (of machine 0) in its environment{', now without ' + ' and '.join(missing) if missing else ''}; or "
-            f"with torchrun --nnodes={num_nodes}, or srun."
+            f"num_nodes={num_nodes}: start the script on each machine with NODE_RANK (0 to {num_nodes - 1}), "
+            "MASTER_ADDR and MASTER_PORT (of machine 0) in its "
+            f"environment{', now without ' + ' and '.join(missing) if missing else ''}; or with torchrun "
+            f"--nnodes={num_nodes}, or srun."
         )
     node_rank = int(values["NODE_RANK"])
     if node_rank >= num_nodes:
@@ -67,14 +68,14 @@ def run_ranks(count: int, machines: Machines | None = None, folder: str | None =
         The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n.
 
     Raises:
-        ConfigurationError: where there is no command line that could be run anew.
+        ConfigurationError: if there is no command line that ranks could run again.
     """
     why = obstacle()
     if why is not None:
         raise ConfigurationError(
-            f"strategy='ddp' starts its ranks by running the script anew, and {why}. Use strategy='ddp_notebook' (ranks are "
-            "forked; nothing is imported anew) or 'ddp_spawn' (for classes in files that can be imported), or put it into a "
-            "script."
+            f"strategy='ddp' starts its ranks by running the script anew, and {why}. Use strategy='ddp_notebook' "
+            "(ranks are forked; nothing is imported anew) or 'ddp_spawn' (for classes in files that can be imported), "
+            "or put it into a script."
         )
     variables = {
         STARTER: "script",

@@ -1,8 +1,8 @@
-"""Something that is tried in sizes until one fits, where ranks wait for each other: all ranks are started anew for the next size.
+"""Trying sizes until one fits, on several ranks: all of them are started again for the next size.
 
-A rank that gives a try up leaves, and cannot take the others along: they wait in a collective that nothing can break off, and what
-they have wrapped for the process group is of no use afterwards. So whoever started the ranks ends them and starts them again. The
-ranks find in a file how many sizes were given up.
+A rank that gives a try up leaves, and cannot take the others along: they wait in a collective that nothing can break
+off, and what they have wrapped for the process group is of no use afterwards. So whoever started the ranks ends them
+and starts them again. The ranks find in a file how many sizes were given up.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIVEN_UP = 75
 
 
 class Tries:
-    """What the ranks of a launch have given up so far, for their launcher.
+    """The tries that the ranks of a launch have given up so far, for their launcher.
 
     Args:
         path: of the file that they write.
@@ -51,7 +51,7 @@ def tries() -> Iterator[Tries]:
 
 
 def starts_again() -> bool:
-    """True if whoever started this rank starts all ranks again when a try is given up."""
+    """True if the starter of this rank starts all ranks again when a try is given up."""
     return FILE in os.environ
 
 
@@ -68,7 +68,7 @@ def give_up(name: str, count: int) -> SystemExit:
         count: sizes that were given up, with this one.
 
     Returns:
-        What the rank raises to leave, so that all are started again.
+        The exception with which the rank leaves, so that all are started again.
     """
     path = Path(os.environ[FILE])
     found = _read(path)
@@ -86,7 +86,8 @@ def _read(path: Path) -> dict[str, int]:
     return {}
 
 
-# Of what is tried several times by one name, in the order of the script, which is the same on all ranks and each time they start.
+# Of what is tried several times by one name, in the order of the script, which is the same on all ranks and each time
+# they start.
 _numbers: collections.Counter[str] = collections.Counter()
 
 

@@ -36,14 +36,15 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
 
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise ConfigurationError(
-            "start_method='xla' starts processes, and this one has XLA's devices already: touch no XLA device before fit, or restart."
+            "start_method='xla' starts processes, and this one has XLA's devices already: touch no XLA device before "
+            "fit, or restart."
         )
     try:
         handed = packed((function, args, (torch.initial_seed(), torch.get_rng_state(), random.getstate())))
     except Exception as error:
         raise ConfigurationError(
-            f"start_method='xla' must pickle the Trainer, the module and the loaders, and could not: {error}. Define classes and "
-            "functions at the top of a file that can be imported, or use start_method='script'."
+            f"start_method='xla' must pickle the Trainer, the module and the loaders, and could not: {error}. Define "
+            "classes and functions at the top of a file that can be imported, or use start_method='script'."
         ) from error
     with tempfile.TemporaryDirectory(prefix="leyden-xla-") as folder:
         answer = Path(folder) / "answer"
@@ -58,8 +59,8 @@ def _rank(index: int, handed: bytes, answer: str, port: int) -> None:
 
     if runtime.addressable_device_count() > 1:
         raise ConfigurationError(
-            "this TPU gives two devices to each process, which torch_xla runs as threads: use strategy='xla', which drives all devices "
-            "from one process."
+            "this TPU gives two devices to each process, which torch_xla runs as threads: use strategy='xla', which "
+            "drives all devices from one process."
         )
     place = {
         "RANK": index,

@@ -25,7 +25,8 @@ def find_precision(precision: str | int | Precision | None) -> Precision:
     """The plugin that a precision's name means.
 
     Args:
-        precision: a name of `NAMES`, one of the short names `no fp32 fp16 bf16 16 32 64`, a plugin, or None for 32-true.
+        precision: a name of `NAMES`, one of the short names `no fp32 fp16 bf16 16 32 64`, a plugin, or None for
+            32-true.
 
     Raises:
         ConfigurationError: if the name is unknown; names the nearest.

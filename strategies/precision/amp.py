@@ -117,8 +117,9 @@ class MixedPrecision(Precision):
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
         if id(optimizer) in self._done:
-            # A further step within one training_step. The scaler would want an update in between, which changes the scale
-            # while other optimizers hold gradients of the old one; so what it noted is put aside until the update.
+            # A further step within one training_step. The scaler would want an update in between, which changes the
+            # scale while other optimizers hold gradients of the old one; so what it noted is put aside until the
+            # update.
             noted = self.scaler._per_optimizer_states
             noted[-len(noted)] = noted.pop(id(optimizer))
             self._done.discard(id(optimizer))
@@ -132,13 +133,14 @@ class MixedPrecision(Precision):
             return True
         if closure is not None:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} evaluates the loss again in its step, which a gradient scaler cannot follow: "
-                "use precision='bf16-mixed' or '32-true'."
+                f"{type(optimizer).__name__} evaluates the loss again in its step, which a gradient scaler cannot "
+                "follow: use precision='bf16-mixed' or '32-true'."
             )
         self._stepped = False
         self.unscale(optimizer)
         self.scaler.step(optimizer, **kwargs)
-        # In manual optimisation the step is made inside autocast, whose half-precision copies of the weights are stale now.
+        # In manual optimisation the step is made inside autocast, whose half-precision copies of the weights are stale
+        # now.
         torch.clear_autocast_cache()
         self._unscaled.discard(id(optimizer))
         self._done.add(id(optimizer))
@@ -146,9 +148,10 @@ class MixedPrecision(Precision):
         # Each optimizer of a window counts, and the scale is halved once.
         if self._skips >= SKIPS_IN_A_ROW * max(1, len(self._registered)):
             raise LeydenError(
-                f"the gradient scaler has skipped {self._skips} steps in a row, since the gradients hold inf or nan at every "
-                "scale. Look for a nan in the loss (detect_anomaly=True), use precision='bf16-mixed', or give "
-                f"MixedPrecision('16', init_scale=...) a smaller init_scale than {self._scaler_arguments['init_scale']:g}."
+                f"the gradient scaler has skipped {self._skips} steps in a row, since the gradients hold inf or nan at "
+                "every scale. Look for a nan in the loss (detect_anomaly=True), use precision='bf16-mixed', or give "
+                "MixedPrecision('16', init_scale=...) a smaller init_scale than "
+                f"{self._scaler_arguments['init_scale']:g}."
             )
         return self._stepped
 

@@ -23,11 +23,12 @@ class Precision:
     converts_input: bool = False
     """True where `convert_input` has work to do."""
     forward_context: Callable[[], AbstractContextManager[Any]] | None = None
-    """Opens the context of a forward pass; None where there is none, which costs nothing."""
+    """Returns the context of a forward pass; None if there is none, which costs nothing."""
     may_skip: bool = False
     """True if steps may be skipped: there is a gradient scaler, which looks for inf and nan."""
     form: str = ""
-    """How layers of a module were changed by `convert_module`, beyond their dtype: two runs of it must agree on that."""
+    """How layers of a module were changed by `convert_module`, beyond their dtype: two runs of it must agree on that.
+    """
     scales_loss: bool = False
     """True where `scale_loss` has work to do: in a class that overrides it."""
 
@@ -36,7 +37,7 @@ class Precision:
         cls.scales_loss = cls.scale_loss is not Precision.scale_loss
 
     def check_package(self) -> None:
-        """Raises MissingExtraError where a package that it needs is not installed; called once a strategy has taken it."""
+        """Raises MissingExtraError if a package that it needs is missing; called once a strategy has taken it."""
 
     def check(self, device: torch.device) -> None:
         """Raises ConfigurationError where the device cannot run this precision."""
@@ -60,7 +61,7 @@ class Precision:
         """A parameter of such a module has its values and is about to be sharded: it may take another form."""
 
     def describe(self, modules: Sequence[nn.Module]) -> str:
-        """What else fit prints of the precision, once modules are set up; empty where there is nothing to tell."""
+        """What fit prints about the precision once modules are set up; empty for nothing."""
         return ""
 
     def convert_input(self, batch: T) -> T:
@@ -78,7 +79,7 @@ class Precision:
         """Brings the gradients of the optimizer to their true scale; does nothing if they are."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        """Steps the optimizer, which is handed the keyword arguments; False if the step was skipped."""
+        """Steps the optimizer, with the keyword arguments; returns False if the step was skipped."""
         if closure is None:
             optimizer.step(**kwargs)
         else:
@@ -96,7 +97,7 @@ class Precision:
 
 
 def restore_layers(module: nn.Module) -> nn.Module:
-    """Gives layers back the class that they had before an earlier run made them compute in another precision, in place."""
+    """Restores, in place, the class that layers had before an earlier run changed their precision."""
     for part in module.modules():
         plain = vars(part).pop("_leyden_plain", None)
         if plain is not None:

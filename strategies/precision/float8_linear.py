@@ -13,8 +13,8 @@ from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]
     """fp8 where autocast is on, and a plain Linear elsewhere: like every layer of a mixed-precision run.
 
-    torchao's own layer looks at CUDA's autocast alone, and would compute in fp8 after the run too. The parameters stay those
-    of the Linear, in float32 and under their names; only the operands of the three matrix products are cast.
+    torchao's own layer looks at CUDA's autocast alone, and would compute in fp8 after the run too. The parameters stay
+    those of the Linear, in float32 and under their names; only the operands of the three matrix products are cast.
     """
 
     in_evaluation: bool
@@ -31,7 +31,8 @@ class AutocastFloat8Linear(Float8Linear):  # type: ignore[misc]
         if not torch.is_inference_mode_enabled():
             output = super().forward(input)
             return output
-        # torchao's tensors know the operations that autograd leaves of a reshape or a cast, and inference_mode leaves all as they are.
+        # torchao's tensors know the operations that autograd leaves of a reshape or a cast, and inference_mode leaves
+        # all as they are.
         with torch.inference_mode(False), torch.no_grad():
             output = super().forward(input)
         return output
@@ -58,7 +59,7 @@ def gather_in_fp8(linear: nn.Linear) -> None:
 
 
 def _without_all_gather(config: Float8LinearConfig) -> Float8LinearConfig:
-    """from_float would wrap the weight at once, before it has its values."""
+    """Does nothing: torchao would wrap the weight before it has its values."""
     import dataclasses
 
     return dataclasses.replace(config, enable_fsdp_float8_all_gather=False)

@@ -1,4 +1,4 @@
-"""fp8: bf16-mixed, with the matrix products of most Linear layers in 8-bit floating point, by torchao's Float8Linear."""
+"""fp8: bf16-mixed, with the matrix products of most Linear layers in 8-bit floating point, by torchao."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ class Float8Precision(MixedPrecision):
     """`fp8`: `bf16-mixed`, and Linear layers whose matrix products take operands in fp8.
 
     Parameters, gradients and optimizer state stay as under `bf16-mixed`, names in checkpoints as well. Each operand is
-    scaled by its own largest value at each use, so there is no state to save, and a resumed run is bit for bit the same. Speed
-    comes from `torch.compile`, which fuses the casts. A CPU emulates fp8: the same kind of numbers, slower than
-    `bf16-mixed`.
+    scaled by its own largest value at each use, so there is no state to save, and a resumed run is bit for bit the
+    same. Speed comes from `torch.compile`, which fuses the casts. A CPU emulates fp8: the same kind of numbers, slower
+    than `bf16-mixed`.
 
     Args:
-        recipe: "tensorwise" has one scale for each operand, and is the fastest; "rowwise" one for each row, which outliers harm
-            less; "rowwise_with_gw_hp" is rowwise with the gradient of the weight in bf16, the most exact.
+        recipe: "tensorwise" has one scale for each operand, and is the fastest; "rowwise" one for each row, which
+            outliers harm less; "rowwise_with_gw_hp" is rowwise with the gradient of the weight in bf16, the most exact.
         skip: what stays in bf16: classes of modules, their names, or names of modules as "blocks.0".
         first_and_last: convert the first and the last Linear of the model too.
         choose: a function of (module, name) that says which Linear layers are converted, in place of `first_and_last`.
-        enable_fsdp_float8_all_gather: FSDP casts weights before it gathers them, which halves what ranks exchange ("tensorwise"
-            only; no effect under other strategies).
-        pad_inner_dim: fill up the numbers of tokens that are no multiple of 16, as last batches are; the hardware refuses
-            them otherwise.
+        enable_fsdp_float8_all_gather: FSDP casts weights before it gathers them, which halves what ranks exchange
+            ("tensorwise" only; no effect under other strategies).
+        pad_inner_dim: fill up the numbers of tokens that are no multiple of 16, as last batches are; the hardware
+            refuses them otherwise.
         in_evaluation: compute in fp8 in evaluation too; False evaluates in bf16.
         config: a `Float8LinearConfig` of torchao in place of recipe, pad_inner_dim and enable_fsdp_float8_all_gather.
 
     Raises:
-        ConfigurationError: for a value that cannot be.
+        ConfigurationError: for a value that is not valid.
         MissingExtraError: by the Trainer or Accelerator that takes it, where torchao is not installed.
 
     Example:
@@ -83,12 +83,13 @@ class Float8Precision(MixedPrecision):
             self.gathers = bool(config.enable_fsdp_float8_all_gather)
         if self.gathers and config is None and recipe != "tensorwise":
             raise ConfigurationError(
-                f"enable_fsdp_float8_all_gather goes with recipe='tensorwise' and not with {recipe!r}: a rank knows its own rows "
-                "alone. Leave one of them out."
+                f"enable_fsdp_float8_all_gather goes with recipe='tensorwise' and not with {recipe!r}: a rank knows "
+                "its own rows alone. Leave one of them out."
             )
         if self.gathers and not in_evaluation:
             raise ConfigurationError(
-                "in_evaluation=False evaluates in bf16, and enable_fsdp_float8_all_gather gathers weights in fp8: leave one out."
+                "in_evaluation=False evaluates in bf16, and enable_fsdp_float8_all_gather gathers weights in fp8: "
+                "leave one out."
             )
         self.form = f"fp8 {self.recipe}{' gathered in fp8' if self.gathers else ''}"
 
@@ -102,8 +103,8 @@ class Float8Precision(MixedPrecision):
         if device.type == "cpu" and self._by_rows() and not _cpu_scales_rows():
             asked = f"recipe={self.recipe!r}" if self.config is None else "this config"
             raise ConfigurationError(
-                f"precision='fp8': on a CPU torch {torch.__version__} has one scale for a whole operand, and {asked} asks for "
-                "one for each row: use recipe='tensorwise', a GPU, or a newer torch (2.13 has it)."
+                f"precision='fp8': on a CPU torch {torch.__version__} has one scale for a whole operand, and {asked} "
+                "asks for one for each row: use recipe='tensorwise', a GPU, or a newer torch (2.13 has it)."
             )
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -173,8 +174,8 @@ def check_device(device: torch.device, what: str) -> None:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         raise ConfigurationError(
-            f"{what}: {name} has the compute capability {capability[0]}.{capability[1]}, and fp8 needs 8.9 or more (Ada, Hopper, "
-            f"Blackwell): {instead}."
+            f"{what}: {name} has the compute capability {capability[0]}.{capability[1]}, and fp8 needs 8.9 or more "
+            f"(Ada, Hopper, Blackwell): {instead}."
         )
 
 
@@ -207,8 +208,9 @@ def _torchao() -> ModuleType:
             from leyden.strategies.precision import float8_linear
     except ImportError as error:
         raise ConfigurationError(
-            f"precision='fp8': torchao {version('torchao')} does not go with torch {torch.__version__}: {error}. Install one that "
-            "does: torchao 0.15 to 0.17 go with torch 2.9, and 0.18 with torch 2.10 and newer (pip install 'torchao==0.15.*')."
+            f"precision='fp8': torchao {version('torchao')} does not go with torch {torch.__version__}: {error}. "
+            "Install one that does: torchao 0.15 to 0.17 go with torch 2.9, and 0.18 with torch 2.10 and newer (pip "
+            "install 'torchao==0.15.*')."
         ) from error
     return float8_linear
 

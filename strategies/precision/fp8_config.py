@@ -1,4 +1,6 @@
-"""fp8 by the keys that Accelerate's users know: those of `fp8_config` in a configuration file, and of the recipes of a script."""
+"""fp8 by the keys that Accelerate's users know: those of `fp8_config` in a configuration file, and of the recipes of a
+script.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def precision_of_config(config: Mapping[str, Any]) -> Precision:
     """The precision that the keys of `fp8_config` describe.
 
     Args:
-        config: keys with or without `fp8_` before them; what is None is left open.
+        config: keys with or without the prefix `fp8_`; None leaves a key at its default.
 
     Raises:
         ConfigurationError: for an unknown key or backend, and for MS-AMP.

@@ -22,8 +22,10 @@ class Layers:
     """The choice of layers, by default every `nn.Linear` but the first and the last, if its dimensions allow it.
 
     Attributes:
-        skip: classes of modules, their names, or names of modules as `named_modules` gives them: what is within stays out.
-        first_and_last: take the first and the last Linear of the model too; the input and the logits suffer most from few bits.
+        skip: classes of modules, their names, or names of modules as `named_modules` gives them: what is within stays
+            out.
+        first_and_last: take the first and the last Linear of the model too; the input and the logits suffer most from
+            few bits.
         choose: in place of all that, a function of (module, name) that says which; it is asked of each Linear whose
             dimensions allow fp8.
     """
@@ -88,7 +90,7 @@ class Layers:
 
 @dataclass
 class Chosen:
-    """What was chosen in a model.
+    """The layers that were chosen in a model.
 
     Attributes:
         names: of the layers that compute in fp8.

@@ -1,6 +1,7 @@
 """fp8 by NVIDIA's Transformer Engine: `transformer-engine`.
 
-Written against its documented interface (releases 1.12 to 2.15); it has not run here, where there is no GPU that it supports.
+Written against its documented interface (releases 1.12 to 2.15); it has not run here, where there is no GPU that it
+supports.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ DELAYED = ("margin", "amax_history_len", "amax_compute_algo", "override_linear_p
 class TransformerEnginePrecision(MixedPrecision):
     """`transformer-engine`: `bf16-mixed`, and Linear layers that Transformer Engine computes in fp8.
 
-    Layers are chosen as under `fp8`, and the names in checkpoints stay as they are. Operands are scaled by their own largest value,
-    unless an argument of delayed scaling is given: its history of earlier steps is no part of a checkpoint (Transformer
-    Engine keeps it in a pickle), so that a resumed run begins with an empty one and is not bit for bit the same. The number
-    of tokens of a batch must be divisible by 8.
+    Layers are chosen as under `fp8`, and the names in checkpoints stay as they are. Operands are scaled by their own
+    largest value, unless an argument of delayed scaling is given: its history of earlier steps is no part of a
+    checkpoint (Transformer Engine keeps it in a pickle), so that a resumed run begins with an empty one and is not bit
+    for bit the same. The number of tokens of a batch must be divisible by 8.
 
     Args:
         skip: as of `Float8Precision`.
@@ -43,8 +44,8 @@ class TransformerEnginePrecision(MixedPrecision):
         **delayed: of its DelayedScaling: margin, amax_history_len, amax_compute_algo, override_linear_precision.
 
     Raises:
-        ConfigurationError: for a value that cannot be.
-        MissingExtraError: by the Trainer or Accelerator that takes it, where it is not installed.
+        ConfigurationError: for a value that is not valid.
+        MissingExtraError: from the Trainer or Accelerator, if it is not installed.
     """
 
     def __init__(
@@ -66,12 +67,13 @@ class TransformerEnginePrecision(MixedPrecision):
                 )
         if fp8_format not in FORMATS:
             raise ConfigurationError(
-                f"fp8_format={fp8_format!r}: forward and backward together are 'HYBRID' or 'E4M3'; E5M2 alone is too coarse "
-                "for what goes forward."
+                f"fp8_format={fp8_format!r}: forward and backward together are 'HYBRID' or 'E4M3'; E5M2 alone is too "
+                "coarse for what goes forward."
             )
         if use_mxfp8_block_scaling and delayed:
             raise ConfigurationError(
-                f"use_mxfp8_block_scaling scales by blocks, and {next(iter(delayed))} is of delayed scaling: leave one out."
+                f"use_mxfp8_block_scaling scales by blocks, and {next(iter(delayed))} is of delayed scaling: leave one "
+                "out."
             )
         super().__init__("bf16")
         self.name = "transformer-engine"
@@ -144,7 +146,7 @@ class TransformerEnginePrecision(MixedPrecision):
 
 
 def _linear_class() -> Any:
-    """Transformer Engine's Linear without state of its own: it would be a pickle, and loading it would run code."""
+    """Transformer Engine's Linear without extra state, which would be a pickle: loading it would run code."""
     import transformer_engine.pytorch as te
 
     class Linear(te.Linear):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""One rank for each XLA device, each with a model of its own, whose gradients are averaged: TPU hosts and pods."""
+"""Data parallel on TPU hosts and pods: one rank for each XLA device, whose gradients are averaged."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class XLARanks(GroupRanks):
             is_host = super()._init_group("gloo")
         else:
             dist.init_process_group("xla", init_method="xla://", timeout=self.timeout)
-            # The runtime numbers devices by their position, which may differ from the order in which ranks were started.
+            # The runtime numbers devices by their position, which may differ from the order in which ranks were
+            # started.
             self.place = replace(self.place, rank=dist.get_rank(), world_size=dist.get_world_size())
             is_host = self.place.rank == 0
         self.devices = [runtime.start_rank()] * len(self.devices)
@@ -64,17 +65,17 @@ class XLADDPStrategy(XLAStrategy):
 
     Batches are this rank's own, as under DDP. Gradients are averaged in the step that closes a window, on the device.
 
-    It is written against torch_xla's documented interface and has run with one device only: XLA's CPU has no collectives between
-    processes, so the rest needs a TPU host. On one host `XLAStrategy`, which drives all devices from one process, does the same
-    work and is tested.
+    It is written against torch_xla's documented interface and has run with one device only: XLA's CPU has no
+    collectives between processes, so the rest needs a TPU host. On one host `XLAStrategy`, which drives all devices
+    from one process, does the same work and is tested.
 
     Args:
         devices: ranks of this machine; the Trainer's if left out, where "auto" is one for each TPU chip.
         num_nodes: machines; the Trainer's if left out.
         precision: as of `XLAStrategy`.
-        timeout: how long what is sent over gloo waits for the others.
-        start_method: "script" runs the script again on each rank, as torchrun does; with "xla" `torch_xla.launch` starts the ranks
-            of this machine, which run functions of this process.
+        timeout: how long a message over gloo waits for the others.
+        start_method: "script" runs the script again on each rank, as torchrun does; with "xla" `torch_xla.launch`
+            starts the ranks of this machine, which run functions of this process.
 
     Example:
         >>> XLADDPStrategy(devices=4).world_size
@@ -131,7 +132,7 @@ class XLADDPStrategy(XLAStrategy):
             xla_model.reduce_gradients(optimizer)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
-        # The user's own loop has not asked for it yet, unless it clips.
+        # The user's own loop has not called it yet, unless it clips.
         self.before_step(optimizer)
         self._averaged.discard(id(optimizer))
         return super().step(optimizer, closure, **kwargs)

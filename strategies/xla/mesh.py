@@ -26,7 +26,7 @@ class Layout:
         min_size: but not those with fewer elements.
 
     Raises:
-        ConfigurationError: if names or sizes cannot be.
+        ConfigurationError: if names or sizes are not valid.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class Layout:
                     )
             if len(set(used)) < len(used):
                 raise ConfigurationError(
-                    f"shard={{{pattern!r}: {spec}}}: a dimension of the mesh can split one dimension of a tensor. Name each once."
+                    f"shard={{{pattern!r}: {spec}}}: a dimension of the mesh can split one dimension of a tensor. Name "
+                    "each once."
                 )
 
     def check_devices(self, wanted: int | list[int] | None) -> None:
@@ -73,8 +74,8 @@ class Layout:
         count = wanted if isinstance(wanted, int) else len(wanted)
         if math.prod(self.axes.values()) != count:
             raise ConfigurationError(
-                f"mesh={self.axes} has {math.prod(self.axes.values())} devices, and devices={wanted}: make them equal, or leave devices "
-                "out."
+                f"mesh={self.axes} has {math.prod(self.axes.values())} devices, and devices={wanted}: make them equal, "
+                "or leave devices out."
             )
 
     # at set-up --------------------------------------------------------------------------------------------------------
@@ -101,7 +102,8 @@ class Layout:
             self.axes = {self._whole_axis: count}
         if math.prod(self.axes.values()) != count:
             raise ConfigurationError(
-                f"mesh={self.axes} has {math.prod(self.axes.values())} devices, and XLA has {count} here: their product must be {count}."
+                f"mesh={self.axes} has {math.prod(self.axes.values())} devices, and XLA has {count} here: their "
+                f"product must be {count}."
             )
         if count == 1:
             return
@@ -127,8 +129,8 @@ class Layout:
                 continue
             if len(spec) != parameter.dim():
                 raise ConfigurationError(
-                    f"shard={{{pattern!r}: {spec}}} has {len(spec)} entries, and {name!r} has {parameter.dim()} dimensions "
-                    f"{tuple(parameter.shape)}: give one for each, None for a dimension that is not split."
+                    f"shard={{{pattern!r}: {spec}}} has {len(spec)} entries, and {name!r} has {parameter.dim()} "
+                    f"dimensions {tuple(parameter.shape)}: give one for each, None for a dimension that is not split."
                 )
             self._mark(parameter, spec)
 

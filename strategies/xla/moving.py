@@ -14,8 +14,9 @@ from leyden.strategies.errors import ConfigurationError
 def bring(module: nn.Module, device: torch.device) -> None:
     """Moves a module's tensors in place.
 
-    `Module.to` gives an XLA module new Parameter objects, one for each name (tried, torch 2.9): tied weights would come apart, and
-    an optimizer that was made before would step the old ones. So each tensor is moved once, and changes places with the new one.
+    `Module.to` gives an XLA module new Parameter objects, one for each name (tried, torch 2.9): tied weights would come
+    apart, and an optimizer that was made before would step the old ones. So each tensor is moved once, and changes
+    places with the new one.
 
     Raises:
         ConfigurationError: if something holds a weak reference to a parameter, which torch then cannot exchange.
@@ -36,8 +37,8 @@ def bring(module: nn.Module, device: torch.device) -> None:
             torch.utils.swap_tensors(parameter, moved)  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             raise ConfigurationError(
-                f"the parameter {name!r} cannot be moved to {device}, since something else holds on to its memory. Build the module "
-                f"anew, or in configure_model. The error was: {error}"
+                f"the parameter {name!r} cannot be moved to {device}, since something else holds on to its memory. "
+                f"Build the module anew, or in configure_model. The error was: {error}"
             ) from error
     moved_buffers: dict[int, Tensor] = {}
     for part in module.modules():
@@ -47,9 +48,9 @@ def bring(module: nn.Module, device: torch.device) -> None:
 
 
 def on_host(named: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with its XLA tensors on the host, all of them in one transfer; what is tied stays so.
+    """Returns a state dict with its XLA tensors on the host, moved in one transfer; tied tensors stay tied.
 
-    Sharded tensors come whole.
+    Sharded tensors are gathered.
     """
     [state] = trees_on_host([dict(named)])
     return state  # type: ignore[no-any-return]
@@ -92,7 +93,9 @@ def _replaced(tree: Any, hosted: Mapping[int, Tensor]) -> Any:
 
 
 def number(tensor: Tensor) -> int:
-    """XLA's own number of a tensor: those that share it are one, though Python sees several objects. There is no address."""
+    """XLA's own number of a tensor: those that share it are one, though Python sees several objects. There is no
+    address.
+    """
     import torch_xla
 
     return int(torch_xla._XLAC._xla_get_tensor_id(tensor))

@@ -32,7 +32,7 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
         The device that tensors go to, and how many there are behind it.
 
     Raises:
-        ConfigurationError: if they cannot be had, or the process has begun with others.
+        ConfigurationError: if they are not there, or the process has begun with others.
     """
     import torch_xla
     from torch_xla import runtime
@@ -41,7 +41,8 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
     if kind is not None and kind != runtime.device_type():
         if was_used:
             raise ConfigurationError(
-                f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a new one."
+                f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a "
+                "new one."
             )
         runtime.set_device_type(kind)
     if isinstance(wanted, int) and not was_used and runtime.device_type() == "CPU":
@@ -82,7 +83,7 @@ def ranks_of_host(devices: object) -> int:
 
 
 def start_rank() -> torch.device:
-    """The one device of a rank of several. The process group has been made, and with it the runtime knows its place."""
+    """Starts the one device of a rank, once the process group has given the runtime its place."""
     import torch_xla
 
     has_begun = torch_xla._XLAC._xla_get_spmd_config_is_locked()
@@ -101,13 +102,13 @@ def _check_autograd(device: torch.device) -> None:
         if "device_ready_queues_" not in str(error):
             raise
         raise ConfigurationError(
-            "this process has computed gradients before XLA was used, and torch does not see its devices any more: run on XLA first, or "
-            "in a new process."
+            "this process has computed gradients before XLA was used, and torch does not see its devices any more: run "
+            "on XLA first, or in a new process."
         ) from None
 
 
 def sync(wait: bool = False) -> None:
-    """Hands the operations that were collected to the device.
+    """Submits the collected operations to the device.
 
     Args:
         wait: until they are done.
@@ -121,9 +122,9 @@ def sync(wait: bool = False) -> None:
         xla_model.wait_device_ops()
 
 
-# random numbers ---------------------------------------------------------------------------------------------------------
+# random numbers -------------------------------------------------------------------------------------------------------
 def follow_torch() -> None:
-    """Seeds XLA's random numbers by where torch's own stand, of which none is drawn.
+    """Seeds XLA's random numbers from the state of torch's, without drawing one.
 
     They do not follow `torch.manual_seed` by themselves (tried, torch_xla 2.9).
     """
@@ -136,19 +137,19 @@ def follow_torch() -> None:
 
 
 def _begin_random(was_used: bool) -> None:
-    """At the start of a run; what somebody else has set is left as it is."""
+    """Seeds them at the start of a run, unless the user has set them."""
     if not was_used or rng_state() == _left:
         follow_torch()
 
 
 def leave_random() -> None:
-    """At the end of a run: notes where they stand, so that the next run can tell whether somebody has set them since."""
+    """Notes their state at the end of a run, so that the next one sees whether the user has set them since."""
     global _left
     _left = rng_state()
 
 
 def rng_state() -> int:
-    """Where XLA's random numbers stand; known on the host."""
+    """Returns the state of XLA's random numbers, which is known on the host."""
     from torch_xla.core import xla_model
 
     return int(xla_model.get_rng_state())

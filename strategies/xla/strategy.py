@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 KINDS = {"cpu": "CPU", "tpu": "TPU"}
-"""What the Trainer's accelerator means to XLA's runtime; for any other the runtime takes the best there is."""
+"""XLA's names of the Trainer's accelerators; for any other the runtime takes the best there is."""
 XLA_DEVICE = torch.device("xla", 0)
 OTHERS = ("gpu", "cuda", "mps")
 
@@ -48,7 +48,7 @@ class SPMDRanks(Ranks):
 
 
 class XLALoop(OwnLoop):
-    """A loop of the user's own on XLA: each turn of it is a program."""
+    """A loop of the user's own on XLA: each turn of it is one program."""
 
     def end_turn(self) -> None:
         runtime.sync()
@@ -57,23 +57,25 @@ class XLALoop(OwnLoop):
 class XLAStrategy(Strategy):
     """Models on XLA devices: TPUs, or the CPU to try a script.
 
-    The operations of a batch are collected and handed to the device at once, when the batch is done: after the step that closes
-    an accumulation window, before the next batch inside one, and after each batch of an evaluation. Nothing waits for the device
-    but what reads values back.
+    The operations of a batch are collected and handed to the device at once, when the batch is done: after the step
+    that closes an accumulation window, before the next batch inside one, and after each batch of an evaluation. Nothing
+    waits for the device but what reads values back.
 
-    With several devices this is still one process, so one rank: a batch of the loader's `batch_size` is laid over the devices,
-    and the result is that of the whole batch. Its size need not divide by their number.
+    With several devices this is still one process, so one rank: a batch of the loader's `batch_size` is laid over the
+    devices, and the result is that of the whole batch. Its size need not divide by their number.
 
     Args:
-        devices: how many; all that there are if left out ("auto"). One device, by its index in a list ([1]), or all of them.
+        devices: how many; all that there are if left out ("auto"). One device, by its index in a list ([1]), or all of
+            them.
         mesh: names and sizes of the devices' dimensions, as {"data": 2, "model": 2}; {"data": all} if left out.
-        shard: which parameters are split over which dimensions: {"*.mlp.weight": ("model", None)}, by patterns of their names as a
-            shell has them, the first that fits. What none fits is whole on each device.
-        batch: the dimensions of the mesh that batches are split over; "data" and "fsdp" where there are such, else the first.
+        shard: which parameters are split over which dimensions: {"*.mlp.weight": ("model", None)}, by patterns of their
+            names as a shell has them, the first that fits. What none fits is whole on each device.
+        batch: the dimensions of the mesh that batches are split over; "data" and "fsdp" where there are such, else the
+            first.
         precision: what parameters, inputs and the forward pass are held in; 32-true if left out.
 
     Raises:
-        ConfigurationError: for float16, and for a mesh or a rule that cannot be.
+        ConfigurationError: for float16, and for a mesh or a rule that is not valid.
 
     Example:
         >>> XLAStrategy(mesh={"data": 2, "model": 2}, shard={"*.weight": ("model", None)}).layout.axes
@@ -81,7 +83,8 @@ class XLAStrategy(Strategy):
     """
 
     name = "xla"
-    # XLA's tensors have a version counter, which inference mode does without (torch_xla 2.9: "Cannot set version_counter").
+    # XLA's tensors have a version counter, which inference mode does without (torch_xla 2.9: "Cannot set
+    # version_counter").
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
@@ -110,39 +113,40 @@ class XLAStrategy(Strategy):
             self._wanted = parse_devices(devices)
         if isinstance(self._wanted, list) and len(self._wanted) > 1:
             raise ConfigurationError(
-                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one index."
+                f"devices={self._wanted}: XLA runs on one device, or on all that there are. Use devices='auto', or one "
+                "index."
             )
         place = rank_environment()
         if num_nodes > 1 or (place is not None and place.world_size > 1):
             raise ConfigurationError(
-                f"strategy={self.name!r} is one process, which drives the devices of its machine, and there are several: use "
-                "strategy='xla_ddp' for a rank on each device, or start one."
+                f"strategy={self.name!r} is one process, which drives the devices of its machine, and there are "
+                "several: use strategy='xla_ddp' for a rank on each device, or start one."
             )
         self.layout.check_devices(self._wanted)
 
     def check_place(self, accelerator: str) -> None:
-        """Raises where torch_xla, or the device that is meant, cannot be had."""
+        """Raises if torch_xla or the device is missing."""
         if importlib.util.find_spec("torch_xla") is None:
             raise MissingExtraError("torch_xla", "xla", f"strategy={self.name!r}")
         if accelerator in OTHERS:
             raise ConfigurationError(
-                f"accelerator={accelerator!r} with strategy={self.name!r}: torch_xla has TPUs and the CPU. Use accelerator='xla', or "
-                "strategy='auto'."
+                f"accelerator={accelerator!r} with strategy={self.name!r}: torch_xla has TPUs and the CPU. Use "
+                "accelerator='xla', or strategy='auto'."
             )
         if accelerator == "tpu" and not (importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH")):
             raise ConfigurationError(
-                "accelerator='tpu', and libtpu, the TPU's own library, is not here: pip install 'torch_xla[tpu]' on a TPU host, or use "
-                "accelerator='cpu' with strategy='xla' to try a script."
+                "accelerator='tpu', and libtpu, the TPU's own library, is not here: pip install 'torch_xla[tpu]' on a "
+                "TPU host, or use accelerator='cpu' with strategy='xla' to try a script."
             )
         self._kind = KINDS.get(accelerator)
         self.check_precision()
 
     def check_precision(self) -> None:
-        """Raises for what XLA's devices do not compute in."""
+        """Raises for a precision that XLA's devices do not have."""
         if getattr(self.precision, "dtype", None) is torch.float16:
             raise ConfigurationError(
-                f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler would read a flag "
-                "back from the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
+                f"precision={self.precision.name!r} with strategy={self.name!r}: TPUs have no float16, and its scaler "
+                "would read a flag back from the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
             )
         self.precision.check(self.root_device)
 
@@ -167,7 +171,7 @@ class XLAStrategy(Strategy):
     # modules and optimizers -------------------------------------------------------------------------------------------
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Modules built in this context come with the precision's dtype, on the CPU: set-up brings them to the device.
+        """Builds modules in the precision's dtype, on the CPU: set-up moves them to the device.
 
         Their random numbers are the CPU's then, and no program is compiled for each of them.
         """
@@ -190,9 +194,11 @@ class XLAStrategy(Strategy):
         return map_tensors(batch, self.layout.split) if self.layout.is_spread else batch
 
     def check_compiled(self) -> None:
-        # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, torch_xla 2.9).
+        # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, torch_xla
+        # 2.9).
         raise ConfigurationError(
-            f"torch.compile with strategy={self.name!r}: XLA compiles the whole step by itself. Give the module as it is."
+            f"torch.compile with strategy={self.name!r}: XLA compiles the whole step by itself. Give the module as it "
+            "is."
         )
 
     # the step ---------------------------------------------------------------------------------------------------------
@@ -230,8 +236,8 @@ class XLAStrategy(Strategy):
 class XLAFSDPStrategy(XLAStrategy):
     """Fully sharded data parallel on XLA: each device holds a part of every parameter and of its optimizer state.
 
-    A parameter is split over all devices along its longest dimension; XLA's partitioner puts the gathers and reductions into the
-    program. Names stay as they are, and so do checkpoints.
+    A parameter is split over all devices along its longest dimension; XLA's partitioner puts the gathers and reductions
+    into the program. Names stay as they are, and so do checkpoints.
 
     Args:
         devices: as of `XLAStrategy`.

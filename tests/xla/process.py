@@ -7,15 +7,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ranks import world
+from programs import PRELOAD, warm
+from ranks.world import run_world
 
 # Read when torch_xla is imported, which the server of the processes does.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
 if importlib.util.find_spec("torch_xla") is not None:
-    world._context.set_forkserver_preload([*world.PRELOAD, "torch_xla", "torch_xla.distributed.spmd"])
+    warm.set_forkserver_preload([*PRELOAD, "torch_xla", "torch_xla.distributed.spmd"])
 
 
 def on_xla(function: Callable[..., Any], *args: Any) -> Any:
     """Calls `function(*args)` of a test file in a new process, and gives back what it returns."""
-    [result] = world.run_world(1, function, *args, timeout=840)
+    [result] = run_world(1, function, *args, timeout=840)
     return result
