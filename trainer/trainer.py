@@ -36,7 +36,6 @@ from leyden.trainer.run.build import (
     check_datamodule,
     precision_of,
     runtime_settings,
-    seconds_of,
     to_evaluate,
     unwrapped,
 )
@@ -183,7 +182,6 @@ class Trainer(TrainerView):
         if arguments.sync_batchnorm:
             self.strategy.synchronize_batchnorm()
         self.last_checkpoint: Path | None = None
-        self.val_check_seconds = seconds_of(arguments.val_check_interval)
         self._fit: FitLoop | None = None
         self._kept: dict[str, Any] | None = None
         profiler, module = find_profiler(arguments.profiler), TrainModule()
@@ -392,7 +390,7 @@ class Trainer(TrainerView):
             try:
                 restorer = self._set_up(run, goal)
                 if stage == "fit":
-                    self._fit = loop = FitLoop(self)
+                    self._fit = loop = FitLoop(run)
                     restored, self._kept = run.prepare_fit(restorer, goal, self._kept), None
                     loop.run(restored)
                     # What ckpt_path="current" resumes.
@@ -400,11 +398,11 @@ class Trainer(TrainerView):
                     run.hooks.fire_all("on_fit_end")
                 elif stage == "predict":
                     found = run.loaders.evaluation("predict")
-                    result = PredictionLoop(self, found, keeps).predict() if found else []
+                    result = PredictionLoop(run, found, keeps).predict() if found else []
                 else:
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
                     found = run.loaders.evaluation(kind)
-                    result = EvaluationLoop(self, name, found).run() if found else []  # type: ignore[arg-type]
+                    result = EvaluationLoop(run, name, found).run() if found else []  # type: ignore[arg-type]
                 ending.in_order(run, partial(self._last_words, run))
             except BaseException as error:
                 ending.by_error(run, error, (run.module, self, *run.callbacks))

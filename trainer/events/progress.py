@@ -66,6 +66,11 @@ class Progress:
         """True inside an epoch: its first hook is over, and its last one is not."""
         return self.phase not in ("epoch_start", "epoch_end")
 
+    @property
+    def epochs_done(self) -> int:
+        """Epochs that are over."""
+        return self.epoch + (self.phase == "epoch_end")
+
     # counting ---------------------------------------------------------------------------------------------------------
     def count_batch(self, samples: int) -> None:
         """A batch is done, of so many samples on all ranks."""

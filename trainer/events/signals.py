@@ -69,6 +69,15 @@ class Signals:
         elif self.received is None:
             self.received = number
 
+    def pending_here(self) -> tuple[bool, bool]:
+        """Whether SIGINT, and whether SIGTERM, came to this rank and is still to be agreed on."""
+        return self.pending == signal.SIGINT, self.pending == signal.SIGTERM
+
+    def agree(self, interrupted: bool, terminated: bool) -> None:
+        """Receives what came to any rank, by the `pending_here` of all: it has come to every one of them."""
+        if self.received is None and (interrupted or terminated):
+            self.received = signal.SIGINT if interrupted else signal.SIGTERM
+
     def exception(self) -> BaseException | None:
         """What a run that was asked to stop raises when it has ended in order."""
         if self.received is not None:

@@ -1,4 +1,4 @@
-"""What a Trainer is doing at the moment."""
+"""What a run is doing at the moment."""
 
 from __future__ import annotations
 
@@ -28,5 +28,12 @@ class RunState:
         """An evaluation runs within the block."""
         self.pass_of = pass_of
         yield
-        # Not after an error: whoever tells of it says that it came up here. The next run has a state of its own.
+        # Not after an error, which is reported as one from here. The next run has a state of its own.
         self.pass_of = None
+
+    @contextmanager
+    def checking_sanity(self) -> Iterator[None]:
+        """The evaluations within the block are the sanity check; after an error they remain so, as above."""
+        self.sanity_checking = True
+        yield
+        self.sanity_checking = False

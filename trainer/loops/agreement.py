@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from leyden.strategies.ranks import Ranks
+    from leyden.trainer.events.signals import Signals
     from leyden.trainer.loops.clock import Clock
-    from leyden.trainer.trainer import Trainer
 
 Answer = Callable[[], list[bool]]
 
@@ -16,13 +16,14 @@ Answer = Callable[[], list[bool]]
 class Agreement:
     """What the ranks of a fit have agreed on.
 
-    At the end of a window each rank sends the others what it wants (to stop, to end the epoch), and reads what all of them sent
-    at the end of the window before, which has arrived by then. So nobody waits, and a request takes effect one window later,
-    on all ranks. At the
-    end of an epoch, and after a validation, the ranks wait for each other, so that both end as in one process.
+    At the end of a window each rank sends the others what it wants (to stop, to end the epoch), and reads what all of them
+    sent at the end of the window before, which has arrived by then. So nobody waits, and a request takes effect one window
+    later, on all ranks. At the end of an epoch, and after a validation, the ranks wait for each other, so that both end as
+    in one process.
 
     Args:
-        trainer: of this rank.
+        ranks: all of them.
+        signals: those that came to this rank.
         clock: the training time of this rank; that of the first rank counts.
 
     Attributes:
@@ -31,9 +32,8 @@ class Agreement:
         validation_is_due: by an interval in time, on the first rank's clock.
     """
 
-    def __init__(self, trainer: Trainer, clock: Clock) -> None:
-        self._trainer = trainer
-        self._clock = clock
+    def __init__(self, ranks: Ranks, signals: Signals, clock: Clock) -> None:
+        self._ranks, self._signals, self._clock = ranks, signals, clock
         self._answer: Answer | None = None
         self._wants_cut = False
         self.stops = self.time_is_up = self.validation_is_due = False
@@ -50,14 +50,19 @@ class Agreement:
         self._wants_cut = self._wants_cut or cut
         return self._take() if self._answer is not None else False
 
-    def send(self) -> None:
-        """Sends what this rank wants, to be read at the end of the next window."""
-        self._answer = self._ask()
+    def send(self, stops: bool) -> None:
+        """Sends what this rank wants, to be read at the end of the next window.
 
-    def exchange(self, epoch_ends: bool = False) -> None:
+        Args:
+            stops: this rank wants the run to stop.
+        """
+        self._answer = self._ask(stops)
+
+    def exchange(self, stops: bool, epoch_ends: bool = False) -> None:
         """Asks and waits for the answer.
 
         Args:
+            stops: this rank wants the run to stop.
             epoch_ends: the epoch is over, and with it any request to end it.
         """
         if epoch_ends:
@@ -65,16 +70,15 @@ class Agreement:
         if self._answer is not None:
             # Older than what is asked now.
             self._answer()
-        self._answer = self._ask()
+        self._answer = self._ask(stops)
         self._take()
 
-    def _ask(self) -> Answer:
-        trainer, clock = self._trainer, self._clock
-        decides_on_time = trainer.is_global_zero
-        return trainer.strategy.ranks.exchange_flags(
+    def _ask(self, stops: bool) -> Answer:
+        clock, decides_on_time = self._clock, self._ranks.is_global_zero
+        return self._ranks.exchange_flags(
             (
-                *_signals(trainer),
-                trainer.should_stop,
+                *self._signals.pending_here(),
+                stops,
                 decides_on_time and clock.time_is_up(),
                 decides_on_time and clock.validation_is_due(),
                 self._wants_cut,
@@ -83,9 +87,9 @@ class Agreement:
 
     def _take(self) -> bool:
         assert self._answer is not None
-        *signals, self.stops, self.time_is_up, self.validation_is_due, cut = self._answer()
+        interrupted, terminated, self.stops, self.time_is_up, self.validation_is_due, cut = self._answer()
         self._answer = None
-        _receive(self._trainer, signals)
+        self._signals.agree(interrupted, terminated)
         return cut
 
 
@@ -95,18 +99,19 @@ class Pass:
     They may have different numbers of batches: one that has no more keeps answering until nobody has any.
 
     Args:
-        trainer: of this rank.
+        ranks: all of them.
+        signals: those that came to this rank.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, ranks: Ranks, signals: Signals) -> None:
+        self._ranks, self._signals = ranks, signals
         self._answer: Answer | None = None
 
     def breaks_off(self) -> bool:
         """Before each batch: true if the pass is interrupted here. What is sent now is read before the next batch."""
         if self._answer is not None:
             self._take()
-        if self._trainer.signals.received is not None:
+        if self._signals.received is not None:
             return True
         self._answer = self._ask(goes_on=True)
         return False
@@ -116,28 +121,17 @@ class Pass:
         goes_on = True
         if self._answer is not None:
             self._take()
-        while goes_on and self._trainer.signals.received is None:
+        while goes_on and self._signals.received is None:
             self._answer = self._ask(goes_on=False)
             goes_on = self._take()
-        return self._trainer.signals.received is not None
+        return self._signals.received is not None
 
     def _ask(self, goes_on: bool) -> Answer:
-        return self._trainer.strategy.ranks.exchange_flags((*_signals(self._trainer), goes_on))
+        return self._ranks.exchange_flags((*self._signals.pending_here(), goes_on))
 
     def _take(self) -> bool:
         assert self._answer is not None
-        *signals, goes_on = self._answer()
+        interrupted, terminated, goes_on = self._answer()
         self._answer = None
-        _receive(self._trainer, signals)
+        self._signals.agree(interrupted, terminated)
         return goes_on
-
-
-def _signals(trainer: Trainer) -> tuple[bool, bool]:
-    pending = trainer.signals.pending
-    return pending == signal.SIGINT, pending == signal.SIGTERM
-
-
-def _receive(trainer: Trainer, flags: list[bool]) -> None:
-    """A signal that came to any rank has come to all."""
-    if trainer.signals.received is None and any(flags):
-        trainer.signals.received = signal.SIGINT if flags[0] else signal.SIGTERM

@@ -6,19 +6,20 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.events.progress import Progress
 
 
 class Clock:
     """The training time of a fit. A checkpoint holds it as `progress.seconds`, which a resume continues from.
 
     Args:
-        trainer: has the progress and the limits.
+        progress: holds the time.
+        limit: seconds of training after which the fit ends; None for no end.
+        interval: seconds from one validation to the next; None where time decides none.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._progress = trainer.progress
+    def __init__(self, progress: Progress, limit: float | None, interval: float | None) -> None:
+        self._progress, self._limit, self._interval = progress, limit, interval
         self.start()
 
     def start(self) -> None:
@@ -37,10 +38,15 @@ class Clock:
 
     def time_is_up(self) -> bool:
         """True if training has taken `max_time`."""
-        limit = self._trainer.max_seconds
-        return limit is not None and self.elapsed() >= limit
+        return self._limit is not None and self.elapsed() >= self._limit
+
+    @property
+    def decides_on_validation(self) -> bool:
+        """True if validations are due by time."""
+        return self._interval is not None
 
     def validation_is_due(self) -> bool:
         """True if a validation by time (`val_check_interval="00:01:00:00"`) is due."""
-        interval = self._trainer.val_check_seconds
-        return interval is not None and self.elapsed() - self._progress.seconds_at_validation >= interval
+        if self._interval is None:
+            return False
+        return self.elapsed() - self._progress.seconds_at_validation >= self._interval

@@ -8,24 +8,25 @@ from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.engine.engine import Engine
+    from leyden.trainer.events.progress import Progress
 
 
 class Count:
-    """Counts into the Trainer's progress.
+    """Counts batches, and the samples in them as far as they tell their size.
 
     Args:
-        trainer: of this rank.
+        progress: holds the counts.
+        engine: knows the share of each batch.
 
     Attributes:
         shares: each batch comes with a `Share`, which knows the samples of all ranks.
         window_samples: samples before the open window.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._progress = trainer.progress
-        self._engine = trainer.accelerator
-        self._readers = trainer.strategy.data_size
+    def __init__(self, progress: Progress, engine: Engine) -> None:
+        self._progress, self._engine = progress, engine
+        self._readers = engine.strategy.data_size
         self._tells = True
         self.shares = False
         self.window_samples = 0

@@ -11,8 +11,8 @@ from leyden.strategies.errors import ConfigurationError
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.loops.counters import Count
+    from leyden.trainer.run.state import Run
     from leyden.trainer.run.transfer import Transfer
-    from leyden.trainer.trainer import Trainer
 
 
 class Draws(Iterator[tuple[Any, int, int]]):
@@ -44,18 +44,18 @@ def draws_itself(training_step: Callable[..., Any]) -> bool:
     return next(iter(inspect.signature(training_step).parameters), "") == "dataloader_iter"
 
 
-def check_drawing(trainer: Trainer) -> None:
+def check_drawing(run: Run) -> None:
     """Refuses what cannot be done with batches that are only known once they have been drawn.
 
     Raises:
         ConfigurationError: with several ranks of data, or accumulation.
     """
-    if trainer.strategy.data_size > 1:
+    if run.strategy.data_size > 1:
         raise ConfigurationError(
             "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take the batch as "
             "an argument, or run on one device."
         )
-    if trainer.accumulation is not None:
+    if run.accumulation is not None:
         raise ConfigurationError(
             "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "
             "step instead."

@@ -22,7 +22,7 @@ from leyden.trainer.module import TrainModule
 from leyden.trainer.run.rows import StepRows
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 Stage = Literal["validation", "test", "predict"]
 
@@ -31,20 +31,20 @@ class EvaluationLoop:
     """A pass over the loaders of one stage; may be run again and again.
 
     Args:
-        trainer: holds the parts.
+        run: of which it is a pass.
         stage: whose hooks and step are called.
         loaders: each with its number of batches, None for all that it has.
     """
 
-    def __init__(self, trainer: Trainer, stage: Stage, loaders: list[tuple[LoaderCursor, int | None]]) -> None:
-        self.trainer = trainer
+    def __init__(self, run: Run, stage: Stage, loaders: list[tuple[LoaderCursor, int | None]]) -> None:
+        self._run = run
         self.stage = stage
         self.loaders = loaders
-        self.hooks = trainer.hooks
-        self.logs = trainer.logs
+        self.hooks = run.hooks
+        self.logs = run.logs
         self.step_name = f"{stage}_step"
-        self.step = trainer.step_function(self.step_name)
-        own = getattr(trainer.module, self.step_name)
+        self.step = run.step_function(self.step_name)
+        own = getattr(run.module, self.step_name)
         self._done = 0
         """Batches done, in fit those of former passes too: the step under which loggers are given the values of one."""
         self._rows: StepRows | None = None
@@ -66,9 +66,9 @@ class EvaluationLoop:
         Returns:
             For each loader the values that were logged for it, and in fit nothing; None if a signal broke the pass off.
         """
-        self._done = self.trainer.progress.validation_batches if self.trainer.state.stage == "fit" else 0
+        self._done = self._run.progress.validation_batches if self._run.state.stage == "fit" else 0
         self._rows, self._names = self._step_rows(), []
-        with self.trainer.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
+        with self._run.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
@@ -84,22 +84,22 @@ class EvaluationLoop:
         """One loader's batches; False if a signal came between two."""
         if limit == 0:
             return True
-        trainer, logs, transfer = self.trainer, self.logs, self.trainer.transfer
-        engine, rows, inside_step = trainer.accelerator, self._rows, self.hooks.inside(self.step_name)
+        run, logs, transfer = self._run, self.logs, self._run.transfer
+        engine, rows, inside_step = run.engine, self._rows, self.hooks.inside(self.step_name)
         which = (index,) if len(self.loaders) > 1 else ()
         logs.begin_loader(index if which else None)
-        ranks = Pass(trainer) if trainer.world_size > 1 else None
+        ranks = Pass(run.strategy.ranks, run.signals) if run.strategy.ranks.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
-        batches: Iterator[Any] = itertools.islice(cursor.start(trainer.current_epoch), limit)
+        batches: Iterator[Any] = itertools.islice(cursor.start(run.progress.epochs_done), limit)
         for batch_idx, batch in enumerate(batches):
-            if trainer.signals.received is not None if ranks is None else ranks.breaks_off():
+            if run.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
             self._done += 1
             if cursor.shares:
                 batch, share = batch
                 engine.begin_batch(share)
             if batch is NOTHING:
-                if not trainer.strategy.replicates:
+                if not run.strategy.replicates:
                     self._keep_step(index, cursor, batch_idx)
                 engine.end_batch()
                 continue
@@ -110,14 +110,14 @@ class EvaluationLoop:
                 self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *which)
             extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
             with inside_step:
-                outputs = trainer.strategy.evaluate(self.step, batch, extra)
+                outputs = run.strategy.evaluate(self.step, batch, extra)
             if listens_end:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
             self._take(index, outputs)
             if rows is not None:
                 rows.add(self._done)
-            if trainer.profiler is not None and trainer.state.stage != "fit":
-                trainer.profiler.step()
+            if run.profiler is not None and run.state.stage != "fit":
+                run.profiler.step()
             outputs = batch = None
             logs.end_batch()
             engine.end_batch()
@@ -128,18 +128,18 @@ class EvaluationLoop:
 
     def _keep_step(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
         """Runs a batch that counts for nothing, since the other ranks' forward passes wait for this one."""
-        trainer = self.trainer
+        run = self._run
         filler = cursor.filler()
         if filler is None:
             raise ConfigurationError(
-                f"strategy={trainer.strategy.name!r} needs every rank in each {self.stage} batch, and a rank has none to run: give "
+                f"strategy={run.strategy.name!r} needs every rank in each {self.stage} batch, and a rank has none to run: give "
                 "the loader a length, or as many batches on each rank."
             )
-        if trainer.transfer is not None:
-            filler = trainer.transfer(filler, index)
+        if run.transfer is not None:
+            filler = run.transfer(filler, index)
         extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
-        with without_trace(trainer):
-            trainer.strategy.evaluate(self.step, filler, extra)
+        with without_trace(run.module, self.logs):
+            run.strategy.evaluate(self.step, filler, extra)
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders carry from one pass to the next, such as generators of their own."""
@@ -156,22 +156,22 @@ class EvaluationLoop:
 
     def _step_rows(self) -> StepRows | None:
         """What collects the values of single batches for the loggers; None where they are given none."""
-        trainer = self.trainer
-        wanted = trainer.loggers and trainer.log_every_n_steps and not trainer.sanity_checking
-        rows = StepRows(trainer.loggers, trainer.logs, trainer.progress, self.stage)
-        return rows if wanted and trainer.is_global_zero else None
+        run = self._run
+        loggers = run.loggers if run.strategy.ranks.is_global_zero and not run.state.sanity_checking else []
+        wanted = loggers and run.arguments.log_every_n_steps
+        return StepRows(loggers, self.logs, run.progress, self.stage) if wanted else None
 
     def _end(self) -> dict[str, Value]:
         """Ends the pass: closing callbacks see reduced metrics and, in fit, a progress in which the pass is done."""
-        trainer, stage = self.trainer, self.stage
+        run, stage = self._run, self.stage
         if self._rows is not None:
             self._rows.send()
         self.hooks.fire(f"on_{stage}_epoch_end")
         values, logged = self.logs.reduce_epoch(stage)
-        if not trainer.sanity_checking:
-            trainer.send(logged)
-            if trainer.state.stage == "fit":
-                trainer.progress.count_validation(self._done)
+        if not run.state.sanity_checking:
+            run.send(logged)
+            if run.state.stage == "fit":
+                run.progress.count_validation(self._done)
         self.hooks.close(f"on_{stage}_epoch_end")
         self._fire("end")
         return values
@@ -180,14 +180,14 @@ class EvaluationLoop:
         self.hooks.fire_all(f"on_{self.stage}_{moment}")
 
     def _by_loader(self, values: dict[str, Value]) -> list[dict[str, float]]:
-        if self.trainer.state.stage == "fit":
+        if self._run.state.stage == "fit":
             # Nobody asks for them, and to read them back waits for the device.
             return []
         numbers = read_back(values)
         if len(self.loaders) == 1:
             return [numbers]
         # A rank may have had no batch of a loader.
-        told = self.trainer.strategy.ranks.all_gather_object(self._names)
+        told = self._run.strategy.ranks.all_gather_object(self._names)
         own = [set[str]().union(*names) for names in zip(*told, strict=True)]
         of_all = numbers.keys() - set[str]().union(*own)
         return [{name: value for name, value in numbers.items() if name in names | of_all} for names in own]
@@ -195,9 +195,9 @@ class EvaluationLoop:
     @contextmanager
     def _evaluation_mode(self) -> Iterator[None]:
         """Everything in eval mode, and afterwards back in the mode that it was in: frozen parts stay as they are."""
-        module, stage = self.trainer.module, self.stage
+        module, stage = self._run.module, self.stage
         modes = [(part, part.training) for part in module.modules()]
-        if stage == "validation" and self.trainer.state.stage == "fit":
+        if stage == "validation" and self._run.state.stage == "fit":
             self.hooks.fire_all("on_validation_model_zero_grad")
         if not overrides(module, f"on_{stage}_model_eval", TrainModule):
             module.eval()
@@ -211,25 +211,25 @@ class EvaluationLoop:
 
     @contextmanager
     def _without_gradients(self) -> Iterator[None]:
-        trainer = self.trainer
-        inference = trainer.arguments.inference_mode and trainer.strategy.supports_inference_mode
+        run = self._run
+        inference = run.arguments.inference_mode and run.strategy.supports_inference_mode
         with torch.inference_mode() if inference else torch.no_grad():
             yield
-        trainer.strategy.end_evaluation()
+        run.strategy.end_evaluation()
 
 
 class PredictionLoop(EvaluationLoop):
     """A pass of prediction.
 
     Args:
-        trainer: holds the parts.
+        run: of which it is a pass.
         loaders: each with its number of batches, None for all that it has.
         keeps: who gets the outputs: "all" ranks, the "main" one, or "none", where a callback writes them and they would not fit
             in memory.
     """
 
-    def __init__(self, trainer: Trainer, loaders: list[tuple[LoaderCursor, int | None]], keeps: str = "all") -> None:
-        super().__init__(trainer, "predict", loaders)
+    def __init__(self, run: Run, loaders: list[tuple[LoaderCursor, int | None]], keeps: str = "all") -> None:
+        super().__init__(run, "predict", loaders)
         self.gather, self.keeps = keeps, keeps != "none"
         self.outputs: list[list[Any]] = []
 
@@ -243,7 +243,7 @@ class PredictionLoop(EvaluationLoop):
         self.outputs = [[] for _ in self.loaders]
         if self.run() is None or not self.keeps:
             return None
-        strategy = self.trainer.strategy
+        strategy = self._run.strategy
         if strategy.data_size > 1:
             everywhere = self.gather == "all"
             found = (

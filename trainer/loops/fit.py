@@ -23,6 +23,7 @@ from leyden.trainer.loops.counters import Count
 from leyden.trainer.loops.draws import Draws, check_drawing, draws_itself
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.loops.validation import Validation
+from leyden.trainer.run.build import seconds_of
 from leyden.trainer.run.differences import check_batches
 from leyden.trainer.run.saving import check_composable
 from leyden.trainer.run.summary import settings_of
@@ -30,7 +31,7 @@ from leyden.trainer.run.summary import settings_of
 if TYPE_CHECKING:
     from leyden.trainer.checkpoint.owners import Unclaimed
     from leyden.trainer.events.progress import Progress
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 
 class FitLoop:
@@ -40,21 +41,25 @@ class FitLoop:
     done: `_resume` finishes the step, validation or epoch that the saved run had begun, and `run` continues from there.
 
     Args:
-        trainer: holds the parts; their hooks, logs and progress are those of this run.
+        run: of which it is the loop.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-        self.hooks = trainer.hooks
-        self.logs = trainer.logs
-        self.progress = trainer.progress
-        self.engine = trainer.accelerator
-        self.limits = trainer.fit_loop
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.module = run.module
+        self.strategy = run.strategy
+        self.engine = run.engine
+        self.hooks = run.hooks
+        self.logs = run.logs
+        self.progress = run.progress
+        self.limits = run.limits
+        self.arguments = run.arguments
+        self.accumulation = run.accumulation
         self._restored: Unclaimed | None = None
         """What the run takes back when its loaders are there; None for a new run."""
         self.cursor: LoaderCursor | None = None
         """Reads the training loader, and knows its place in it."""
-        self.num_batches: int | None = 0 if trainer.limit_train_batches == 0 else None
+        self.num_batches: int | None = 0 if run.arguments.limit_train_batches == 0 else None
         """Batches in an epoch, as limited; None where the loader does not know."""
         self.closes_epoch = False
         """The closing callbacks of an epoch's end run, for which it is still the current one."""
@@ -72,13 +77,14 @@ class FitLoop:
         """Index in the epoch of the first batch of the open window, or of the last one."""
         self._former_ended = True
         """The epoch before this one was read to its end."""
-        self.count = Count(trainer)
-        self.clock = Clock(trainer)
+        self.count = Count(run.progress, run.engine)
+        self.clock = Clock(run.progress, run.limits.max_seconds, seconds_of(run.arguments.val_check_interval))
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
         self._began = time.perf_counter()
-        self._agreement = Agreement(trainer, self.clock) if trainer.world_size > 1 else None
-        self.validation = Validation(trainer, self.clock, self._agreement)
+        ranks = run.strategy.ranks
+        self._agreement = Agreement(ranks, run.signals, self.clock) if ranks.world_size > 1 else None
+        self.validation = Validation(run, self.clock, self._agreement)
 
     # the way through a fit --------------------------------------------------------------------------------------------
     def run(self, restored: Unclaimed | None = None) -> None:
@@ -87,33 +93,33 @@ class FitLoop:
         A resumed run gives the states that the loop takes back when its loaders are there.
         """
         self._restored = restored
-        module = self.trainer.module
-        step = AutomaticStep if module.automatic_optimization else ManualStep
-        self.step = step(self.trainer, self.trainer.step_function("training_step"))
-        draws = draws_itself(module.training_step)
+        run = self._run
+        step = AutomaticStep if self.module.automatic_optimization else ManualStep
+        self.step = step(run, run.step_function("training_step"))
+        draws = draws_itself(self.module.training_step)
         if draws:
-            check_drawing(self.trainer)
+            check_drawing(run)
         if restored is None:
             self.validation.sanity_check()
-        if self.trainer.limit_train_batches == 0:
-            self.trainer.announce()
+        if self.arguments.limit_train_batches == 0:
+            run.announce()
             return
         self.load_training_data()
         self.validation.load()
         self.validation.set_interval(self.num_batches)
         self._settles = (
             self.validation.loop is not None
-            or bool(self.trainer.lr_scheduler_configs)
-            or bool(self.trainer.profiler)
+            or bool(run.schedulers)
+            or bool(run.profiler)
             or self._agreement is not None
         )
-        self.trainer.announce()
+        run.announce()
         self.hooks.fire_all("on_train_start")
         self.clock.start()
         if self._agreement is not None:
-            self._agreement.exchange()
-        if not self.trainer.arguments.barebones:
-            check_composable(self.trainer._run)
+            self._agreement.exchange(run.should_stop)
+        if not self.arguments.barebones:
+            check_composable(run)
         self._resume()
         self._tell_if_done()
         while not self._is_done():
@@ -138,8 +144,8 @@ class FitLoop:
             inside it, and a resume continues there.
         """
         progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
-        transfer, count, listens_start = self.trainer.transfer, self.count.batch, self._listens_start
-        accumulates, settles, is_watched = self.trainer.accumulation is not None, self._settles, self._is_watched
+        transfer, count, listens_start = self._run.transfer, self.count.batch, self._listens_start
+        accumulates, settles, is_watched = self.accumulation is not None, self._settles, self._is_watched
         shares = self.count.shares
         for batch, is_last in self._batches():
             batch_idx = progress.batch
@@ -182,7 +188,7 @@ class FitLoop:
             As of `_epoch`.
         """
         progress, window = self.progress, self.engine.window
-        draws = Draws(self._batches(), progress, self.count, self.trainer.transfer)
+        draws = Draws(self._batches(), progress, self.count, self._run.transfer)
         while not draws.is_last:
             self._window_start = batch_idx = progress.batch
             window.open(length=1)
@@ -211,8 +217,8 @@ class FitLoop:
     def _begin_share(self, batch: Any, share: Share) -> Any:
         """Notes what the ranks have of the global batch, and returns this rank's batch on the device."""
         self.engine.begin_batch(share)
-        self.engine.window.weigh(share.weight(self.trainer.strategy.data_size), share.idle)
-        transfer = self.trainer.transfer
+        self.engine.window.weigh(share.weight(self.strategy.data_size), share.idle)
+        transfer = self._run.transfer
         return batch if transfer is None or batch is NOTHING else transfer(batch, 0)
 
     def _end_share(self) -> None:
@@ -240,14 +246,13 @@ class FitLoop:
 
     # an epoch's start and end -----------------------------------------------------------------------------------------
     def _note_listeners(self) -> None:
-        trainer = self.trainer
-        self._logs_every = trainer.log_every_n_steps if trainer.loggers else 0
+        self._logs_every = self.arguments.log_every_n_steps if self._run.loggers else 0
         self._listens_start = self.hooks.listens("on_train_batch_start")
         self._is_watched = self.hooks.listens("on_train_batch_end") or bool(self._logs_every)
 
     def _begin_epoch(self) -> None:
         progress = self.progress
-        every = self.trainer.arguments.reload_dataloaders_every_n_epochs
+        every = self.arguments.reload_dataloaders_every_n_epochs
         if every and progress.epoch > 0 and progress.epoch % every == 0:
             self.load_training_data(again=True)
             self.validation.load(again=True)
@@ -259,13 +264,12 @@ class FitLoop:
         self._iterator = self.cursor.start(progress.epoch)
         self._limit_batches()
         progress.begin_epoch()
-        self.trainer.strategy.check_trained()
+        self.strategy.check_trained()
 
     def _skip(self, batch_idx: int) -> Any:
         """This rank has no sample of the global batch: it takes part in the others' step, and no hook is called."""
         assert self.cursor is not None
-        cursor, trainer = self.cursor, self.trainer
-        transfer = trainer.transfer
+        cursor, transfer = self.cursor, self._run.transfer
 
         def filler() -> Any:
             batch = cursor.filler()
@@ -308,7 +312,7 @@ class FitLoop:
 
     def _limit_of_unknown(self) -> int | None:
         """The most batches that are read of a loader without a length; None for all."""
-        limit = self.trainer.arguments.limit_train_batches
+        limit = self.arguments.limit_train_batches
         return limit if self.num_batches is None and isinstance(limit, int) else None
 
     def _end_epoch(self, complete: bool) -> None:
@@ -322,13 +326,13 @@ class FitLoop:
             self._close_short_window()
         elif complete and not progress.ended and (self._cut or self._fell_short()):
             self._cut_short()
-        if self.trainer.signals.received is not None and (not complete or progress.phase == "stepped"):
+        if self._run.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
         if complete and progress.batch == 0 and not progress.cut:
             raise ConfigurationError("the training loader gave no batch: an epoch needs at least one.")
         self.hooks.fire("on_train_epoch_end")
-        self.trainer.send(self.logs.reduce_epoch("train", keep=not complete)[1])
-        if complete and self.trainer.module.automatic_optimization:
+        self._run.send(self.logs.reduce_epoch("train", keep=not complete)[1])
+        if complete and self.module.automatic_optimization:
             self.step.step_plateau_schedulers("epoch", progress.epoch + 1)
         self.clock.note()
         progress.end_epoch(complete)
@@ -336,7 +340,7 @@ class FitLoop:
         self.hooks.close("on_train_epoch_end")
         self.closes_epoch = False
         if self._agreement is not None:
-            self._agreement.exchange(epoch_ends=True)
+            self._agreement.exchange(self._run.should_stop, epoch_ends=True)
         if complete:
             self._iterator = None
             if not self._is_done():
@@ -350,7 +354,7 @@ class FitLoop:
         """The loader ended before its length said: the batches of the open window count by their true number."""
         window = self.engine.window
         window.close_early()
-        self.trainer.strategy.sync_gradients()
+        self.strategy.sync_gradients()
         self.step.close(self.progress.batch - 1)
         window.end_batch()
         self._after_step(True)
@@ -372,9 +376,9 @@ class FitLoop:
     # a window's end ---------------------------------------------------------------------------------------------------
     def _window_length(self) -> int:
         """Batches of the window that starts now: the last one of an epoch may be shorter."""
-        assert self.trainer.accumulation is not None
+        assert self.accumulation is not None
         self.count.begin_window()
-        length = self.trainer.accumulation.length(self.progress.epoch)
+        length = self.accumulation.length(self.progress.epoch)
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:
@@ -389,17 +393,17 @@ class FitLoop:
         """What comes between two windows, after the batch's hooks."""
         self._settle()
         if self._agreement is not None:
-            (self._agreement.exchange if is_last else self._agreement.send)()
+            (self._agreement.exchange if is_last else self._agreement.send)(self._run.should_stop)
 
     def _after_step(self, is_last: bool) -> None:
         """Notes that the window's step is done, for every checkpoint saved from here on, and whether a validation is due."""
         progress = self.progress
         is_due = self.validation.is_due(is_last, self._window_start)
         progress.end_window(is_last, is_due, progress.skipped if progress.cut else self.step.was_skipped)
-        if is_last and self.trainer.lr_scheduler_configs and self.trainer.module.automatic_optimization:
+        if is_last and self._run.schedulers and self.module.automatic_optimization:
             self.step.step_schedulers("epoch", progress.epoch + 1)
-        if self.trainer.profiler is not None and not progress.cut:
-            self.trainer.profiler.step()
+        if self._run.profiler is not None and not progress.cut:
+            self._run.profiler.step()
 
     def _log_step(self) -> None:
         """Sends the values of a step to the loggers, if it is one of those that they are sent."""
@@ -410,7 +414,7 @@ class FitLoop:
             if self._row[0] == step:
                 # `_send_ahead` has sent the others already.
                 values = {name: value for name, value in values.items() if self._row[1].get(name) is not value}
-            self.trainer.send(values)
+            self._run.send(values)
             self._row = step, values
 
     def _send_ahead(self) -> None:
@@ -426,15 +430,15 @@ class FitLoop:
             return
         if progress.phase in ("stepped", "validated"):
             progress.end_validation()
-            waits = not (progress.cut or progress.skipped) and self.trainer.module.automatic_optimization
-            if self.trainer.lr_scheduler_configs and waits:
+            waits = not (progress.cut or progress.skipped) and self.module.automatic_optimization
+            if self._run.schedulers and waits:
                 self.step.step_plateau_schedulers("step", progress.stepped)
             progress.settle()
 
     def _validate_at_stop(self) -> None:
         """`should_stop` ended the run inside an epoch: the weights that it leaves are validated, unless they just were."""
-        asked = self.trainer.should_stop if self._agreement is None else self._agreement.stops
-        if asked and self._past_minimum() and self.trainer.signals.received is None:
+        asked = self._run.should_stop if self._agreement is None else self._agreement.stops
+        if asked and self._past_minimum() and self._run.signals.received is None:
             self.validation.run_at_stop()
 
     # data -------------------------------------------------------------------------------------------------------------
@@ -444,19 +448,17 @@ class FitLoop:
         Args:
             again: get it anew (`reload_dataloaders_every_n_epochs`).
         """
-        if (self.cursor is None or again) and self.trainer.limit_train_batches != 0:
-            self.cursor, self.num_batches = self.trainer.loaders.training()
+        if (self.cursor is None or again) and self.arguments.limit_train_batches != 0:
+            self.cursor, self.num_batches = self._run.loaders.training()
             self.count.shares = self.cursor.shares
-            check_batches(self.trainer.strategy.ranks, self.num_batches)
-            self.trainer.strategy.check_settings(
-                settings_of(self.trainer._run, loader=self.trainer.loaders.train_loader)
-            )
+            check_batches(self.strategy.ranks, self.num_batches)
+            self.strategy.check_settings(settings_of(self._run, loader=self._run.loaders.train_loader))
 
     def _limit_batches(self) -> None:
         """Sets the number of batches of this epoch: another one where it was started with global batches of another size."""
         assert self.cursor is not None
         if self.cursor.length is not None:
-            self.num_batches = self.trainer.loaders.limited(self.cursor.length)
+            self.num_batches = self._run.loaders.limited(self.cursor.length)
 
     def _is_read_to_end(self) -> bool:
         """True if the epoch that is over was not broken off by a limit or a hook."""
@@ -466,7 +468,7 @@ class FitLoop:
 
     def progress_to_save(self) -> Progress:
         """The progress that a checkpoint of now holds; inside a fit, loggers and clock are brought up to it."""
-        if self.trainer.state.stage == "fit":
+        if self._run.state.stage == "fit":
             self._send_ahead()
             self.clock.note()
         return self._resumable()
@@ -475,7 +477,7 @@ class FitLoop:
         """The progress, but inside an accumulation window that of its start, which a resume repeats."""
         if not self.engine.window.is_open:
             return self.progress
-        samples = self.count.window_samples if self.trainer.accumulation is not None else self.progress.samples
+        samples = self.count.window_samples if self.accumulation is not None else self.progress.samples
         return self.progress.at_window_start(self._window_start, samples)
 
     def state_dict(self) -> dict[str, Any]:
@@ -499,7 +501,7 @@ class FitLoop:
         epochs = self.limits.max_epochs
         if epochs in (None, -1) or self.num_batches is None:
             return limit
-        accumulation, total = self.trainer.accumulation, 0
+        accumulation, total = self.accumulation, 0
         for epoch in range(epochs or 0):
             total += math.ceil(self.num_batches / (accumulation.length(epoch) if accumulation is not None else 1))
         return min(limit, total)
@@ -508,47 +510,46 @@ class FitLoop:
     def _is_done(self) -> bool:
         """True if no further epoch begins."""
         limit = self.limits.max_epochs
-        return (limit is not None and limit != -1 and self._epochs_done() >= limit) or self._stops()
+        return (limit is not None and limit != -1 and self.progress.epochs_done >= limit) or self._stops()
 
     def _tell_if_done(self) -> None:
         """Says that a resumed run trains nothing, as its checkpoint has reached the limits already."""
-        trainer, epochs, steps = self.trainer, self.trainer.max_epochs, self.trainer.max_steps
-        limits = [f"max_epochs={epochs}"] if epochs is not None and 0 <= epochs <= self._epochs_done() else []
+        epochs, steps = self.limits.max_epochs, self.limits.max_steps
+        limits = [f"max_epochs={epochs}"] if epochs is not None and 0 <= epochs <= self.progress.epochs_done else []
         limits += [f"max_steps={steps}"] if 0 <= steps <= self.progress.global_step else []
-        if self._restored is not None and limits and not trainer.arguments.barebones:
-            trainer.print(
+        if self._restored is not None and limits and not self.arguments.barebones:
+            self._run.print(
                 f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, and has "
                 f"reached {' and '.join(limits)}. Give a higher limit to train on."
             )
 
     def _stops(self) -> bool:
         """True if a limit, a signal or `should_stop` ends the run here, between two windows."""
-        trainer = self.trainer
-        if trainer.signals.received is not None:
+        run = self._run
+        if run.signals.received is not None:
             return True
         if self.limits.max_steps != -1 and self.progress.global_step >= self.limits.max_steps:
             return True
         agreement = self._agreement
         if agreement is None:
-            return (trainer.max_seconds is not None and self.clock.time_is_up()) or (
-                trainer.should_stop and self._past_minimum()
-            )
+            is_up = run.limits.max_seconds is not None and self.clock.time_is_up()
+            return is_up or (run.should_stop and self._past_minimum())
         if agreement.stops and self._past_minimum():
             # Also on the ranks that did not ask for it.
-            trainer.should_stop = True
+            run.ask_to_stop()
             return True
         return agreement.time_is_up
 
     def reason(self) -> str:
         """Why the fit ended, in a few words."""
-        if self.trainer.limit_train_batches == 0:
+        if self.arguments.limit_train_batches == 0:
             return "limit_train_batches=0 skips training"
         steps, epochs = self.limits.max_steps, self.limits.max_epochs
         if steps != -1 and self.progress.global_step >= steps:
             return f"max_steps={steps} reached"
-        if epochs is not None and epochs != -1 and self._epochs_done() >= epochs:
+        if epochs is not None and epochs != -1 and self.progress.epochs_done >= epochs:
             return f"max_epochs={epochs} reached"
-        return "stopped early (should_stop)" if self.trainer.should_stop else "max_time reached"
+        return "stopped early (should_stop)" if self._run.should_stop else "max_time reached"
 
     def seconds(self) -> float:
         """How long this fit has run, its sanity check included and earlier runs of it left out."""
@@ -556,10 +557,7 @@ class FitLoop:
 
     def _past_minimum(self) -> bool:
         """True if `min_epochs` and `min_steps` are reached, before which `should_stop` has no effect."""
-        return self.limits.past_minimum(self._epochs_done(), self.progress.global_step)
-
-    def _epochs_done(self) -> int:
-        return self.progress.epoch + (self.progress.phase == "epoch_end")
+        return self.limits.past_minimum(self.progress.epochs_done, self.progress.global_step)
 
     # resume -----------------------------------------------------------------------------------------------------------
     def _resume(self) -> None:

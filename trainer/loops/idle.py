@@ -7,22 +7,23 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from leyden.trainer.data.rng import undoing
 from leyden.trainer.logging.metric_states import load_metric_states, metric_states
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.logging.logs import Logs
 
 
 @contextmanager
-def without_trace(trainer: Trainer) -> Iterator[None]:
+def without_trace(module: nn.Module, logs: Logs) -> Iterator[None]:
     """What runs in this block leaves no logged value, buffer, metric state or random number behind."""
-    modules = list(trainer.module.named_modules())
-    buffers = [(buffer, buffer.clone()) for buffer in trainer.module.buffers()]
+    modules = list(module.named_modules())
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics, undo = metric_states(modules), undoing()
     try:
-        with trainer.logs.discarding():
+        with logs.discarding():
             yield
     finally:
         with torch.no_grad():

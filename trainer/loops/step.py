@@ -21,20 +21,20 @@ from leyden.trainer.loops.signature import step_arguments
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 
 class Step(ABC):
     """What automatic and manual optimisation share: the user's training step, and the schedulers."""
 
-    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
-        self.trainer = trainer
-        self.module = trainer.module
-        self.engine = trainer.accelerator
-        self.strategy = trainer.strategy
-        self.window = trainer.accelerator.window
-        self.hooks = trainer.hooks
-        self.progress = trainer.progress
+    def __init__(self, run: Run, training_step: Callable[..., Any]) -> None:
+        self._run = run
+        self.module = run.module
+        self.engine = run.engine
+        self.strategy = run.strategy
+        self.window = run.engine.window
+        self.hooks = run.hooks
+        self.progress = run.progress
         self.training_step = training_step
         self.takes_index = step_arguments(self.module.training_step)[0]
         self.stepped = False
@@ -69,33 +69,33 @@ class Step(ABC):
 
     def step_schedulers(self, interval: str, count: int) -> None:
         """Steps the schedulers of an interval that are due, all but those that wait for a validation."""
-        for config in self.trainer.lr_scheduler_configs:
+        for config in self._run.schedulers:
             if not config.reduce_on_plateau and config.due(interval, count):
                 with self.hooks.inside("lr_scheduler_step"):
                     self.module.lr_scheduler_step(config.scheduler, None)
 
     def step_plateau_schedulers(self, interval: str, count: int) -> None:
         """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
-        configs = self.trainer.lr_scheduler_configs
+        configs = self._run.schedulers
         due = [config for config in configs if config.reduce_on_plateau and config.due(interval, count)]
         if not due:
             return
-        logs = self.trainer.logs
+        logs = self._run.logs
         logs.begin_apart()
         for config in due:
-            metric = config.monitored(self.trainer.callback_metrics)
+            metric = config.monitored(logs.callback_metrics())
             if self.strategy.ranks.world_size > 1:
                 # A value of a step is each rank's own, and the learning rate must be one.
                 metric = self.strategy.ranks.broadcast(None if metric is None else float(metric))
             if metric is not None:
                 with self.hooks.inside("lr_scheduler_step"):
                     self.module.lr_scheduler_step(config.scheduler, metric)
-        every = 1 if interval == "epoch" else self.trainer.log_every_n_steps
+        every = 1 if interval == "epoch" else self._run.arguments.log_every_n_steps
         if every and self.progress.global_step % every == 0:
-            self.trainer.send(logs.step_values("train"))
+            self._run.send(logs.step_values("train"))
         if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
             # The epoch's values are there by now, as these schedulers go by them: what was logged since is reduced by itself.
-            self.trainer.send(logs.reduce_epoch("train")[1])
+            self._run.send(logs.reduce_epoch("train")[1])
 
 
 class AutomaticStep(Step):
@@ -108,17 +108,17 @@ class AutomaticStep(Step):
         ConfigurationError: if an optimizer that evaluates the loss several times (LBFGS) meets something that cannot.
     """
 
-    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
-        super().__init__(trainer, training_step)
+    def __init__(self, run: Run, training_step: Callable[..., Any]) -> None:
+        super().__init__(run, training_step)
         module = self.module
-        arguments = trainer.arguments
+        arguments = run.arguments
         self.clip_value = arguments.gradient_clip_val
         self.clip_algorithm = arguments.gradient_clip_algorithm
         self.clips = self.clip_value is not None or overrides(module, "configure_gradient_clipping", TrainModule)
         self.own_zero_grad = overrides(module, "optimizer_zero_grad", TrainModule)
         self.hooks_zero_grad = self.hooks.listens("on_before_zero_grad")
         # The profiler wants the label that torch's own method puts around it.
-        self.clears = trainer.profiler is None and all(map(only_clears, self.engine.optimizers))
+        self.clears = run.profiler is None and all(map(only_clears, self.engine.optimizers))
         self.only_clears = self.clears and not (self.own_zero_grad or self.hooks_zero_grad)
         self.own_step = overrides(module, "optimizer_step", TrainModule)
         # A plain precision does nothing around a step, so it is not called.
@@ -150,9 +150,9 @@ class AutomaticStep(Step):
         refusal = None
         if len(self.optimizers) > 1:
             refusal = "a second optimizer: use manual optimisation"
-        elif _accumulates(self.trainer):
+        elif _accumulates(self._run):
             refusal = "accumulation over several batches: use accumulate_grad_batches=1 and a larger batch"
-        elif self.trainer.strategy.precision.may_skip:
+        elif self.strategy.precision.may_skip:
             refusal = "a gradient scaler: use precision='bf16-mixed' or '32-true'"
         elif not self.strategy.supports_closure:
             refusal = f"strategy={self.strategy.name!r}: use a single device or DDP"
@@ -191,11 +191,11 @@ class AutomaticStep(Step):
                 f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank without a "
                 "sample cannot do: give the loader drop_last=True."
             )
-        with self.trainer.logs.discarding():
+        with self._run.logs.discarding():
             if self.window.index == 0:
                 self._zero_grad(batch_idx)
             extra = (batch_idx,) if self.takes_index else ()
-            with without_trace(self.trainer):
+            with without_trace(self.module, self._run.logs):
                 self.strategy.skip_batch(self.training_step, filler(), extra, self.window)
             if self.window.closes:
                 self.close(batch_idx)
@@ -232,7 +232,7 @@ class AutomaticStep(Step):
             strategy.end_step()
         self.stepped = stepped
         self.progress.count_window(stepped or not self.prepared)
-        if stepped and self.trainer.lr_scheduler_configs:
+        if stepped and self._run.schedulers:
             self.step_schedulers("step", self.progress.stepped)
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -288,10 +288,10 @@ class AutomaticStep(Step):
 class ManualStep(Step):
     """The module calls `manual_backward` and steps its optimizers; a batch in which one stepped is a global step."""
 
-    def __init__(self, trainer: Trainer, training_step: Callable[..., Any]) -> None:
-        super().__init__(trainer, training_step)
-        arguments = trainer.arguments
-        if _accumulates(trainer):
+    def __init__(self, run: Run, training_step: Callable[..., Any]) -> None:
+        super().__init__(run, training_step)
+        arguments = run.arguments
+        if _accumulates(run):
             raise ConfigurationError(
                 "accumulate_grad_batches cannot be used with manual optimisation: step every n batches in training_step."
             )
@@ -330,7 +330,7 @@ class ManualStep(Step):
         self.window.weigh(0.0, idle=True)
         self.engine.begin_step()
         extra = (batch_idx,) if self.takes_index else ()
-        with without_trace(self.trainer):
+        with without_trace(self.module, self._run.logs):
             self.strategy.forward(self.training_step, batch, extra)
         self.close(batch_idx)
 
@@ -364,5 +364,5 @@ def detached(outputs: Any) -> Any:
     return outputs
 
 
-def _accumulates(trainer: Trainer) -> bool:
-    return trainer.accumulation is not None and trainer.accumulation.longest > 1
+def _accumulates(run: Run) -> bool:
+    return run.accumulation is not None and run.accumulation.longest > 1

@@ -15,14 +15,14 @@ from leyden.trainer.loops.evaluate import EvaluationLoop
 if TYPE_CHECKING:
     from leyden.trainer.loops.agreement import Agreement
     from leyden.trainer.loops.clock import Clock
-    from leyden.trainer.trainer import Trainer
+    from leyden.trainer.run.state import Run
 
 
 class Validation:
     """When and how a fit validates.
 
     Args:
-        trainer: holds the parts.
+        run: of the fit.
         clock: the training time.
         agreement: what the ranks have agreed on; None where there is one rank.
 
@@ -30,9 +30,10 @@ class Validation:
         loop: the pass over the validation loaders; None until `load`, and where the fit has nothing to validate on.
     """
 
-    def __init__(self, trainer: Trainer, clock: Clock, agreement: Agreement | None) -> None:
-        self._trainer = trainer
-        self._progress = trainer.progress
+    def __init__(self, run: Run, clock: Clock, agreement: Agreement | None) -> None:
+        self._run = run
+        self._arguments = run.arguments
+        self._progress = run.progress
         self._clock = clock
         self._agreement = agreement
         self._every: int | None = None
@@ -46,24 +47,23 @@ class Validation:
     def load(self, again: bool = False) -> None:
         """Gets the validation loaders, unless they are there."""
         if self.loop is None or again:
-            loaders = self._trainer.loaders.evaluation("val")
+            loaders = self._run.loaders.evaluation("val")
             has_batches = any(limit != 0 for _, limit in loaders)
-            self.loop = EvaluationLoop(self._trainer, "validation", loaders) if has_batches else None
+            self.loop = EvaluationLoop(self._run, "validation", loaders) if has_batches else None
 
     def sanity_check(self) -> None:
         """Runs a few validation batches before the first step, which leave no trace in counters or random numbers."""
-        count, trainer = self._trainer.num_sanity_val_steps, self._trainer
-        if count == 0 or not trainer.enable_validation:
+        run, count = self._run, self._arguments.num_sanity_val_steps
+        if count == 0 or self._arguments.limit_val_batches == 0 or not run.loaders.has("val"):
             return
-        trainer.state.sanity_checking = True
-        trainer.hooks.fire_all("on_sanity_check_start")
-        self.load()
-        if self.loop is not None:
-            with self._remembering(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
-                self.loop.run(limit=None if count == -1 else count)
-        trainer.hooks.fire_all("on_sanity_check_end")
-        trainer.state.sanity_checking = False
-        trainer.logs.clear()
+        with run.state.checking_sanity():
+            run.hooks.fire_all("on_sanity_check_start")
+            self.load()
+            if self.loop is not None:
+                with self._remembering(), isolated_rng([cursor.loader for cursor, _ in self.loop.loaders]):
+                    self.loop.run(limit=None if count == -1 else count)
+            run.hooks.fire_all("on_sanity_check_end")
+        run.logs.clear()
 
     def set_interval(self, num_batches: int | None) -> None:
         """Works out how many batches lie between two validations, by `val_check_interval`.
@@ -75,10 +75,10 @@ class Validation:
             ConfigurationError: if the interval is longer than an epoch, shorter than a batch, or a fraction of an
                 epoch whose length is not known.
         """
-        interval, total = self._trainer.val_check_interval, num_batches
+        interval, total = self._arguments.val_check_interval, num_batches
         self._every = None
         if isinstance(interval, int):
-            if self._trainer.check_val_every_n_epoch is not None and total is not None and interval > total:
+            if self._arguments.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ConfigurationError(
                     f"val_check_interval={interval} is more than the {total} batches of an epoch: give a smaller number, or "
                     "check_val_every_n_epoch=None to count over epochs."
@@ -103,10 +103,10 @@ class Validation:
             ends_epoch: it is the last one of its epoch.
             window_start: index in the epoch of its first batch.
         """
-        progress, every_epochs = self._progress, self._trainer.check_val_every_n_epoch
+        progress, every_epochs = self._progress, self._arguments.check_val_every_n_epoch
         if not self._in_this_epoch():
             return False
-        if self._trainer.val_check_seconds is not None:
+        if self._clock.decides_on_validation:
             agreement = self._agreement
             return self._clock.validation_is_due() if agreement is None else agreement.validation_is_due
         if self._every is None:
@@ -117,7 +117,7 @@ class Validation:
 
     def _in_this_epoch(self) -> bool:
         """True if the fit validates in this epoch."""
-        every = self._trainer.check_val_every_n_epoch
+        every = self._arguments.check_val_every_n_epoch
         return self.loop is not None and (every is None or (self._progress.epoch + 1) % every == 0)
 
     def run_at_stop(self) -> None:
@@ -141,7 +141,7 @@ class Validation:
             # It was due in the checkpoint's run, and this one has none.
             return True
         self._clock.note()
-        self._trainer.strategy.synchronize_buffers()
+        self._run.strategy.synchronize_buffers()
         self._progress.begin_validation()
         self._validated = self._progress.batches
         done = False
@@ -157,14 +157,14 @@ class Validation:
                     with suppress(Exception):
                         undo()
         if self._agreement is not None:
-            self._agreement.exchange()
+            self._agreement.exchange(self._run.should_stop)
         return done
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:
         """Keeps what loaders, metrics and random numbers are before a pass for what is saved inside the block."""
         assert self.loop is not None
-        metrics = metric_states(self._trainer.module.named_modules())
+        metrics = metric_states(self._run.module.named_modules())
         self._before = {"loaders": self.loop.loader_states(), "metrics": metrics, "rng": rng_state()}
         try:
             yield
@@ -179,12 +179,12 @@ class Validation:
     @property
     def _runs_again(self) -> bool:
         """A resume begins before the pass that runs."""
-        return self._trainer.sanity_checking or self._aside or self._progress.phase == "stepped"
+        return self._run.state.sanity_checking or self._aside or self._progress.phase == "stepped"
 
     def _undoing(self) -> Callable[[], None]:
         """Returns what brings loaders, metrics and random numbers back to now: an interrupted pass is run again."""
         assert self.loop is not None and self._before is not None
-        loop, before, modules = self.loop, self._before, list(self._trainer.module.named_modules())
+        loop, before, modules = self.loop, self._before, list(self._run.module.named_modules())
         undo_rng = undoing([cursor.loader for cursor, _ in loop.loaders])
 
         def undo() -> None:
