@@ -80,13 +80,13 @@ class Unclaimed:
             for name in needed:
                 saved.value(name)
         self._states = {name: state for name, state in states.items() if state is not None}
-        for name, owner in owners.items():
-            if name in self._states:
-                with self.blame(name):
-                    owner.check_state_dict(self._states[name])
+        for name in self.names:
+            with self.blame(name):
+                owners[name].check_state_dict(self._states[name])
 
     def __contains__(self, name: str) -> bool:
-        return name in self._states
+        """True for an owner of this run that has a state here."""
+        return name in self._states and name in self._owners
 
     def get(self, name: str) -> Any:
         """A state; None where there is none."""
@@ -94,13 +94,13 @@ class Unclaimed:
 
     @property
     def names(self) -> list[str]:
-        """The owners that have a state here."""
-        return [name for name in self._owners if name in self._states]
+        """The owners that have a state here, in their order."""
+        return [name for name in self._owners if name in self]
 
     def load(self, *names: str) -> None:
-        """Hands these states to their owners, where there are any."""
+        """Hands these states to their owners, where there are both."""
         for name in names:
-            if name in self._states:
+            if name in self:
                 with self.blame(name):
                     self._owners[name].load_state_dict(self._states[name])
 
