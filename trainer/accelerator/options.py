@@ -70,7 +70,8 @@ class Options:
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
         self.mesh: ParallelismConfig | None = given["parallelism_config"]
         self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
-        self.accumulation.num_steps = accumulation_of(self.strategy, self.accumulation.num_steps)
+        steps = accumulation_of(self.strategy, self.accumulation.num_steps)
+        self.accumulation = replace(self.accumulation, num_steps=steps)
         self.precision = self._precision(given["mixed_precision"])
 
     def _precision(self, wanted: Any) -> Precision | None:

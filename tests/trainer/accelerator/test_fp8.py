@@ -106,7 +106,7 @@ def test_the_recipes_of_a_script() -> None:
     assert isinstance(precision_of(FP8RecipeKwargs()), Float8Precision)
 
 
-def test_recipes_that_cannot_be() -> None:
+def test_invalid_recipes_name_the_fix() -> None:
     with pytest.raises(ConfigurationError, match="MS-AMP is no longer maintained: use AORecipeKwargs"):
         MSAMPRecipeKwargs(opt_level="O2")
     with pytest.raises(ConfigurationError, match="fp8_backend: MSAMP: MS-AMP is no longer maintained"):

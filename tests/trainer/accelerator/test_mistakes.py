@@ -50,19 +50,19 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
         ),
     ],
 )
-def test_arguments_that_cannot_be(arguments: dict[str, Any], words: str) -> None:
+def test_invalid_arguments_name_the_fix(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigurationError, TypeError), match=words):
         Accelerator(cpu=True, **arguments)
 
 
-def test_values_of_settings_that_cannot_be() -> None:
+def test_invalid_settings_name_the_fix() -> None:
     with pytest.raises(ConfigurationError, match="MASTER_ADDR"):
         InitProcessGroupKwargs(init_method="tcp://host:1")
     with pytest.raises(ConfigurationError, match="1 or more"):
         ProjectConfiguration(total_limit=0)
 
 
-def test_ranks_that_nobody_started() -> None:
+def test_planned_ranks_that_nobody_started_are_refused() -> None:
     from leyden.strategies.ddp import DDPStrategy
 
     strategy = DDPStrategy(devices=[torch.device("cpu")] * 2)
@@ -70,7 +70,7 @@ def test_ranks_that_nobody_started() -> None:
         Accelerator(cpu=True, strategy=strategy)
 
 
-def test_an_unprepared_model() -> None:
+def test_an_unprepared_model_is_named() -> None:
     model, optimizer = parts()
     accelerator = Accelerator(cpu=True)
     optimizer = accelerator.prepare(optimizer)
@@ -88,7 +88,7 @@ def test_an_unprepared_model() -> None:
         mixed.backward(model(torch.ones(1, 2)).sum())
 
 
-def test_an_unprepared_optimizer() -> None:
+def test_an_unprepared_optimizer_is_named() -> None:
     model, _ = parts()
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
@@ -105,7 +105,7 @@ def test_an_unprepared_optimizer() -> None:
         scaled.backward(model(torch.ones(1, 2)).sum())
 
 
-def test_an_optimizer_of_another_model() -> None:
+def test_an_optimizer_of_another_model_is_named() -> None:
     model, _ = parts()
     _, foreign = parts()
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -118,7 +118,7 @@ def test_an_optimizer_of_another_model() -> None:
         accelerator.prepare(both).step()
 
 
-def test_a_model_that_was_moved_away() -> None:
+def test_a_model_moved_after_prepare_is_named() -> None:
     accelerator = Accelerator(cpu=True)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(1, 2)))
     model.to("meta")
@@ -126,14 +126,14 @@ def test_a_model_that_was_moved_away() -> None:
         next(iter(loader))
 
 
-def test_a_scheduler_of_an_optimizer_that_is_not_prepared() -> None:
+def test_a_scheduler_without_its_optimizer_is_named() -> None:
     _, optimizer = parts()
     accelerator = Accelerator(cpu=True)
     with pytest.warns(UserWarning, match="prepare the optimizer too"):
         accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1))
 
 
-def test_prepare_gives_back_what_it_was_given() -> None:
+def test_prepare_returns_other_objects_as_they_are() -> None:
     """Any order, several calls, twice the same, and objects that are nothing to prepare."""
     accelerator = Accelerator(cpu=True)
     model, optimizer = parts()

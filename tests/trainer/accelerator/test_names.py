@@ -95,7 +95,7 @@ def test_libraries_and_devices_are_asked_for_by_name() -> None:
     assert is_xpu_available() is torch.xpu.is_available()
 
 
-def test_collectives_of_one_process() -> None:
+def test_collectives_of_one_process_return_what_they_get() -> None:
     tensor = torch.arange(2.0)
     assert gather(tensor) is tensor and gather_object([1, "a"]) == [1, "a"]
     assert broadcast({"x": tensor})["x"] is tensor and broadcast_object_list([1, 2]) == [1, 2]
@@ -115,7 +115,7 @@ def test_states_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert PartialState().is_main_process
 
 
-def test_words_are_taken_as_objects(tmp_path: Path) -> None:
+def test_enums_are_taken_as_words(tmp_path: Path) -> None:
     assert str(PrecisionType.BF16) == "bf16"
     accelerator = Accelerator(
         cpu=True,

@@ -128,7 +128,7 @@ def train_gan(parts: Any, backward: Callable[..., None], step: Callable[[Any], N
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_a_gan_with_gradient_penalty(precision: str) -> None:
+def test_a_gan_with_gradient_penalty_trains_as_the_plain_loop(precision: str) -> None:
     """Two models, two optimizers and one scaler; backward through a gradient."""
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     generator, critic, optimizer_g, optimizer_c, loader = gan()
@@ -151,7 +151,7 @@ def test_a_gan_with_gradient_penalty(precision: str) -> None:
         assert accelerator.scaler.get_scale() == scaler.get_scale()
 
 
-def test_one_backward_for_two_optimizers_with_a_scaler() -> None:
+def test_one_backward_for_two_optimizers_scales_once() -> None:
     """The scale changes after both, as in torch's own recipe for several optimizers."""
 
     def parts() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -233,7 +233,7 @@ def test_a_sum_is_divided_by_the_items_of_its_window() -> None:
     assert norm >= wanted.norm()
 
 
-def test_a_closure_that_evaluates_the_loss() -> None:
+def test_a_closure_evaluates_the_loss_in_the_step() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = build()
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -250,7 +250,7 @@ def test_a_closure_that_evaluates_the_loss() -> None:
     assert not torch.equal(before[0], state_of(model)[0])
 
 
-def test_windows_that_go_on_over_epochs() -> None:
+def test_windows_continue_over_epochs_without_sync_with_dataloader() -> None:
     from leyden import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=3, sync_with_dataloader=False)

@@ -93,7 +93,7 @@ def test_a_resumed_loop_gives_each_sample_once(tmp_path: Path, precision: str, h
     assert run.result() == whole.result()
 
 
-def test_saved_between_two_epochs(tmp_path: Path) -> None:
+def test_a_save_between_two_epochs_resumes_with_the_next(tmp_path: Path) -> None:
     whole = Run()
     for epoch in range(2):
         for batch in whole.loader:
@@ -124,7 +124,7 @@ def test_a_save_inside_a_window_is_written_at_its_end(tmp_path: Path) -> None:
     assert run.result() == whole.result()
 
 
-def test_automatic_names_and_their_limit(tmp_path: Path) -> None:
+def test_automatic_names_count_on_and_keep_the_newest(tmp_path: Path) -> None:
     def config() -> ProjectConfiguration:
         return ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=2)
 
@@ -181,7 +181,7 @@ def test_two_models_come_back_by_their_order(tmp_path: Path) -> None:
         Accelerator(cpu=True).load_state(tmp_path / "gan")
 
 
-def test_hooks_that_save_and_load_by_themselves(tmp_path: Path) -> None:
+def test_what_hooks_save_and_load_is_left_out(tmp_path: Path) -> None:
     """As diffusers' scripts do: the hook writes into the folder, and takes the weights out."""
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 1))
@@ -233,7 +233,7 @@ class Tied(nn.Module):
         return out
 
 
-def test_weights_that_others_load(tmp_path: Path) -> None:
+def test_weights_are_saved_as_others_load_them(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     accelerator.save_model(model, tmp_path / "one")

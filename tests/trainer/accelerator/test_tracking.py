@@ -27,25 +27,25 @@ from leyden.callbacks import CSVLogger
 
 
 class Noted(GeneralTracker):
-    """Keeps what it is told."""
+    """Keeps a list of its calls."""
 
     name = "noted"
     requires_logging_directory = True
 
     def __init__(self, run: str, logging_dir: str, tag: str = "") -> None:
-        self.told: list[Any] = [run, Path(logging_dir).name, tag]
+        self.calls: list[Any] = [run, Path(logging_dir).name, tag]
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.told.append(values)
+        self.calls.append(values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        self.told.append((step, values, kwargs))
+        self.calls.append((step, values, kwargs))
 
     def finish(self) -> None:
-        self.told.append("finished")
+        self.calls.append("finished")
 
 
-def test_every_tracker_is_told(tmp_path: Path) -> None:
+def test_every_tracker_records_settings_values_and_texts(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with=["tensorboard", "csv", Noted], project_dir=tmp_path)
     accelerator.init_trackers("digits", config={"lr": 0.1}, init_kwargs={"noted": {"tag": "a"}})
     with pytest.warns(UserWarning, match="'csv' records numbers; note is text"):
@@ -55,7 +55,7 @@ def test_every_tracker_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no tracker 'wandb'. Known: tensorboard, csv, noted"):
         accelerator.get_tracker("wandb")
     accelerator.end_training()
-    assert noted.told == [
+    assert noted.calls == [
         *("digits", tmp_path.name, "a", {"lr": 0.1}),
         (3, {"loss": torch.tensor(0.5), "note": "text"}, {"commit": True}),
         "finished",
@@ -117,7 +117,7 @@ def test_an_unfinished_tracker_is_refused_before_anything_is_logged() -> None:
         Accelerator(cpu=True, log_with=Nameless())
 
 
-def test_a_logger_is_a_tracker(tmp_path: Path) -> None:
+def test_a_logger_is_taken_as_a_tracker(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     accelerator = Accelerator(cpu=True, log_with=logger)
     accelerator.init_trackers("run")
@@ -127,7 +127,7 @@ def test_a_logger_is_a_tracker(tmp_path: Path) -> None:
         assert list(csv.DictReader(file)) == [{"step": "1", "loss": "0.5"}]
 
 
-def test_wandb_offline(tmp_path: Path) -> None:
+def test_wandb_records_values_and_images_offline(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="wandb", project_dir=tmp_path)
     accelerator.init_trackers("digits", {"lr": 0.1}, {"wandb": {"mode": "offline", "tags": ["test"]}})
     accelerator.log({"loss": 0.5}, step=1)
@@ -170,27 +170,35 @@ def test_a_smaller_batch_until_it_fits() -> None:
         wrong()
 
 
-def test_seeds_logging_and_ranks_of_one_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seed_of_one_device_is_the_seed_itself() -> None:
     set_seed(3)
     first = torch.rand(2)
     set_seed(3, device_specific=True)
     assert torch.equal(torch.rand(2), first)
+
+
+def test_a_rank_logger_logs_in_turn_and_names_the_line_of_the_call(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        get_logger("mine", "INFO").info("told", in_order=True)
+        get_logger("mine", "INFO").info("in order", in_order=True)
         get_logger("mine").warning_once("once")
         get_logger("mine").warning_once("once")
         get_logger("mine").log(logging.INFO, "by level")
-    assert [record.message for record in caplog.records] == ["told", "once", "by level"]
-    here = (Path(__file__).name, "test_seeds_logging_and_ranks_of_one_process")
+    assert [record.message for record in caplog.records] == ["in order", "once", "by level"]
+    here = (Path(__file__).name, "test_a_rank_logger_logs_in_turn_and_names_the_line_of_the_call")
     assert {(record.filename, record.funcName) for record in caplog.records} == {here}
-    state = PartialState(cpu=True)
+
+
+def test_one_process_is_the_main_rank_and_gathers_what_it_has() -> None:
+    state, accelerator, tensor = PartialState(cpu=True), Accelerator(cpu=True), torch.rand(2)
     assert (state.num_processes, state.is_main_process, state.distributed_type) == (1, True, "NO")
-    accelerator = Accelerator(cpu=True)
-    assert torch.equal(accelerator.gather_for_metrics(first), first)
-    assert accelerator.gather_for_metrics(["a"]) == ["a"] and accelerator.reduce(first) is first
+    assert torch.equal(accelerator.gather_for_metrics(tensor), tensor)
+    assert accelerator.gather_for_metrics(["a"]) == ["a"] and accelerator.reduce(tensor) is tensor
     assert accelerator.on_process(lambda: 3, process_index=0)() == 3
     with pytest.raises(ConfigurationError, match="from 0 to 0"):
         accelerator.on_process(lambda: 3, process_index=1)
+
+
+def test_a_notebook_launch_on_one_process_calls_the_function_in_its_precision() -> None:
     assert notebook_launcher(lambda a: a + 1, (1,), num_processes=1) == 2
     # Read by code that runs on Accelerate itself, as transformers' Trainer does.
     variable = "ACCELERATE_MIXED_PRECISION"
@@ -198,7 +206,7 @@ def test_seeds_logging_and_ranks_of_one_process(caplog: pytest.LogCaptureFixture
     assert variable not in os.environ
 
 
-def test_profile(tmp_path: Path) -> None:
+def test_a_profile_is_written_for_each_rank(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=tmp_path)])
     with accelerator.profile() as profiler:
         torch.ones(8, 8) @ torch.ones(8, 8)
@@ -206,7 +214,7 @@ def test_profile(tmp_path: Path) -> None:
     assert (tmp_path / "profile_0.json").exists()
 
 
-def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_records_settings_and_values_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow", reason="the extra leyden[mlflow] is not installed")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     accelerator = Accelerator(cpu=True, log_with="mlflow", project_dir=tmp_path)
@@ -221,7 +229,7 @@ def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert client.get_run(run).info.status == "FINISHED"
 
 
-def test_comet_offline(tmp_path: Path) -> None:
+def test_comet_writes_its_archive_offline(tmp_path: Path) -> None:
     pytest.importorskip("comet_ml", reason="the extra leyden[comet_ml] is not installed")
     accelerator = Accelerator(cpu=True, log_with="comet_ml", project_dir=tmp_path)
     accelerator.init_trackers("digits", {"lr": 0.1}, {"comet_ml": {"online": False}})

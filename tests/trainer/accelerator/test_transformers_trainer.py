@@ -60,7 +60,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_what_it_reads_is_there() -> None:
+def test_the_attributes_that_it_reads_are_there() -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.state.fsdp_plugin is None
     assert accelerator.state.deepspeed_plugin is None
