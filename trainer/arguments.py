@@ -15,6 +15,7 @@ from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
 """The one argument with a default other than None for which None is a value of its own."""
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
@@ -22,7 +23,7 @@ BAREBONES = (
 )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Arguments:
     """The Trainer's arguments as they are used.
 
@@ -99,12 +100,7 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
         _barebones(values)
     arguments = dataclasses.replace(defaults, **values)
     _check(arguments)
-    if arguments.fast_dev_run:
-        _fast_dev_run(arguments)
-    if arguments.overfit_batches:
-        arguments.limit_train_batches = arguments.limit_val_batches = arguments.overfit_batches
-    arguments.default_root_dir = os.path.expanduser(str(arguments.default_root_dir))
-    return arguments, named
+    return dataclasses.replace(arguments, **_implied(arguments)), named
 
 
 def _barebones(values: dict[str, Any]) -> None:
@@ -119,14 +115,20 @@ def _barebones(values: dict[str, Any]) -> None:
     values.update(off)
 
 
-def _fast_dev_run(arguments: Arguments) -> None:
-    """A quick run through every hook: n batches of each loader, one epoch, nothing written."""
-    count = int(arguments.fast_dev_run)
-    arguments.max_epochs, arguments.max_steps, arguments.max_time = 1, count, None
-    arguments.limit_train_batches = arguments.limit_val_batches = count
-    arguments.limit_test_batches = arguments.limit_predict_batches = count
-    arguments.num_sanity_val_steps, arguments.val_check_interval, arguments.check_val_every_n_epoch = 0, 1.0, 1
-    arguments.enable_checkpointing = False
+def _implied(arguments: Arguments) -> dict[str, Any]:
+    """Arguments that follow from others, or are written in another way."""
+    implied: dict[str, Any] = {"default_root_dir": os.path.expanduser(str(arguments.default_root_dir))}
+    if arguments.gradient_clip_val == 0:
+        implied["gradient_clip_val"] = None
+    if arguments.fast_dev_run:
+        # A quick run through every hook: n batches of each loader, one epoch, nothing written.
+        limits = [name for name in LIMITS if name.startswith("limit_")]
+        implied |= dict.fromkeys(("max_steps", *limits), int(arguments.fast_dev_run))
+        implied |= {"max_epochs": 1, "max_time": None, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+        implied |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+    if arguments.overfit_batches:
+        implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
+    return implied
 
 
 def _check(arguments: Arguments) -> None:
@@ -139,13 +141,7 @@ def _check(arguments: Arguments) -> None:
         ("reload_dataloaders_every_n_epochs", 0),
     ):
         _whole(name, getattr(arguments, name), least)
-    for name in (
-        "limit_train_batches",
-        "limit_val_batches",
-        "limit_test_batches",
-        "limit_predict_batches",
-        "overfit_batches",
-    ):
+    for name in LIMITS:
         _amount(name, getattr(arguments, name))
     for name in (
         *(
@@ -213,8 +209,6 @@ def _check_clipping(arguments: Arguments) -> None:
     value = arguments.gradient_clip_val
     if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0):
         raise ConfigurationError(f"gradient_clip_val={value!r}: use a number from 0, or None for no clipping.")
-    if value == 0:
-        arguments.gradient_clip_val = None
     if arguments.gradient_clip_algorithm not in ("norm", "value"):
         raise ConfigurationError(
             f"gradient_clip_algorithm={arguments.gradient_clip_algorithm!r} is not known. "

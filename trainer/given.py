@@ -151,10 +151,10 @@ def checks_names(init: Function) -> Function:
     Example:
         >>> class Oven:
         ...     @checks_names
-        ...     def __init__(self, degrees=180): ...
-        >>> Oven(degree=200)
+        ...     def __init__(self, heat=180): ...
+        >>> Oven(heet=200)
         Traceback (most recent call last):
-        leyden.strategies.errors.UnknownArgumentError: Oven has no argument 'degree'. Did you mean 'degrees'? Known: degrees.
+        leyden.strategies.errors.UnknownArgumentError: Oven has no argument 'heet'. Did you mean 'heat'? Known: heat.
     """
     owner, known = init.__qualname__.rpartition(".")[0], _names(init)
 

@@ -35,9 +35,8 @@ if TYPE_CHECKING:
     from leyden.trainer.profilers import Profiler
     from leyden.trainer.run.fit_limits import FitLimits
     from leyden.trainer.run.identity import Identity
-    from leyden.trainer.run.loaders import Loaders
+    from leyden.trainer.run.loaders import Loaders, Transfer
     from leyden.trainer.run.state import Run
-    from leyden.trainer.run.transfer import Transfer
 
 
 class TrainerView:

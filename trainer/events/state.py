@@ -23,6 +23,10 @@ class RunState:
     sanity_checking: bool = False
     is_set_up: bool = False
 
+    def settle(self) -> None:
+        """Everybody is set up: from here on nobody joins or leaves the run."""
+        self.is_set_up = True
+
     @contextmanager
     def evaluating(self, pass_of: str) -> Iterator[None]:
         """An evaluation runs within the block."""

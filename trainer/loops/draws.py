@@ -11,8 +11,8 @@ from leyden.strategies.errors import ConfigurationError
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.loops.counters import Count
+    from leyden.trainer.run.loaders import Transfer
     from leyden.trainer.run.state import Run
-    from leyden.trainer.run.transfer import Transfer
 
 
 class Draws(Iterator[tuple[Any, int, int]]):

@@ -1,1 +1,1 @@
-"""One run, from its arguments to its tear-down: what takes part in it, how its ranks start, how it is saved, resumed and ended."""
+"""One run, from its arguments to its tear-down: who takes part, and how it starts, resumes, is saved and ends."""

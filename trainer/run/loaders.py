@@ -1,9 +1,9 @@
-"""The loaders of a run, from arguments, DataModule or module: checked, limited, sharded, each with a cursor."""
+"""The data of a run: loaders from arguments, DataModule or module, and how their batches are moved to the device."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import Dataset
@@ -22,7 +22,10 @@ from leyden.trainer.module import TrainModule
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
     from leyden.trainer.arguments import Arguments
+    from leyden.trainer.profilers import Profiler
 
+Transfer = Callable[[Any, int], Any]
+"""Moves a batch, with the index of its loader."""
 STEPS = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
 STAGES = {"train": "fit", "val": "validate", "test": "test", "predict": "predict"}
 
@@ -186,3 +189,27 @@ def _check_iterable(kind: str, loader: Any) -> None:
             f"the {kind} loader is {kind_of(loader)}, a data set, whose single samples would be taken for batches: "
             "give DataLoader(dataset, batch_size=…)."
         )
+
+
+def transfer_of(
+    strategy: Strategy, module: TrainModule, datamodule: DataModule | None, profiler: Profiler | None
+) -> Transfer | None:
+    """The function that moves a batch; None where there is nothing to do. A DataModule's hooks replace the module's."""
+
+    def hook(name: str) -> Callable[..., Any] | None:
+        if datamodule is not None and overrides(datamodule, name, DataModule):
+            return getattr(datamodule, name)  # type: ignore[no-any-return]
+        return getattr(module, name) if overrides(module, name, TrainModule) else None
+
+    before, after = hook("on_before_batch_transfer"), hook("on_after_batch_transfer")
+    move, device = hook("transfer_batch_to_device"), strategy.root_device
+    if before is None and move is None and after is None and strategy.leaves_batches:
+        return None
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before(batch, dataloader_idx)
+        batch = strategy.to_device(batch) if move is None else move(batch, device, dataloader_idx)
+        return batch if after is None else after(batch, dataloader_idx)
+
+    return transfer if profiler is None else profiler.wrap("transfer_batch_to_device", transfer)

@@ -21,12 +21,11 @@ from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, w
 from leyden.trainer.run.differences import check_module, check_optimizers
 from leyden.trainer.run.ending import teardown
 from leyden.trainer.run.identity import Identity
-from leyden.trainer.run.loaders import Loaders
+from leyden.trainer.run.loaders import Loaders, transfer_of
 from leyden.trainer.run.restoring import Restorer, kept_state
 from leyden.trainer.run.resuming import check_same_run
 from leyden.trainer.run.rows import send_rows
 from leyden.trainer.run.summary import five_lines, settings_of
-from leyden.trainer.run.transfer import transfer_of
 from leyden.trainer.run.unheard import warn_of_unheard
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ if TYPE_CHECKING:
     from leyden.trainer.profilers import Profiler
     from leyden.trainer.run.callback_list import CallbackList
     from leyden.trainer.run.fit_limits import FitLimits
+    from leyden.trainer.run.loaders import Transfer
     from leyden.trainer.run.resuming import Goal, Reader
-    from leyden.trainer.run.transfer import Transfer
 
 
 @dataclass(eq=False, kw_only=True)
@@ -241,7 +240,7 @@ class Run:
             self.hooks.set_up(added, stage)
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
-        self.state.is_set_up = True
+        self.state.settle()
 
     def prepare_fit(self, restorer: Restorer, goal: Goal, kept: dict[str, Any] | None) -> Unclaimed | None:
         """Makes optimizers and schedulers, and restores their states in a run that resumes.
