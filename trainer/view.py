@@ -17,7 +17,6 @@ from leyden.trainer.run.build import loggers_of, with_loggers
 
 if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping
-    from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.callbacks.logger import Logger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
-    from leyden.trainer.events.hooks import Hooks
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.events.state import RunState
@@ -34,13 +32,15 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.profilers import Profiler
     from leyden.trainer.run.fit_limits import FitLimits
-    from leyden.trainer.run.identity import Identity
-    from leyden.trainer.run.loaders import Loaders, Transfer
     from leyden.trainer.run.state import Run
 
 
 class TrainerView:
-    """The properties of a Trainer. Callbacks and modules read the run through them."""
+    """The properties of a Trainer: what callbacks and modules may know of its run, of its parts and of its arguments.
+
+    They belong to the Trainer itself, as Lightning's users read them there; they stand apart because none of them does
+    anything, and what the Trainer does is another subject.
+    """
 
     accelerator: Engine
     arguments: Arguments
@@ -109,31 +109,6 @@ class TrainerView:
     @should_stop.setter
     def should_stop(self, asked: bool) -> None:
         self._run.ask_to_stop(asked)
-
-    # Until loops and run/ take the Run.
-    @property
-    def hooks(self) -> Hooks:
-        return self._run.hooks
-
-    @property
-    def loaders(self) -> Loaders:
-        return self._run.loaders
-
-    @property
-    def identity(self) -> Identity | None:
-        return self._run.identity
-
-    @property
-    def transfer(self) -> Transfer | None:
-        return self._run.transfer
-
-    @property
-    def accumulation(self) -> GradientAccumulation | None:
-        return self._run.accumulation
-
-    @property
-    def max_seconds(self) -> float | None:
-        return self._run.limits.max_seconds
 
     # where it runs ----------------------------------------------------------------------------------------------------
     @property
