@@ -29,7 +29,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.steppers import SCHEDULERS, Steppers, check_count
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import RandomNumbers
-from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.errors import CheckpointError, blame, naming
 
 if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
@@ -377,7 +377,8 @@ def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: boo
     for hook in accelerator.state_hooks.before_load:
         hook(left, str(reader.path))
     if left:
-        accelerator.strategy.load_module(reader, together(models, left), strict and len(left) == len(models))
+        with naming(reader.weights_file):
+            accelerator.strategy.load_module(reader, together(models, left), strict and len(left) == len(models))
 
 
 def check_registrable(objects: tuple[Any, ...]) -> None:

@@ -92,7 +92,7 @@ class ForeignWeights:
     """A file of another trainer, of which the weights are taken."""
 
     def __init__(self, path: Path, trust: bool, weights_only: bool | None = None) -> None:
-        self.path = path
+        self.path = self.weights_file = path
         # By torch's safe loader nothing is run, trusted or not.
         self._loaded = (
             load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)

@@ -173,6 +173,8 @@ def check_named(optimizer: Optimizer, saved: Any, names: Names) -> None:
     for group, now in zip(groups, optimizer.param_groups, strict=True):
         _check_options(group, now)
     own_loading = not type(optimizer).__module__.startswith("torch.optim.")
+    for group, now in zip(groups, optimizer.param_groups, strict=True) if not own_loading else ():
+        _check_ranges(type(optimizer), group, now)
     for name, parameter in index.items() if not own_loading else ():
         if name in state:
             _check_moments(state.nested(name), parameter, type(optimizer).__name__)
@@ -197,6 +199,28 @@ def _check_options(saved: SavedState, now: Mapping[str, Any]) -> None:
             fits = not isinstance(present, str) or isinstance(value, str)
         if not fits:
             raise StateError(saved.path(key), f"is {brief(value)}, and this optimizer has {brief(present)}")
+
+
+def _check_ranges(kind: Any, saved: SavedState, now: Mapping[str, Any]) -> None:
+    """Raises for numbers among the options that torch's optimizer refuses, or could not compute a step with."""
+    for key, present in now.items():
+        value = saved.entries.get(key, present)
+        numbers = value if isinstance(value, (tuple, list)) else (value,)
+        if key == "params" or not all(type(number) in (int, float) for number in numbers) or value == present:
+            continue
+        largest = max(numbers, key=abs, default=0)
+        if abs(largest) > torch.finfo(torch.float32).max:
+            raise StateError(saved.path(key), f"is {brief(largest)}, which float32 cannot hold")
+        # A schedule may end a rounding error below zero.
+        if key in ("lr", "initial_lr"):
+            continue
+        try:
+            kind([nn.Parameter(torch.zeros(1, 1))], **{key: value})
+        except ValueError as error:
+            raise StateError(saved.path(key), f"cannot be: {error}") from error
+        except TypeError:
+            # It is no argument: somebody else keeps it in the groups.
+            continue
 
 
 def _check_moments(saved: SavedState, parameter: Tensor, kind: str) -> None:

@@ -60,6 +60,7 @@ class CheckpointReader:
     Attributes:
         path: the folder.
         manifest: the contents of `manifest.json`.
+        weights_file: the file that lists the weights, for messages.
 
     Example:
         >>> import tempfile
@@ -74,6 +75,7 @@ class CheckpointReader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = staging.standing(Path(path))
+        self.weights_file = self.path / LAYOUT
         if not self.path.is_dir():
             what = "is a file, and a checkpoint is a folder" if self.path.exists() else "does not exist"
             raise CheckpointError(self.path, f"{what}. Read files of other trainers with load_foreign.")

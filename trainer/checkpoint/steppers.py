@@ -15,7 +15,7 @@ from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.optimizers import check_named, from_named, parameter_names, to_named
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.format.errors import blame
+from leyden.trainer.format.errors import blame, naming
 from leyden.trainer.format.manifest import OPTIMIZERS
 
 SCHEDULERS = "schedulers"
@@ -88,7 +88,7 @@ class Steppers:
         forms = [self._strategy.masters.saved_form(optimizer) for optimizer in self._optimizers]
         pairs = list(zip(forms, optimizers, strict=True))
         for number, (form, own) in enumerate(pairs):
-            with blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
+            with naming(reader.path / OPTIMIZERS), blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
                 check_named(form, own, names)
         file = reader.path / f"{SCHEDULERS}.json"
         with blame(file):

@@ -61,6 +61,15 @@ class UnsupportedStateError(ConfigurationError, TypeError):
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """A ConfigurationError in the block, about state that does not fit the run, names the file that the state is from."""
+    try:
+        yield
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{os.fspath(path)}: {error}") from error
+
+
+@contextmanager
 def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
     """Whatever state from a file provokes in the block is raised as a CheckpointError that names the file and the entry.
 

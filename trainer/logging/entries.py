@@ -62,7 +62,7 @@ class Entry:
     __slots__ = (
         *("event", "group", "name", "options", "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "has_batch"),
         *("value", "fresh", "tick", "total", "weight", "values", "metric", "step_name", "epoch_name"),
-        *("loader", "sync_dist", "ranks_in"),
+        *("loader", "sync_dist", "ranks_in", "is_restored"),
     )
 
     def __init__(self, event: str, name: str, options: tuple[Any, ...], loader: int = -1) -> None:
@@ -88,6 +88,7 @@ class Entry:
         self.prog_bar, self.logger, self.reduce_fx = bool(prog_bar), logger is None or bool(logger), reduce_fx
         self.sync_dist: bool | None = sync_dist
         self.ranks_in: Any = None
+        self.is_restored = False
         self.loader = loader
         fork = self.on_step and self.on_epoch
         # "_step" goes to the name itself, not behind the loader's index.
@@ -189,7 +190,18 @@ class Entry:
             "result": self.result() if callable(self.reduce_fx) and self.metric is None else None,
         }
 
+    def unlike(self) -> str:
+        """What to do about a call with other options than these."""
+        first = (
+            f"self.log({self.name!r}) has other arguments than in the checkpoint that this run continues, whose rank-….json has "
+            f"{self.options[:-1]} under logs.entries (in {self.event})"
+            if self.is_restored
+            else f"self.log({self.name!r}) was called with other arguments before, in the same hook"
+        )
+        return f"{first}: give it the same prog_bar, logger, on_step, on_epoch, sync_dist and reduce_fx each time, or another name."
+
     def take(self, state: Mapping[str, Any]) -> None:
+        self.is_restored = True
         self.value, self.fresh, self.total = state["value"], state["fresh"], state["total"]
         self.weight, self.values = state["weight"], list(state["values"])
         self.loader = state["loader"]
@@ -217,10 +229,7 @@ def restored_entries(
         options = entry.items("options")
         if len(options) != 5 or not all(option is None or isinstance(option, int) for option in options):
             raise StateError(entry.path("options"), "must be five of true, false and null")
-        try:
-            made = Entry(entry.text("event"), entry.text("name"), (*options, chosen))
-        except ConfigurationError as error:
-            raise StateError(entry.path("event"), f"cannot be: {error}") from error
+        made = _restored_entry(entry, (*options, chosen))
         values = [_saved_value(entry, "values", value) for value in entry.items("values")]
         made.take(
             {
@@ -241,6 +250,18 @@ def restored_entries(
             raise StateError(values_shown.path(name), "must be a value and two flags")
         shown[name] = (_saved_value(values_shown, name, triple[0]), triple[1], triple[2])
     return found, shown
+
+
+def _restored_entry(saved: SavedState, options: tuple[Any, ...]) -> Entry:
+    event, name = saved.text("event"), saved.text("name")
+    try:
+        rule_of(event)
+    except ConfigurationError as error:
+        raise StateError(saved.path("event"), f"cannot be: {error}") from error
+    try:
+        return Entry(event, name, options)
+    except ConfigurationError as error:
+        raise StateError(saved.path("options"), f"cannot be: {error}") from error
 
 
 def _saved_value(saved: SavedState, key: str, value: Any = STORED) -> Any:

@@ -118,10 +118,7 @@ class Logs:
         if entry is None:
             entry = self._open(name, options, batch_size)
         elif entry.options != options and not entry.follows(options):
-            raise ConfigurationError(
-                f"self.log({name!r}) was called with other arguments before, in the same hook: give it the same prog_bar, "
-                "logger, on_step, on_epoch, sync_dist and reduce_fx each time, or another name."
-            )
+            raise ConfigurationError(entry.unlike())
         if sync_dist_group is not None:
             entry.reduce_among(sync_dist_group)
         if isinstance(value, Tensor):

@@ -15,7 +15,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.steppers import SCHEDULERS
 from leyden.trainer.data.places import check_loaders
 from leyden.trainer.events.progress import Progress
-from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.errors import CheckpointError, blame, naming
 from leyden.trainer.run.resuming import Goal, Reader, progress_of
 from leyden.trainer.run.saving import rank_owners, steppers_of, users_of
 from leyden.trainer.run.user_states import OWN
@@ -107,7 +107,8 @@ class Restorer:
             self._users.load_into_module()
             if not run.module.strict_loading:
                 check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
-            run.strategy.load_module(reader, run.module, run.module.strict_loading)
+            with naming(reader.weights_file):
+                run.strategy.load_module(reader, run.module, run.module.strict_loading)
             if self._rank is not None:
                 self._rank.load("buffers")
         if run.state.stage == "fit" and "callbacks" in self._parts:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Accelerator, CheckpointError, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpoint_books import read_books
-from leyden.strategies.errors import LeydenError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.cli.main import main
 from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 from leyden.trainer.format.safefile import write_file
@@ -185,6 +185,24 @@ def at(*path: Any, value: Any) -> Callable[[Any], None]:
     return change
 
 
+def items_of(tagged: dict[str, Any]) -> list[Any]:
+    """The items of a tuple, as the file has them."""
+    return next(value for value in tagged.values() if isinstance(value, list))
+
+
+def option(key: str, value: Any) -> Callable[[Any], None]:
+    """Changes one option of the optimizer; of a tuple the first number."""
+
+    def change(tree: Any) -> None:
+        group = tree["optimizers"][0]["tree"]["param_groups"][0]
+        if isinstance(group[key], dict):
+            items_of(group[key])[0] = value
+        else:
+            group[key] = value
+
+    return change
+
+
 RANK = ("tree",)
 FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
     ("progress.json", at("global_step", value=...), "global_step is missing"),
@@ -216,6 +234,10 @@ FORGERIES: list[tuple[str, Callable[[Any], None], str]] = [
         "param_groups\\[0\\].lr is 'x'",
     ),
     ("optimizer.json", at("optimizers", 0, "tree", "state", "net.bias", "exp_avg", value=...), "exp_avg is missing"),
+    ("optimizer.json", option("betas", 1.5), "param_groups\\[0\\].betas cannot be: Invalid beta parameter"),
+    ("optimizer.json", option("betas", 1e30), "param_groups\\[0\\].betas cannot be: Invalid beta parameter"),
+    ("optimizer.json", option("lr", 1e300), "param_groups\\[0\\].lr is 1e\\+300, which float32 cannot hold"),
+    ("optimizer.json", option("eps", -1.0), "param_groups\\[0\\].eps cannot be: Invalid epsilon"),
     ("callbacks.json", state_of_callback("EarlyStopping", "wait_count", -1), "EarlyStopping.*wait_count is -1"),
     ("callbacks.json", state_of_callback("ModelCheckpoint", "best_k_models", 3), "best_k_models is 3"),
     ("callbacks.json", state_of_callback("CSVLogger", "rows", "x"), "CSVLogger.*rows is 'x'"),
@@ -235,6 +257,48 @@ def test_each_owner_refuses_what_it_cannot_have_saved(
         trainer(folder).fit(module, *loaders(), ckpt_path=saved(folder))
     if name not in ("schedulers.json", "optimizer.json"):
         assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+def rename_parameter(tree: Any) -> None:
+    tree["optimizers"][0]["tree"]["param_groups"][0]["params"][0] = "net.other"
+
+
+def rename_weight(tree: Any) -> None:
+    tree["tensors"]["net.other"] = tree["tensors"].pop("net.weight")
+
+
+@pytest.mark.parametrize(("name", "change"), [("optimizer.json", rename_parameter), ("layout.json", rename_weight)])
+def test_a_state_that_does_not_fit_the_run_is_an_error_that_names_its_file(
+    folder: Path, name: str, change: Callable[[Any], None]
+) -> None:
+    forge(saved(folder), name, change)
+    with pytest.raises(ConfigurationError, match=rf"{re.escape(str(saved(folder) / name))}: .*net\.other"):
+        resume(folder)
+
+
+def options_of_log(place: int, value: Any) -> Callable[[Any], None]:
+    def change(tree: Any) -> None:
+        items_of(tree["tree"]["logs"]["entries"][0]["options"])[place] = value
+
+    return change
+
+
+def test_options_of_a_logged_value_that_cannot_be_are_the_checkpoints(folder: Path) -> None:
+    def neither(tree: Any) -> None:
+        options_of_log(2, False)(tree)
+        options_of_log(3, False)(tree)
+
+    forge(saved(folder), "rank-0.json", neither)
+    with pytest.raises(CheckpointError, match=r"rank-0\.json: logs\.entries\[0\]\.options cannot be"):
+        resume(folder)
+
+
+def test_other_options_of_a_logged_value_are_told_from_another_call(folder: Path) -> None:
+    forge(saved(folder), "rank-0.json", options_of_log(0, True))
+    with pytest.raises(
+        ConfigurationError, match=r"other arguments than in the checkpoint .*rank-….json has \(True, None"
+    ):
+        resume(folder)
 
 
 def entries_of(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
