@@ -22,6 +22,22 @@ LONGEST = 1e12
 class Progress:
     """Where a run stands. A resume continues from exactly here.
 
+    `phase` is what was done last. A checkpoint may be saved in every phase, and this is where a resume from it begins, once
+    loaders, logged values and random numbers are back (tests/trainer/loops/test_phases.py walks the table):
+
+        phase                    what is done                                          a resume begins with
+        -----------------------  ----------------------------------------------------  --------------------
+        epoch_start              nothing of the epoch: its first hook is not over      on_train_epoch_start
+        stepped, validation_due  the window's step, and schedulers that wait for none  on_validation_start
+        stepped, ended           the same for the epoch's last window, not validated   on_train_epoch_end
+        stepped                  the same for another window that is not validated     on_train_batch_start
+        validated                the window's validation                               lr_scheduler_step
+        validated, skipped       a validation that no scheduler follows                on_train_batch_start
+        settled                  all that belongs to a window                          on_train_batch_start
+        settled, ended           all that belongs to the last window of the epoch      on_train_epoch_end
+        paused                   the last hook of an epoch that a limit interrupted    on_train_batch_start
+        epoch_end                the last hook of an epoch that is over                on_train_epoch_start
+
     Attributes:
         epoch: the current epoch, from 0.
         batch: batches done in this epoch (the next batch has this index).
@@ -29,13 +45,10 @@ class Progress:
         stepped: windows whose step was not skipped: what schedulers count.
         batches: batches done in all epochs.
         samples: samples seen by all ranks together in all epochs, as far as batches tell their size.
-        phase: what was done last. "stepped": a window was closed, its validation may be due; "validated": that
-            validation is done; "settled": the schedulers that wait for validation have stepped too; "epoch_start" and
-            "epoch_end": until the epoch's first hook is over, and after its last; "paused": after the last hook of an epoch that a limit
-            interrupted, and which a resume continues.
+        phase: what was done last; see the table.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.
-        skipped: a scaler skipped the step of that window, so that no scheduler counts it.
+        skipped: a scaler skipped the step of that window, or its validation is one at a stop: no scheduler follows.
         validation_due: a validation belongs to the window that was closed last.
         validations: validation passes done (the sanity check does not count).
         validation_batches: batches of these passes: the step under which loggers are given a validation step's values.
@@ -137,7 +150,7 @@ class Progress:
         self.batch, self.cut, self.ended, self.phase = 0, False, False, "epoch_start"
 
     def repeat_epoch(self) -> None:
-        """Goes back to the start of this epoch: its loaders are not restored."""
+        """Goes back to the start of this epoch, whose loaders are not restored."""
         self.batch, self.phase = 0, "epoch_start"
 
     def at_window_start(self, batch: int, samples: int) -> Progress:
