@@ -209,7 +209,7 @@ def test_what_hooks_save_and_load_is_left_out(tmp_path: Path) -> None:
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "saved")
-    with pytest.raises(CheckpointError, match="is not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         run.accelerator.load_state(tmp_path / "none")
     (tmp_path / "saved" / "rank-0.json").unlink()
     with pytest.raises(CheckpointError, match=r"rank-0.json"):
