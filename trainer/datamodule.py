@@ -1,4 +1,4 @@
-"""DataModule: the loaders of a task and what prepares them, in one reusable class."""
+"""DataModule, a reusable class for the loaders of a task and the code that prepares their data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class DataModule(Hyperparameters):
-    """Loaders of one data set. Override what you need; the Trainer calls `prepare_data` once and `setup` on every rank.
+    """The loaders of a dataset. Override what you need; the Trainer calls `prepare_data` once and `setup` on every
+    rank.
 
     Example:
         >>> import torch
@@ -32,7 +33,7 @@ class DataModule(Hyperparameters):
     """
 
     state_per_rank: ClassVar[bool | None] = None
-    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns where they differ."""
+    """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -42,28 +43,28 @@ class DataModule(Hyperparameters):
         self.trainer = trainer
 
     def prepare_data(self) -> None:
-        """Downloads and the like: called once, before the ranks start. Keep no state here."""
+        """Downloads or preprocesses data. It is called once, before the ranks start; do not set attributes here."""
 
     def setup(self, stage: str) -> None:
-        """Builds data sets, on every rank; stage is "fit", "validate", "test" or "predict"."""
+        """Builds the datasets, on every rank; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """The end of a stage."""
+        """Called at the end of a stage."""
 
     def train_dataloader(self) -> Any:
-        """The training loader."""
+        """Returns the training loader."""
         raise self._unwritten("train_dataloader", "fit")
 
     def val_dataloader(self) -> Any:
-        """The validation loader, or several."""
+        """Returns one or several validation loaders."""
         raise self._unwritten("val_dataloader", "validate")
 
     def test_dataloader(self) -> Any:
-        """The test loader, or several."""
+        """Returns one or several test loaders."""
         raise self._unwritten("test_dataloader", "test")
 
     def predict_dataloader(self) -> Any:
-        """The prediction loader, or several."""
+        """Returns one or several prediction loaders."""
         raise self._unwritten("predict_dataloader", "predict")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -80,18 +81,18 @@ class DataModule(Hyperparameters):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this data module."""
+        """Returns the state to save in checkpoints."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what `state_dict` gave."""
+        """Restores the state that `state_dict` returned."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """The run failed."""
+        """Called when the run fails."""
 
     def _unwritten(self, name: str, stage: str) -> ConfigurationError:
         return ConfigurationError(
-            f"{type(self).__name__} has no {name}: write it, or hand a loader to Trainer.{stage}."
+            f"{type(self).__name__} has no {name}: write it, or pass a loader to Trainer.{stage}."
         )
 
     @classmethod
@@ -105,11 +106,11 @@ class DataModule(Hyperparameters):
         num_workers: int = 0,
         **init_kwargs: Any,
     ) -> DataModule:
-        """A data module of data sets; the training set is shuffled unless it is iterable.
+        """Makes a data module from datasets; the training set is shuffled unless it is iterable.
 
         Args:
             train_dataset: the training set.
-            val_dataset: one or several, as the other two.
+            val_dataset: one or several validation sets.
             test_dataset: see val_dataset.
             predict_dataset: see val_dataset.
             batch_size: per rank.
@@ -137,7 +138,7 @@ class DataModule(Hyperparameters):
             if data is not None:
                 methods[f"{name}_dataloader"] = lambda self, data=data: loaders(data)
         given = (train_dataset, val_dataset, test_dataset, predict_dataset, batch_size, num_workers)
-        # Pickled for ranks that are spawned, by what it was made of: they cannot import a class that is made here.
+        # Spawned ranks cannot import a class that is made here, so it is pickled by its arguments.
         methods["__reduce__"] = lambda self: (partial(cls.from_datasets, *given, **init_kwargs), (), vars(self))
-        # A subclass rather than instance attributes: the Trainer finds loaders by what a class overrides.
+        # A subclass and not instance attributes, since the Trainer finds loaders by what a class overrides.
         return type(cls.__name__, (cls,), methods)(**init_kwargs)  # type: ignore[no-any-return]

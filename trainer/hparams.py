@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments of `__init__`, kept, logged and saved."""
+"""Hyperparameters: the arguments of `__init__`, which are kept, logged and saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ else:
 
 def _refuse_instance(method: str, cls: str) -> NoReturn:
     raise ConfigurationError(
-        f"{method} returns a new {cls} and leaves this one as it is: call it on the class, module = {cls}.{method}(…)."
+        f"{method} returns a new {cls} and does not change this one: call it on the class, module = {cls}.{method}(…)."
     )
 
 
@@ -50,7 +50,9 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            hint = nearest(name, self) if self else "None was kept: call self.save_hyperparameters() first in __init__."
+            hint = (
+                nearest(name, self) if self else "None were kept: call self.save_hyperparameters() first in __init__."
+            )
             raise AttributeError(f"there is no hyperparameter {name!r}. {hint}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -69,19 +71,20 @@ class Hyperparameters:
     ) -> None:
         """Keeps the arguments of `__init__` in `self.hparams`, for checkpoints and loggers.
 
-        Call it in `__init__`; in a base class it also takes the arguments of the subclass's `__init__`. Modules, classes and
-        partials are kept in `self.hparams` alone, with a warning: no checkpoint holds them, loggers do not see them, and
-        `load_from_checkpoint` needs them given.
+        Call it in `__init__`; in a base class it also keeps the arguments of the subclass's `__init__`. Modules,
+        classes and partials are kept only in `self.hparams`, with a warning: checkpoints and loggers leave them out,
+        and `load_from_checkpoint` needs them as arguments.
 
         Args:
-            *args: names to keep, all if left out; or one dict, Namespace or dataclass to keep in place of arguments. If it is
-                itself an argument of `__init__`, `load_from_checkpoint` hands it over as that one.
-            ignore: names to leave out, such as modules and data sets; in a subclass also of what its base class keeps.
+            *args: names to keep, by default all; or one dict, Namespace or dataclass to keep instead of arguments. If
+                that is itself an argument of `__init__`, `load_from_checkpoint` passes it as that argument.
+            ignore: names to leave out, such as modules and datasets; in a subclass also from what its base class keeps.
             frame: the frame of `__init__`, if it is not the caller's.
-            logger: give them to the loggers when training starts.
+            logger: pass them to the loggers when training starts.
 
         Raises:
-            ConfigurationError: if a name is no argument, or a value cannot be saved without pickle; names `ignore`.
+            ConfigurationError: if a name is not an argument, or a value cannot be saved without pickle; suggests
+                `ignore`.
 
         Example:
             >>> class Model(Hyperparameters):
@@ -102,17 +105,17 @@ class Hyperparameters:
         unknown = [name for name in names if name not in values]
         if unknown:
             raise ConfigurationError(
-                f"save_hyperparameters: {unknown[0]!r} is no argument. {nearest(unknown[0], values)}"
+                f"save_hyperparameters: {unknown[0]!r} is not an argument. {nearest(unknown[0], values)}"
             )
         left_out = {ignore} if isinstance(ignore, str) else set(ignore or ())
         kept.ignored = (kept.ignored - set(names)) | left_out
         chosen = {name: value for name, value in values.items() if not names or name in names}
         found: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
-        # A class whose __init__ is called by a subclass's cannot know what that will ignore.
+        # If a subclass's __init__ calls this one, it may still ignore some.
         found.update(kept.held(chosen, type(self).__name__, waits=len(calls) > 1))
         for name in left_out & found.keys():
             del found[name]
-        # A copy of a module would take its memory once more.
+        # Without modules: a copy would take their memory again.
         self.__dict__["_hparams_initial"] = copy.deepcopy(AttributeDict(kept.saved(found)))
         self.__dict__["_log_hyperparams"] = logger
 
@@ -130,12 +133,12 @@ class Hyperparameters:
 
     @property
     def logs_hparams(self) -> bool:
-        """True if the loggers get them when training starts."""
+        """True if the hyperparameters are passed to the loggers when training starts."""
         return bool(self.__dict__.get("_log_hyperparams", False))
 
     @property
     def kept_hparams(self) -> Kept:
-        """What no checkpoint holds of the hyperparameters, and which argument of `__init__` held the rest."""
+        """The hyperparameters that checkpoints leave out, and the argument of `__init__` that held the rest."""
         found: Kept = self.__dict__.setdefault("_hparams_kept", Kept())
         return found
 
@@ -145,10 +148,10 @@ class Kept:
     """How the hyperparameters of an object were kept.
 
     Attributes:
-        argument: name and kind of the one argument of `__init__` that held all of them; None where each is an argument.
+        argument: name and kind of the single argument of `__init__` that held all of them; None if each is an argument.
         ignored: names that were left out on request.
-        skipped: names that no checkpoint can hold, each with what it was, in words.
-        later: of these, what a subclass may still leave out itself: the error to raise otherwise, or None to warn.
+        skipped: names that checkpoints cannot hold, each with a description.
+        later: those of `skipped` that a subclass may still ignore: the error to raise otherwise, or None to warn.
     """
 
     argument: tuple[str, str] | None = None
@@ -157,12 +160,13 @@ class Kept:
     later: dict[str, ConfigurationError | None] = dataclasses.field(default_factory=dict)
 
     def held(self, chosen: Mapping[str, Any], owner: str, waits: bool) -> dict[str, Any]:
-        """Those values that `hparams` holds; warns of those that no checkpoint does, and refuses all but modules, classes, partials.
+        """Returns the values to keep in `hparams`. Of those that checkpoints cannot hold, it warns of modules, classes
+        and partials, and refuses others.
 
         Args:
             chosen: arguments by name.
             owner: name of the object's class.
-            waits: a subclass may still ignore some: warnings and errors wait for `settle`.
+            waits: a subclass may still ignore some, so warnings and errors wait for `settle`.
         """
         wanted = {name: value for name, value in chosen.items() if name not in self.ignored}
         for name in self.ignored | wanted.keys():
@@ -177,14 +181,14 @@ class Kept:
         return {name: value for name, value in wanted.items() if name not in self.skipped or _is_code(value)}
 
     def saved(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of the hyperparameters that a checkpoint holds and loggers are given."""
+        """Returns the hyperparameters for checkpoints and loggers."""
         return {name: value for name, value in hparams.items() if name not in self.skipped or not _is_code(value)}
 
     def settle(self, owner: str) -> None:
-        """Once nobody can ignore any more of them, at the latest when a run begins: warns of what no checkpoint holds.
+        """Warns of what checkpoints leave out, once nothing more can be ignored, at the latest when a run begins.
 
         Raises:
-            ConfigurationError: for an argument that no checkpoint can hold.
+            ConfigurationError: for an argument that checkpoints cannot hold.
         """
         for error in self.later.values():
             if error is not None:
@@ -194,7 +198,7 @@ class Kept:
         self.later = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """As a checkpoint holds it; empty where there is nothing to say."""
+        """Returns the form that a checkpoint holds; empty if there is nothing to record."""
         found = {"argument": self.argument, "skipped": self.skipped}
         return {name: value for name, value in found.items() if value}
 
@@ -202,15 +206,15 @@ class Kept:
 def _warn_of_unsaved(owner: str, names: list[str], words: Mapping[str, str]) -> None:
     listed = ", ".join(f"{name} ({words[name]})" for name in names)
     warnings.warn(
-        f"{owner}.save_hyperparameters keeps {listed} in self.hparams alone: a checkpoint holds no modules, classes or "
-        f"partials. Give them to load_from_checkpoint(..., {names[0]}=…). To end this warning, leave them out: "
+        f"{owner}.save_hyperparameters keeps {listed} only in self.hparams: checkpoints hold no modules, classes or "
+        f"partials. Pass them to load_from_checkpoint(..., {names[0]}=…). To avoid this warning, leave them out: "
         f"self.save_hyperparameters(ignore={names}).",
         stacklevel=5,
     )
 
 
 def _is_code(value: Any) -> bool:
-    """True for a module, a class or a partial, and for a list, tuple or dict with one in it."""
+    """Returns True for a module, a class or a partial, and for a list, tuple or dict that contains one."""
     if isinstance(value, (nn.Module, type, functools.partial)):
         return True
     if isinstance(value, Mapping):
@@ -219,7 +223,7 @@ def _is_code(value: Any) -> bool:
 
 
 def in_words(value: Any) -> str:
-    """What a module, a class or a partial is, such as "the class ReLU"."""
+    """Describes a module, a class or a partial, such as "the class ReLU"."""
     if isinstance(value, functools.partial):
         options = "".join(f", {name}={item!r}" for name, item in value.keywords.items())
         return f"partial({getattr(value.func, '__qualname__', type(value.func).__name__)}{options})"
@@ -229,10 +233,10 @@ def in_words(value: Any) -> str:
 
 
 def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
-    """The hyperparameters that loggers are given: those of the DataModule and of the module, under one name each.
+    """Returns the hyperparameters to log, of the DataModule and of the module.
 
     Raises:
-        ConfigurationError: if two owners have different values by one name, of which only one could be logged.
+        ConfigurationError: if two owners have different values under one name.
     """
     found: dict[str, tuple[object, Any]] = {}
     for owner in owners:
@@ -242,9 +246,9 @@ def hparams_to_log(*owners: Hyperparameters | None) -> dict[str, Any]:
             other, before = found.setdefault(name, (owner, value))
             if not _equal(before, value):
                 raise ConfigurationError(
-                    f"{type(other).__name__} and {type(owner).__name__} both have a hyperparameter {name!r}, with different "
-                    f"values ({before!r} and {value!r}), and loggers know one: rename it in one of them, or let one call "
-                    "save_hyperparameters(logger=False)."
+                    f"{type(other).__name__} and {type(owner).__name__} both have a hyperparameter {name!r}, with "
+                    f"different values ({before!r} and {value!r}), and loggers take one: rename it in one of them, or "
+                    "let one call save_hyperparameters(logger=False)."
                 )
     return {name: value for name, (_, value) in found.items()}
 
@@ -273,7 +277,7 @@ def _as_mapping(values: Any) -> dict[str, Any]:
 
 
 def _argument_that_is(values: Any, calls: list[inspect.ArgInfo]) -> tuple[str, str] | None:
-    """Name and kind of the argument that an object's class was given these values in; None if they were no argument."""
+    """Returns name and kind of the argument of `__init__` that held these values; None if they were not an argument."""
     info = calls[-1] if calls else None
     name = next((name for name in info.args[1:] if info.locals.get(name) is values), None) if info is not None else None
     if name is None:
@@ -283,7 +287,7 @@ def _argument_that_is(values: Any, calls: list[inspect.ArgInfo]) -> tuple[str, s
 
 
 def _calls_of_init(owner: object, frame: types.FrameType | None) -> list[inspect.ArgInfo]:
-    """The calls of every `__init__` of `owner` on the stack, from the innermost to that of its own class."""
+    """Returns the calls of every `__init__` of `owner` on the stack, from the innermost to that of its own class."""
     found = []
     while frame is not None:
         info = inspect.getargvalues(frame)
@@ -296,13 +300,13 @@ def _calls_of_init(owner: object, frame: types.FrameType | None) -> list[inspect
 
 
 def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
-    """The arguments of these calls; the outermost, the subclass's, wins."""
+    """Returns the arguments of these calls; the outermost one, the subclass's, wins."""
     found: dict[str, Any] = {}
     for info in calls:
         for name in info.args[1:]:
             if name not in info.locals:
                 raise ConfigurationError(
-                    f"save_hyperparameters: the argument {name!r} was deleted before. Call it first in __init__."
+                    f"save_hyperparameters: the argument {name!r} was deleted. Call it first in __init__."
                 )
             found[name] = info.locals[name]
         if info.keywords:
@@ -311,7 +315,7 @@ def _arguments(calls: list[inspect.ArgInfo]) -> dict[str, Any]:
 
 
 def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
-    """The error for a value that a checkpoint could not hold at the first save."""
+    """Returns the error for a value that a checkpoint cannot hold."""
     from leyden.trainer.format.codec import check_encodable
 
     try:
@@ -325,7 +329,7 @@ def _refusal(owner: str, name: str, value: Any) -> ConfigurationError | None:
 
 
 def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> dict[str, Any]:
-    """The saved values that `__init__` takes, under those that are given; an error names what it still needs."""
+    """Returns the arguments for `__init__`: the saved ones, overridden by given ones. Raises if one is missing."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     values = saved.values
@@ -337,7 +341,8 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     unknown = [] if takes_any else [name for name in given if name not in parameters]
     for name in unknown:
         warnings.warn(
-            f"{cls.__name__} takes no argument {name!r}, and is built without it. {nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
+            f"{cls.__name__} has no argument {name!r}, and is built without it. "
+            f"{nearest(name, dict.fromkeys([*parameters, *saved.values]))}",
             stacklevel=4,
         )
     values = {**values, **{name: value for name, value in given.items() if name not in unknown}}
@@ -352,29 +357,30 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     if missing:
         raise ConfigurationError(
             f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have: give "
-            f"load_from_checkpoint(..., {missing[0]}=…), or call self.save_hyperparameters() in __init__ before training."
+            f"load_from_checkpoint(..., {missing[0]}=…), or call self.save_hyperparameters() in __init__ before "
+            "training."
         )
     for name, was in saved.skipped.items():
         if name in parameters and name not in accepted and in_words(parameters[name].default) != was:
             warnings.warn(
-                f"{cls.__name__} was trained with {name}={was}, which no checkpoint holds, and is built with the default: give "
-                f"load_from_checkpoint(..., {name}=…).",
+                f"{cls.__name__} was trained with {name}={was}, which checkpoints cannot hold, and is built with the "
+                f"default: pass load_from_checkpoint(..., {name}=…).",
                 stacklevel=4,
             )
     return accepted
 
 
 def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:
-    """The one argument that held all hyperparameters, as the kind of object that it was."""
+    """Returns the single argument that held all hyperparameters, as an object of its kind."""
     if kind == "namespace":
         return argparse.Namespace(**values)
     if kind != "dataclass":
         return values if kind == "dict" else AttributeDict(values)
-    # The class is the one that the code of `cls` names, never one that the file does.
+    # The class comes from the code of `cls`, never from the file.
     try:
         hint = typing.get_type_hints(cls.__init__).get(name)  # type: ignore[misc]
     except (NameError, TypeError):
-        # An annotation whose import is for type checkers alone.
+        # An annotation that is imported only for type checkers.
         hint = None
     default = inspect.signature(cls).parameters[name].default
     known = hint if dataclasses.is_dataclass(hint) else type(default)

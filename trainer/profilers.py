@@ -1,4 +1,4 @@
-"""Profilers: how long each hook and step took. Without one, nothing is measured and nothing is wrapped."""
+"""Profilers, which measure how long each hook and step takes. Without one, nothing is measured or wrapped."""
 
 from __future__ import annotations
 
@@ -19,32 +19,34 @@ T = TypeVar("T")
 
 
 class Profiler:
-    """Base class: `start` and `stop` an action by name; `summary` is printed at the end of the run."""
+    """Base class of profilers: `start` and `stop` measure an action by name; `summary` is printed at the end of the
+    run.
+    """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath = Path(dirpath) if dirpath is not None else None
         self.filename = filename
 
     def start(self, action: str) -> None:
-        """An action begins; actions nest."""
+        """Called when an action begins; actions nest."""
 
     def stop(self, action: str) -> None:
-        """It ends."""
+        """Called when an action ends."""
 
     def summary(self) -> str:
-        """The result, as text."""
+        """Returns the result as text."""
         return ""
 
     def begin(self, folder: str) -> None:
-        """The run begins; files go to `dirpath`, or to this folder."""
+        """Called when the run begins; files go to `dirpath`, or to this folder."""
         if self.dirpath is None:
             self.dirpath = Path(folder)
 
     def step(self) -> None:
-        """A training step is over."""
+        """Called after each training step."""
 
     def end(self) -> None:
-        """The run is over."""
+        """Called at the end of the run."""
 
     @contextmanager
     def profile(self, action: str) -> Iterator[None]:
@@ -64,7 +66,7 @@ class Profiler:
             self.stop(action)
 
     def wrap(self, action: str, function: Callable[..., T]) -> Callable[..., T]:
-        """The function, measured under a name."""
+        """Returns the function, measured under a name."""
 
         def measured(*args: Any, **kwargs: Any) -> T:
             with self.profile(action):
@@ -73,7 +75,7 @@ class Profiler:
         return measured
 
     def finish(self, stage: str) -> str:
-        """Ends the run: the text to be printed, which is written to `filename` instead if there is one."""
+        """Ends the run and returns the text to print, or writes it to `filename` if that is set."""
         self.end()
         text = self.summary()
         if self.filename is None or not text:
@@ -85,7 +87,7 @@ class Profiler:
 
 
 class SimpleProfiler(Profiler):
-    """Calls, total and mean seconds of every hook, step and transfer."""
+    """Measures calls, total seconds and mean milliseconds of every hook, step and transfer."""
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         super().__init__(dirpath, filename)
@@ -108,12 +110,12 @@ class SimpleProfiler(Profiler):
 
 
 class AdvancedProfiler(Profiler):
-    """Function calls inside every action, by cProfile.
+    """Profiles the function calls inside every action with cProfile.
 
     Args:
         dirpath: folder of the report.
-        filename: its name; printed if left out.
-        line_count_restriction: how many functions of each action are shown (or a fraction of them).
+        filename: name of the report; printed by default.
+        line_count_restriction: the number of functions shown for each action (or a fraction of them).
     """
 
     def __init__(
@@ -125,7 +127,7 @@ class AdvancedProfiler(Profiler):
         self._running: list[str] = []
 
     def start(self, action: str) -> None:
-        # Only one profile can run at a time: the outer action pauses for the inner one.
+        # Only one profile can run at a time, so the outer action pauses for the inner one.
         if self._running:
             self._profiles[self._running[-1]].disable()
         self._running.append(action)
@@ -145,14 +147,14 @@ class AdvancedProfiler(Profiler):
 
 
 class PyTorchProfiler(Profiler):
-    """torch.profiler: operators and kernels, as a Chrome trace that TensorBoard and Perfetto show.
+    """Profiles operators and kernels with torch.profiler, and writes a Chrome trace for TensorBoard and Perfetto.
 
     Args:
-        dirpath: folder of the traces; the run folder if left out.
-        filename: name of the table of operators; printed if left out.
-        schedule: see `torch.profiler.schedule`; skips one step, warms up one and records three if left out.
+        dirpath: folder of the traces; by default the run folder.
+        filename: name of the table of operators; printed by default.
+        schedule: see `torch.profiler.schedule`; by default skips one step, warms up one and records three.
         row_limit: rows of the printed table.
-        **kwargs: handed to `torch.profiler.profile` (record_shapes, profile_memory, with_stack, …).
+        **kwargs: passed to `torch.profiler.profile` (record_shapes, profile_memory, with_stack, …).
     """
 
     def __init__(
@@ -211,7 +213,7 @@ class PyTorchProfiler(Profiler):
 
 
 def find_profiler(profiler: str | Profiler | None) -> Profiler | None:
-    """The profiler that a name means."""
+    """Returns the profiler for a name."""
     if profiler is None or isinstance(profiler, Profiler):
         return profiler
     kinds: dict[str, type[Profiler]] = {

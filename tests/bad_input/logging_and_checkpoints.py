@@ -180,7 +180,7 @@ def a_hyperparameter_that_cannot_be_saved(ground: Ground) -> None:
     Kept(lambda: 0)
 
 
-@mistake(r"'widht' is no argument\. Did you mean 'width'\?")
+@mistake(r"'widht' is not an argument\. Did you mean 'width'\?")
 def a_hyperparameter_that_is_not_there(ground: Ground) -> None:
     class Kept(TrainModule):
         def __init__(self, width: int = 1) -> None:

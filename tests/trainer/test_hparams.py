@@ -90,7 +90,7 @@ def test_an_argument_that_was_deleted_is_named() -> None:
             del depth
             self.save_hyperparameters()
 
-    with pytest.raises(ConfigurationError, match=r"'depth' was deleted before\. Call it first in __init__"):
+    with pytest.raises(ConfigurationError, match=r"'depth' was deleted\. Call it first in __init__"):
         Forgets()
 
 
@@ -327,7 +327,7 @@ def test_modules_classes_and_partials_are_in_hparams_and_in_no_checkpoint(quiet:
     path = saved(module, quiet, tmp_path)
     with pytest.raises(ConfigurationError, match="Template needs net"):
         Template.load_from_checkpoint(path)
-    expected = r"was trained with act=the class GELU, which no checkpoint holds, and is built with the default"
+    expected = r"was trained with act=the class GELU, which checkpoints cannot hold, and is built with the default"
     with pytest.warns(UserWarning, match=expected):
         Template.load_from_checkpoint(path, net=torch.nn.Linear(2, 1), optimizer=None)
 
@@ -375,7 +375,7 @@ def test_an_argument_that_init_does_not_take_is_warned_of(quiet: Any, tmp_path: 
     path = saved(Late(3), quiet, tmp_path)
     with pytest.warns(
         UserWarning,
-        match=r"Late takes no argument 'widht', and is built without it\. Did you mean 'width'\? Known: width\.",
+        match=r"Late has no argument 'widht', and is built without it\. Did you mean 'width'\? Known: width\.",
     ):
         assert Late.load_from_checkpoint(path, widht=9).hparams.width == 3
 
@@ -389,7 +389,7 @@ def test_map_location_as_torch_load_takes_it(quiet: Any, tmp_path: Path) -> None
 
 
 def test_load_from_checkpoint_on_an_instance_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"leaves this one as it is.*module = Base\.load_from_checkpoint"):
+    with pytest.raises(ConfigurationError, match=r"does not change this one.*module = Base\.load_from_checkpoint"):
         Base(1).load_from_checkpoint(tmp_path)
 
 

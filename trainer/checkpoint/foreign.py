@@ -1,4 +1,4 @@
-"""Checkpoints of others. Only here, and only if trusted, is a pickle ever opened."""
+"""Loads checkpoints of other trainers. A pickle is opened only here, and only if it is trusted."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
 
     Args:
         path: the file.
-        trust: open a pickle: by torch's safe loader, and if that cannot read it, in full. That runs whatever code the
-            file holds, so trust only files of people you trust.
+        trust: open a pickle with torch's safe loader, and if that cannot read it, in full. This runs any code in the
+            file, so trust only files from people you trust.
 
     Raises:
         CheckpointError: if it is a pickle and not trusted, or cannot be read.
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(path, "is no file." if path.exists() else "is not there.")
+        raise CheckpointError(path, "is not a file." if path.exists() else "does not exist.")
     if path.suffix == ".safetensors":
         with CheckedFile(path.parent.resolve(), path.name, None) as file:
             try:
@@ -37,7 +37,7 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
             except (ValueError, RuntimeError, OverflowError) as error:
                 if isinstance(error, CheckpointError):
                     raise
-                raise CheckpointError(path, f"is no sound safetensors file ({error}).") from error
+                raise CheckpointError(path, f"is not a valid safetensors file ({error}).") from error
     if not trust:
         raise CheckpointError(
             path, "is a pickle, which can run any code when loaded. If you trust who wrote it, pass trust=True."
@@ -46,12 +46,12 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
 
 
 def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
-    """Loads a file of another trainer by torch's safe loader, which takes tensors and plain containers and runs
-    nothing.
+    """Loads a file of another trainer with torch's safe loader, which reads tensors and plain containers and runs no
+    code.
 
     Args:
         path: `.safetensors`, or a pickle.
-        trust: what the safe loader refuses is unpickled in full, which runs whatever code the file holds.
+        trust: unpickle what the safe loader refuses in full, which runs any code in the file.
 
     Raises:
         CheckpointError: if it holds more and is not trusted, or cannot be read.
@@ -66,20 +66,20 @@ def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> A
             raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
         raise CheckpointError(
             path,
-            "holds more than weights, and to read that is to run the code it holds. If you trust who wrote it, pass "
+            "holds more than weights, and reading that would run the code in it. If you trust who wrote it, pass "
             "trust=True (--trust).",
         ) from error
 
 
 def _unpickled(path: Path) -> Any:
-    # A damaged or hostile pickle may raise anything at all.
+    # A damaged or hostile pickle may raise anything.
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         if not isinstance(error, pickle.UnpicklingError):
             raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
         warnings.warn(
-            f"{path} holds more than weights, and is unpickled in full because of trust=True: its code runs now.",
+            f"{path} holds more than weights, and is unpickled in full because of trust=True: the code in it runs now.",
             stacklevel=3,
         )
     try:
@@ -89,21 +89,21 @@ def _unpickled(path: Path) -> Any:
 
 
 class ForeignWeights:
-    """A file of another trainer, of which the weights are taken."""
+    """The weights in a file of another trainer."""
 
     def __init__(self, path: Path, trust: bool, weights_only: bool | None = None) -> None:
         self.path = self.weights_file = path
-        # By torch's safe loader nothing is run, trusted or not.
+        # torch's safe loader runs no code, trusted or not.
         self._loaded = (
             load_weights_only(path) if weights_only else load_foreign(path, trust=trust or weights_only is False)
         )
 
     def names(self) -> list[str]:
-        """The names of the weights."""
+        """Returns the names of the weights."""
         return list(self.model())
 
     def fill(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies weights into tensors where they are; of a DTensor only this rank's part."""
+        """Copies weights into existing tensors; only this rank's part of DTensors."""
         from leyden.trainer.checkpoint.shards import copy_part
 
         found = self.model()
@@ -111,8 +111,10 @@ class ForeignWeights:
             copy_part(name, found[name], target)
 
     def model(self, names: Any = None, device: Any = "cpu") -> dict[str, Tensor]:
-        """The weights: the file's own dict, or its entry `state_dict`."""
+        """Returns the weights: the file's own dict, or its entry `state_dict`."""
         found = self._loaded.get("state_dict", self._loaded) if isinstance(self._loaded, Mapping) else None
         if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-            raise CheckpointError(self.path, "holds no dict of tensors, neither by itself nor under 'state_dict'.")
+            raise CheckpointError(
+                self.path, "holds no dict of tensors, neither at the top level nor under 'state_dict'."
+            )
         return dict(found)

@@ -1,1 +1,3 @@
-"""The bytes of a checkpoint: encodings, tensors, files and their manifest. Knows neither ranks nor the Trainer."""
+"""The file formats of a checkpoint: encodings, tensors, files and their manifest. Nothing here knows ranks or a
+Trainer.
+"""

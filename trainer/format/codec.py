@@ -1,8 +1,8 @@
-"""State as tagged JSON: any nest of plain values, with its tensors kept aside.
+"""Encodes state as tagged JSON: any nest of plain values, with its tensors stored separately.
 
 Numbers, strings, None, lists and dicts with string keys are written as they are. Everything else is a JSON object whose
-key "$" names its kind. Nothing found in a checkpoint is imported or called: an Enum, a dataclass or a namedtuple comes
-back as its class only if the caller shows that class, and otherwise as its value, a SimpleNamespace or a tuple.
+key "$" names its type. Nothing found in a checkpoint is imported or called: an Enum, a dataclass or a namedtuple is
+restored as its class only if the caller passes that class, and otherwise as its value, a SimpleNamespace or a tuple.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError,
 from leyden.trainer.format.tensors import Spec, check_tensor
 
 Classes: TypeAlias = "Mapping[str, type] | Iterable[type]"
-# One step of a key path: how it looks in an error, and how in the name of a tensor.
+# One step of a key path: its form in an error, and its form in the name of a tensor.
 Step: TypeAlias = tuple[str, Any]
 KeyPath: TypeAlias = tuple[Step, ...]
 
@@ -44,13 +44,13 @@ FACTORIES: dict[str, Any] = {
 
 
 class TensorSink(Protocol):
-    """Where tensors go while a tree is encoded."""
+    """Takes the tensors of a tree while it is encoded."""
 
     def put(self, tensor: Tensor, where: str, key: str) -> Spec: ...
 
 
 class TensorSupply(Protocol):
-    """Where tensors come from while a tree is decoded."""
+    """Returns the tensors of a tree while it is decoded."""
 
     def get(self, spec: Spec) -> Tensor: ...
 
@@ -59,12 +59,12 @@ def encode(tree: Any, tensors: TensorSink, where: str = "state") -> Any:
     """Turns a tree into a JSON value.
 
     Args:
-        tree: any nest of the kinds listed in this module.
+        tree: any nest of the types listed in this module.
         tensors: takes the tensors found in it.
-        where: what errors call the root, such as `callbacks['EarlyStopping']`.
+        where: the name of the root in errors, such as `callbacks['EarlyStopping']`.
 
     Raises:
-        UnsupportedStateError: if a part cannot be saved; names its key path and kind.
+        UnsupportedStateError: if a part cannot be saved; names its key path and type.
 
     Example:
         >>> from leyden.trainer.format.tensors import TensorCollector
@@ -81,11 +81,11 @@ def decode(
 
     Args:
         value: the JSON value.
-        tensors: gives the tensors.
-        like: a tree as it stands now; the Enum classes, dataclasses and namedtuples in it are used for those saved
-            under the same name.
+        tensors: returns the tensors.
+        like: the current tree; its Enum classes, dataclasses and namedtuples are used for the saved ones of the same
+            name.
         types: further such classes.
-        where: what errors call the root.
+        where: the name of the root in errors.
 
     Raises:
         CheckpointError: if the value was not written by `encode`.
@@ -97,10 +97,10 @@ def decode(
 
 
 def check_encodable(tree: Any, where: str = "state") -> None:
-    """Encodes a tree in memory, without its tensors' data, to find now what could not be saved later.
+    """Encodes a tree in memory, without its tensors' data, to find out early what cannot be saved.
 
     Raises:
-        UnsupportedStateError: names the key path and the kind of the first part that cannot be saved.
+        UnsupportedStateError: names the key path and the type of the first part that cannot be saved.
 
     Example:
         >>> check_encodable({"queue": [1, open]}, where="user")
@@ -118,7 +118,7 @@ class _Inspector:
 
 
 def name_of(cls: type) -> str:
-    """The name under which a class stands in a checkpoint."""
+    """Returns the name of a class in a checkpoint."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -214,7 +214,7 @@ class _Encoder:
         return self._tag(type(value).__name__, items=self.items(value, path))
 
     def unordered(self, value: Any, path: KeyPath) -> Any:
-        # Sorted, since the order of a set of strings differs from process to process.
+        # Sorted, since the order of a set of strings differs between processes.
         return self._tag(type(value).__name__, items=sorted(self.items(value, path), key=repr))
 
     def deque(self, value: collections.deque[Any], path: KeyPath) -> Any:
@@ -287,10 +287,10 @@ class _Encoder:
             return self._tag("numpy.scalar", dtype=dtype.str, base64=base64.b64encode(value.tobytes()).decode())
         if type(value) is not numpy.ndarray:
             raise self._refusal(path, f"an array of the class {type(value).__name__}", "Save numpy.asarray(...) of it.")
-        # By its name, since C's long and long long are two NumPy types of one name, and torch takes only one of them.
+        # By name, since C's long and long long are two NumPy types with one name, and torch accepts only one of them.
         native = numpy.dtype(dtype.newbyteorder("=").str)
         as_tensor = native.str[1:] in _NUMPY_AS_TENSOR
-        # Bytes in place of dtypes that torch lacks; a copy where torch cannot lend the memory.
+        # Dtypes that torch lacks become bytes; memory that torch cannot share is copied.
         plain = _native(value, native) if as_tensor else numpy.frombuffer(value.tobytes(), "u1")
         if not plain.flags.writeable or any(stride < 0 for stride in plain.strides):
             plain = plain.copy()
@@ -422,7 +422,7 @@ class _Decoder:
         cls = self.class_named(value["type"], None)
         if cls is None or not dataclasses.is_dataclass(cls):
             return pytypes.SimpleNamespace(**saved)
-        # As copy and pickle do, __init__ is passed by: the fields are what it once made of its arguments.
+        # As with copy and pickle, __init__ is not called: it has already made the fields from its arguments.
         rebuilt = cls.__new__(cls)
         for field in dataclasses.fields(cls):
             if field.name in saved:
@@ -468,7 +468,7 @@ class _Decoder:
         if "shape" not in value:
             return array.astype(dtype, copy=False)
         if dtype.itemsize == 0:
-            # No byte in the file stands behind them.
+            # Empty strings take no bytes in the file.
             if math.prod(value["shape"]) > MAX_EMPTY:
                 raise ValueError(f"an array of {math.prod(value['shape'])} empty strings")
             return numpy.zeros(value["shape"], dtype)
@@ -479,7 +479,7 @@ def _numpy_dtype(text: str) -> Any:
     import numpy
 
     if text[1:2] not in _NUMPY_KINDS or "," in text:
-        raise ValueError(f"{text!r} is no dtype of a plain array")
+        raise ValueError(f"{text!r} is not the dtype of a plain array")
     return numpy.dtype(text)
 
 
@@ -531,7 +531,7 @@ _BUILDERS: dict[str, Callable[[_Decoder, Any, int], Any]] = {
 
 
 def class_names(encoded: Any) -> set[str]:
-    """The classes of Enums, dataclasses and namedtuples in what `encode` gave, by their names without a module."""
+    """Returns the classes of Enums, dataclasses and namedtuples in what `encode` returned, by name without module."""
     found: set[str] = set()
     pending = [encoded]
     while pending:
@@ -546,11 +546,11 @@ def class_names(encoded: Any) -> set[str]:
 
 
 def known_classes(like: Any, types: Classes | None) -> dict[str, type]:
-    """The classes that values of a tree may be rebuilt as, by the names under which they stand in a checkpoint.
+    """Returns the classes as which values of a tree may be restored, by their names in a checkpoint.
 
     Args:
-        like: a live tree, whose own classes they are.
-        types: further ones.
+        like: a live tree, whose classes are used.
+        types: further classes.
     """
     given = types.values() if isinstance(types, Mapping) else types or ()
     known = {name_of(cls): cls for cls in given}

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint."""
+"""The errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, StateError
 
-# What code raises that is handed something else than it expects. LeydenError is one of them, and says already what is wrong.
+# Errors that code raises for unexpected input. LeydenError is a subclass of one, and already says what is wrong.
 _MISFITS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError, MemoryError)
 
 
 class CheckpointError(LeydenError):
-    """A checkpoint that cannot be written, or that must not be read.
+    """Raised if a checkpoint cannot be written, or must not be read.
 
     Args:
-        path: the file or folder it is about.
-        reason: one sentence on what is wrong, and what to do.
+        path: the file or folder.
+        reason: what is wrong, and what to do, in a sentence that follows the path.
 
     Attributes:
         path: the same, as a `Path`.
@@ -32,21 +32,21 @@ class CheckpointError(LeydenError):
 
 
 class NoCheckpointError(CheckpointError):
-    """A folder that never was a checkpoint, as opposed to a damaged one."""
+    """Raised for a folder that never was a checkpoint, as opposed to a damaged one."""
 
 
 class OtherRankError(CheckpointError):
-    """Another rank could not do its part of a checkpoint; that rank's own error is the one that tells."""
+    """Raised if another rank could not do its part of a checkpoint; that rank's own error has the cause."""
 
     of_another_rank = True
 
 
 class UnsupportedStateError(ConfigurationError, TypeError):
-    """State of a kind that a checkpoint cannot hold.
+    """Raised for state of a type that a checkpoint cannot hold.
 
     Args:
         where: the key path, such as `callbacks['Queue']['items'][3]`.
-        kind: what stands there.
+        kind: what is there.
         hint: what to do about it.
 
     Attributes:
@@ -71,18 +71,18 @@ def naming(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
-    """Whatever state from a file provokes in the block is raised as a CheckpointError that names the file and the entry.
+    """Turns any error that state from a file provokes in this block into a CheckpointError that names file and entry.
 
     Args:
         path: the file.
-        where: the entry that is read or taken back; "" for the whole file.
+        where: the entry that is read or restored; "" for the whole file.
 
     Example:
         >>> with blame("run/user.json", "order"):
         ...     {}["at"]
         Traceback (most recent call last):
         ...
-        leyden.trainer.format.errors.CheckpointError: run/user.json: order cannot be taken back (KeyError: 'at').
+        leyden.trainer.format.errors.CheckpointError: run/user.json: order cannot be restored (KeyError: 'at').
     """
     try:
         yield
@@ -93,5 +93,5 @@ def blame(path: str | os.PathLike[str], where: str = "") -> Iterator[None]:
     except LeydenError:
         raise
     except _MISFITS as error:
-        reason = f"cannot be taken back ({type(error).__name__}: {error})."
+        reason = f"cannot be restored ({type(error).__name__}: {error})."
         raise CheckpointError(path, f"{where} {reason}" if where else reason) from error

@@ -1,4 +1,4 @@
-"""The manifest: what belongs to a checkpoint, byte for byte. A folder without one does not exist."""
+"""The manifest, which lists the files of a checkpoint with their checksums; a folder without one is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ MODEL = "model.safetensors"
 LAYOUT = "layout.json"
 OPTIMIZERS = "optimizer.json"
 PROGRESS = "progress.json"
-# Entries of a state dict that are no tensors, from `get_extra_state`.
+# Entries of a state dict that are not tensors, from `get_extra_state`.
 EXTRA = "model-extra"
-# Beside the owners of hyperparameters: what was left out of them, and which argument held them.
+# An entry beside the owners of hyperparameters: what was left out of them, and which argument held them.
 KEPT = "kept"
 
 FORMAT = 1
@@ -33,20 +33,20 @@ _KIND = "leyden checkpoint"
 
 @dataclass(frozen=True)
 class FileEntry:
-    """Size of a file and the SHA-256 of each of its chunks; an empty file has none."""
+    """The size of a file and the SHA-256 of each of its chunks; an empty file has no chunks."""
 
     size: int
     sha256: tuple[str, ...]
     chunk: int = CHUNK
 
     def chunks(self) -> Iterator[tuple[int, int, str]]:
-        """Start, end and digest of each chunk."""
+        """Yields start, end and digest of each chunk."""
         for index, digest in enumerate(self.sha256):
             yield index * self.chunk, min((index + 1) * self.chunk, self.size), digest
 
 
 class ChunkHasher:
-    """Works out a file's entry from its bytes, in order."""
+    """Computes a file's entry from its bytes, in order."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
@@ -72,17 +72,17 @@ class ChunkHasher:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What `manifest.json` says.
+    """The contents of `manifest.json`.
 
     Attributes:
-        files: every other file of the folder, by its name relative to it.
+        files: every other file of the folder, by its relative name.
         save_counter: 1 for the first checkpoint in its parent folder; the newest has the highest.
         saved_at: when it was saved, in UTC, ISO 8601.
-        progress: a summary: epoch and global_step.
-        world_size: ranks that wrote it.
-        strategy: name of the strategy that wrote it.
-        versions: of leyden and torch.
-        format: version of the format on disk.
+        progress: epoch and global_step.
+        world_size: the number of ranks that wrote it.
+        strategy: the name of the strategy that wrote it.
+        versions: the versions of leyden and torch.
+        format: the version of the file format.
     """
 
     files: Mapping[str, FileEntry]
@@ -95,7 +95,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_bytes(self) -> bytes:
-        """The file's bytes. The first line holds the digest of all that follows it, so that no bit can change unseen."""
+        """Returns the file's bytes. The first line holds the digest of the rest, so that any change is detected."""
         rest: dict[str, Any] = {
             "kind": _KIND,
             "format": self.format,
@@ -118,7 +118,7 @@ class Manifest:
         """Reads and checks what `to_bytes` wrote.
 
         Raises:
-            ValueError: if a bit differs, or it is no manifest; says why.
+            ValueError: if a bit differs, or it is not a manifest; says why.
         """
         if not data.startswith(_HEAD):
             raise ValueError("it is not a manifest")
@@ -164,16 +164,16 @@ def _head(body: bytes) -> bytes:
 
 
 MAX_PARTS = 4_000_000
-"""Lists and dicts that a JSON file of state may have."""
+"""The number of lists and dicts that a JSON file of state may have."""
 
 
 def parts_in(data: bytes) -> int:
-    """How many lists and dicts JSON has at most."""
+    """Returns an upper bound for the number of lists and dicts in JSON."""
     return data.count(b"[") + data.count(b"{")
 
 
 def unsafe(name: str) -> str | None:
-    """Why a file of that name must not be touched, or None if it may be."""
+    """Returns why a file of that name must not be opened, or None if it may be."""
     if name.startswith("/") or ":" in name or "\\" in name or "\0" in name:
         return "which is not a plain relative name"
     if any(part in ("", ".", "..") for part in name.split("/")):
@@ -185,7 +185,7 @@ def open_inside(folder: Path, name: str) -> tuple[int, int]:
     """Opens a regular file inside a folder; returns its descriptor and its size.
 
     Raises:
-        CheckpointError: if it is missing, no regular file, or reached through a link that leaves the folder.
+        CheckpointError: if it is missing, not a regular file, or reached through a link that leaves the folder.
     """
     path = folder / name
     reason = unsafe(name)
@@ -195,7 +195,7 @@ def open_inside(folder: Path, name: str) -> tuple[int, int]:
         real = path.resolve(strict=True)
         if not real.is_relative_to(folder.resolve()):
             raise CheckpointError(path, "is a link that leaves the checkpoint's folder. Copy the file into it.")
-        # Without O_NONBLOCK a FIFO in place of a file would hang the open.
+        # Without O_NONBLOCK, opening a FIFO would hang.
         flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
         descriptor = os.open(real, flags)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Safetensors files written and read in one pass over their bytes, which are hashed on the way.
+"""Writes and reads safetensors files in one pass over their bytes, which are hashed on the way.
 
 The format is that of https://github.com/huggingface/safetensors: eight bytes with the length of a JSON header, the
 header, then the tensors' bytes without gaps.
@@ -32,7 +32,7 @@ _BY_NAME = {name: dtype for dtype, name in NATIVE.items()}
 
 
 def write_file(path: Path, pieces: Iterable[memoryview | bytes], chunk: int = CHUNK) -> FileEntry:
-    """Writes a new file, flushes it to the disk and returns its entry for the manifest.
+    """Writes a new file, flushes it to disk and returns its entry for the manifest.
 
     Raises:
         OSError: if the file exists or cannot be written.
@@ -48,7 +48,7 @@ def write_file(path: Path, pieces: Iterable[memoryview | bytes], chunk: int = CH
 
 
 def entry_of(path: Path) -> FileEntry:
-    """The manifest's entry of a file that is there already, which is flushed to the disk."""
+    """Returns the manifest's entry of an existing file, which is flushed to disk."""
     hasher = ChunkHasher()
     with path.open("rb+") as file:
         while data := file.read(_BUFFER):
@@ -63,7 +63,7 @@ def _pieces(view: memoryview) -> Iterator[memoryview]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """Writes plain dense tensors as one safetensors file. Those on an accelerator are fetched one at a time.
+    """Writes plain dense tensors to one safetensors file, fetching those on an accelerator one at a time.
 
     Args:
         path: a file that does not exist yet.
@@ -83,12 +83,12 @@ def write_stream(
     fetch: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> FileEntry:
-    """Writes tensors of which only one need be there at a time.
+    """Writes tensors to one safetensors file, with only one of them in memory at a time.
 
     Args:
         path: a file that does not exist yet.
         forms: dtype and shape of each tensor, by key.
-        fetch: gives a tensor of that form, contiguous, on the CPU.
+        fetch: returns a tensor of that form, contiguous, on the CPU.
         metadata: strings for the header.
 
     Raises:
@@ -113,23 +113,24 @@ def write_stream(
         for name in names:
             fetched = fetch(name)
             yield memory_of(fetched)
-            # Before the next one is there.
+            # Freed before the next one is fetched.
             del fetched
 
     return write_file(path, pieces(), _chunk_of(max(sizes.values(), default=0), end))
 
 
 def _chunk_of(largest: int, total: int) -> int:
-    """Bytes under one checksum. Who reads a part of a tensor reads the chunks at its ends in whole.
+    """Returns the number of bytes per checksum.
 
-    So they are small beside the large tensors, of which ranks read parts; but no more than 131,072 in a file.
+    Reading a part of a tensor reads the chunks at its ends in full, so chunks are small compared with large tensors, of
+    which ranks read parts; but there are at most 131,072 in a file.
     """
     wanted = max(MIN_CHUNK, largest // 128, total >> 16)
     return int(min(CHUNK, 1 << (wanted.bit_length() - 1)))
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy. The tensor must outlive the view."""
+    """Returns the bytes of a contiguous CPU tensor without a copy. The tensor must outlive the view."""
     size = tensor.numel() * tensor.element_size()
     if size == 0:
         return memoryview(b"")
@@ -137,12 +138,12 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 class CheckedFile:
-    """A file of a checkpoint. Of every chunk it touches it reads all bytes, and compares their checksum.
+    """A file of a checkpoint that is verified as it is read: every chunk that is touched is read in full and checked.
 
     Args:
         folder: the checkpoint.
         name: the file in it.
-        entry: what the manifest says of it; None for a file that has no manifest, which is not compared.
+        entry: its entry in the manifest; None for a file without a manifest, which is not verified.
 
     Raises:
         CheckpointError: if it cannot be opened or has another size.
@@ -158,7 +159,7 @@ class CheckedFile:
             self._file.close()
             raise CheckpointError(
                 self.path,
-                f"has {self.size} bytes in place of {entry.size}. It was cut short or changed: use another one.",
+                f"has {self.size} bytes instead of {entry.size}. It was cut short or changed: use another one.",
             )
 
     def __enter__(self) -> Self:
@@ -168,7 +169,7 @@ class CheckedFile:
         self._file.close()
 
     def verify(self, begin: int = 0, end: int | None = None) -> None:
-        """Compares all chunks, or those that begin from byte `begin` on and before `end`.
+        """Verifies all chunks, or those that begin at byte `begin` or later and before `end`.
 
         Raises:
             CheckpointError: if a byte differs.
@@ -178,7 +179,7 @@ class CheckedFile:
             self._chunk(start, [])
 
     def read(self, limit: int) -> bytes:
-        """All bytes of a file that may not be longer than `limit`."""
+        """Returns all bytes of the file, which must not be longer than `limit`."""
         if self.size > limit:
             raise CheckpointError(self.path, f"has {self.size} bytes, more than such a file can have ({limit}).")
         data = bytearray(self.size)
@@ -186,21 +187,22 @@ class CheckedFile:
         return bytes(data)
 
     def head(self, tail_of: int = 8) -> tuple[int, bytes]:
-        """Length and bytes of a safetensors header. The length is bounded before anything of that size is allocated."""
+        """Returns length and bytes of a safetensors header; the length is checked before memory is allocated."""
         first = bytearray(min(tail_of, self.size))
         self._file.seek(0)
         self._exactly(memoryview(first))
         length = int.from_bytes(first, "little")
         if self.size < tail_of or length > MAX_HEADER or length > self.size - tail_of:
             raise CheckpointError(
-                self.path, f"is no safetensors file: it asks for a header of {length} bytes in a file of {self.size}."
+                self.path,
+                f"is not a safetensors file: it asks for a header of {length} bytes in a file of {self.size}.",
             )
         data = bytearray(tail_of + length)
         self.fill([(0, memoryview(data))])
         return tail_of + length, bytes(data[tail_of:])
 
     def fill(self, targets: list[tuple[int, memoryview]]) -> None:
-        """Reads into buffers, each given with its offset in the file. They must not overlap.
+        """Reads into buffers, each with its offset in the file. They must not overlap.
 
         Raises:
             CheckpointError: if a chunk that they touch differs from the manifest, or ends early.
@@ -217,7 +219,7 @@ class CheckedFile:
             self._chunk(start, pieces)
 
     def _chunk(self, start: int, pieces: list[tuple[int, memoryview]]) -> None:
-        """Reads one chunk: the pieces into their buffers, what lies between them only for the checksum."""
+        """Reads one chunk: pieces into their buffers, and what is between them only for the checksum."""
         digest = hashlib.sha256()
         position, end = start, min(start + self._chunk_size, self.size)
         scratch = memoryview(bytearray(min(_BUFFER, end - start)))
@@ -232,7 +234,8 @@ class CheckedFile:
                     self._exactly(gap)
                     digest.update(gap)
                     position += len(gap)
-                # In pieces that are still in the processor's cache when they are hashed: half the time of one big read.
+                # In pieces that are still in the CPU cache when they are hashed, which takes half the time of one big
+                # read.
                 for piece in _pieces(view):
                     self._exactly(piece)
                     digest.update(piece)
@@ -253,10 +256,10 @@ class CheckedFile:
 
 
 def read_tensors(file: CheckedFile) -> dict[str, Tensor]:
-    """Reads all tensors of a safetensors file, each into memory of its own.
+    """Reads all tensors of a safetensors file, each into its own memory.
 
     Raises:
-        CheckpointError: if the file is damaged or no safetensors file.
+        CheckpointError: if the file is damaged, or is not a safetensors file.
     """
     found: dict[str, Tensor] = {}
     targets = []
@@ -268,7 +271,7 @@ def read_tensors(file: CheckedFile) -> dict[str, Tensor]:
 
 
 def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-    """Dtype, shape and offset in the file of each tensor, checked to fill the file without gap or overlap.
+    """Returns dtype, shape and offset of each tensor, after a check that they fill the file without gap or overlap.
 
     Raises:
         CheckpointError: if the header breaks a rule of the format.
@@ -283,7 +286,7 @@ def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
             dtype, shape = _BY_NAME[entry["dtype"]], tuple(entry["shape"])
             start, end = entry["data_offsets"]
             if not all(type(number) is int and 0 <= number < 2**62 for number in (*shape, start, end)):
-                raise ValueError(f"the tensor {name!r} has the shape {shape} and the offsets {start}, {end}")
+                raise ValueError(f"the tensor {name!r} has shape {shape} and offsets {start}, {end}")
             if end - start != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"the tensor {name!r} of {dtype} {shape} is given {end - start} bytes")
             found[name] = (dtype, shape, begin + start)
@@ -296,7 +299,9 @@ def read_header(file: CheckedFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
         if begin + position != file.size:
             raise ValueError(f"its tensors end at byte {begin + position} of {file.size}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(file.path, f"is no sound safetensors file ({type(error).__name__}: {error}).") from error
+        raise CheckpointError(
+            file.path, f"is not a valid safetensors file ({type(error).__name__}: {error})."
+        ) from error
     return found
 
 
@@ -305,9 +310,11 @@ def _parsed(file: CheckedFile) -> tuple[int, dict[str, Any]]:
     try:
         parsed = json.loads(text, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(file.path, f"is no safetensors file: its header is no JSON ({error}).") from error
+        raise CheckpointError(
+            file.path, f"is not a safetensors file: its header is not valid JSON ({error})."
+        ) from error
     if not isinstance(parsed, dict):
-        raise CheckpointError(file.path, "is no safetensors file: its header is no JSON object.")
+        raise CheckpointError(file.path, "is not a safetensors file: its header is not a JSON object.")
     return begin, parsed
 
 

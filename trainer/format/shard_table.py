@@ -1,7 +1,7 @@
-"""Tensors that lie in a checkpoint as one or more shards: where each lies, and reading just the part that is wanted.
+"""Locates the shards of stored tensors in a checkpoint, and reads just the parts that are wanted.
 
-Of every stored tensor the checkpoint tells its *table*: `{"dtype": …, "shape": […], "shards": [[file, key, offsets, sizes], …]}`.
-Offsets say where the shard begins in the whole tensor; a shard that is the whole has no sizes.
+A checkpoint has a *table* for every stored tensor: `{"dtype": …, "shape": […], "shards": [[file, key, offsets, sizes],
+…]}`. Offsets say where a shard begins in the whole tensor; a shard that is the whole tensor has no sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from leyden.trainer.format.tensors import DTYPES, dtype_named
 
 Table: TypeAlias = dict[str, Any]
 Sizes: TypeAlias = tuple[int, ...]
-# Replicated tensors of fewer bytes stay one file, written by rank 0.
+# Replicated tensors of fewer bytes in total go to one file, which rank 0 writes.
 SPREAD_FROM = 64 * 1024 * 1024
-# What is read beside the place where it belongs, at a time.
+# Bytes that are read into temporary memory at a time.
 _BATCH = 64 * 1024 * 1024
 
 
 def whole_table(tensor: Tensor, file: str, key: str) -> Table:
-    """The table of a tensor that is one shard."""
+    """Returns the table of a tensor that is a single shard."""
     shape = list(tensor.shape)
     return {"dtype": _name(tensor.dtype), "shape": shape, "shards": [[file, key, [0] * len(shape)]]}
 
@@ -39,17 +39,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def file_name(stem: str, number: int, count: int) -> str:
-    """The name of the `number`-th of `count` files, as transformers has it; one alone has no number."""
+    """Returns the name of file `number` of `count`, as in transformers; a single file has no number."""
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors"
 
 
 def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) -> dict[str, int]:
-    """Which rank writes each of some tensors that all have: as many bytes each, and all on rank 0 where they are few.
+    """Decides which rank writes each tensor: all ranks write about as many bytes, or rank 0 everything if it is little.
 
     Args:
-        tensors: by key.
-        movable: keys of those that are alike on all ranks; the others are rank 0's.
-        ranks: how many there are.
+        tensors: the tensors by key, which all ranks have.
+        movable: keys of tensors that are the same on all ranks; rank 0 writes the others.
+        ranks: the number of ranks.
 
     Example:
         >>> spread({"a": torch.zeros(9), "b": torch.zeros(5), "c": torch.zeros(4)}, "abc", 2)
@@ -69,18 +69,18 @@ def spread(tensors: Mapping[str, Tensor], movable: Collection[str], ranks: int) 
 
 
 def check_spec(spec: SavedState, others: Mapping[str, SavedState]) -> None:
-    """Refuses what `layout.json` cannot say of a tensor.
+    """Raises if a tensor's entry in `layout.json` is invalid.
 
     Args:
-        spec: of one tensor.
-        others: of all, by name.
+        spec: the entry.
+        others: all entries, by name.
 
     Raises:
         StateError: names the entry.
     """
     if "alias_of" in spec:
         if "alias_of" in others.get(spec.text("alias_of"), spec):
-            raise StateError(spec.path("alias_of"), "names no tensor that is stored")
+            raise StateError(spec.path("alias_of"), "names a tensor that is not stored")
         return
     _check_form(spec)
     parts = spec.nested("parts")
@@ -99,7 +99,9 @@ def check_spec(spec: SavedState, others: Mapping[str, SavedState]) -> None:
 
 def _check_form(spec: SavedState) -> None:
     if spec.text("dtype") not in DTYPES:
-        raise StateError(spec.path("dtype"), f"is {brief(spec.value('dtype'))}, and no dtype that this Leyden knows")
+        raise StateError(
+            spec.path("dtype"), f"is {brief(spec.value('dtype'))}, which is not a dtype that this Leyden knows"
+        )
     _check_sizes(spec.path("shape"), spec.value("shape"))
 
 
@@ -108,15 +110,15 @@ def _check_sizes(where: str, sizes: Any) -> None:
         raise StateError(where, f"is {brief(sizes)}, and must be a list of sizes")
 
 
-# reading ----------------------------------------------------------------------------------------------------------------
+# reading --------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, eq=False)
 class Want:
     """A part of a stored tensor, and the tensor that it is read into.
 
     Attributes:
-        table: of the stored tensor.
+        table: the table of the stored tensor.
         offsets: where the part begins in it.
-        target: of the part's shape, on any device.
+        target: a tensor of the part's shape, on any device.
     """
 
     table: Table
@@ -126,7 +128,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Piece:
-    """What one shard has of a part: rows of the shard, and their place in the target."""
+    """The piece of a part that one shard has: rows of the shard, and their place in the target."""
 
     key: str
     want: Want
@@ -136,7 +138,7 @@ class _Piece:
 
 
 def fill(open_file: Callable[[str], CheckedFile], wants: Iterable[Want]) -> None:
-    """Reads parts of tensors into their targets: only the shards, and of those only the rows, that they need.
+    """Reads parts of tensors into their targets; reads only the shards, and only the rows of these, that are needed.
 
     Raises:
         CheckpointError: if a file is damaged or lacks a tensor.
@@ -180,16 +182,16 @@ def _pieces(want: Want) -> list[tuple[str, _Piece]]:
         boxes.append((begin, end))
         found.append((name, _Piece(key, want, inside, overlap, place)))
     if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel() or _overlap(boxes):
-        # Shards that overlap elsewhere leave as many elements unread, which would be whatever the memory held.
+        # Overlapping shards leave as many elements unread, and these would hold arbitrary memory.
         raise ValueError(f"the shards of a tensor of shape {shape} do not fill a part of {sizes} at {want.offsets}")
     return found
 
 
 def _overlap(boxes: list[tuple[Sizes, Sizes]]) -> bool:
-    """True if two boxes, each given by its begin and its end, have an element in common."""
+    """Returns True if two boxes, each given by begin and end, have an element in common."""
     open_ones: list[tuple[Sizes, Sizes]] = []
     for begin, end in sorted(boxes):
-        # Only those that reach into the rows where this one begins: few, since shards are mostly cut by rows.
+        # Only boxes that reach into the rows where this one begins: few, since most shards are split by rows.
         open_ones = [box for box in open_ones if not begin or box[1][0] > begin[0]]
         for other_begin, other_end in open_ones:
             if all(max(a, b) < min(c, d) for a, b, c, d in zip(begin, other_begin, end, other_end, strict=True)):
@@ -202,7 +204,7 @@ def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
     header = read_header(file)
     for piece in pieces:
         if piece.key not in header:
-            raise ValueError(f"there is no tensor {piece.key!r}, which the checkpoint says is there")
+            raise ValueError(f"there is no tensor {piece.key!r}, which the checkpoint lists")
     targets: list[tuple[int, memoryview]] = []
     aside: list[tuple[Tensor, _Piece]] = []
     size = 0
@@ -214,7 +216,7 @@ def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
             raise ValueError(f"{piece.key!r} of shape {shape} has no part of {piece.sizes} at {piece.begin}")
         dim, first = _rows(shape, piece)
         target = piece.target.detach()
-        # Rows that are wanted in their whole width lie in the file as they do in memory.
+        # Rows that are wanted in full width have the same layout in the file and in memory.
         spans = tuple(shape[dim + 1 :]) == piece.sizes[dim + 1 :]
         if not (spans and target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous()):
             target = torch.empty((*piece.sizes[: dim + 1], *shape[dim + 1 :]), dtype=dtype)
@@ -228,7 +230,7 @@ def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
 
 
 def _rows(shape: Sizes, piece: _Piece) -> tuple[int, int]:
-    """The dimension whose rows are read, the first of which more than one is wanted; and the first element of them."""
+    """Returns the dimension whose rows are read, the first one with more than one row, and their first element."""
     dim = next((dim for dim, size in enumerate(piece.sizes) if size != 1), max(len(shape) - 1, 0))
     first = sum(start * math.prod(shape[at + 1 :]) for at, start in enumerate(piece.begin[: dim + 1]))
     return dim, first

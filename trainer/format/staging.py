@@ -1,4 +1,4 @@
-"""Folders that are being written or deleted: temporary siblings, recognised and cleared when their process is gone."""
+"""Temporary folders beside a checkpoint that is written or deleted, which are cleared when their process is gone."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from typing import Literal
 
 from leyden.trainer.format.manifest import MANIFEST
 
-# tmp: being written; old: moved aside by an overwrite that is not done; del: being deleted.
+# tmp: being written; old: moved aside by an unfinished overwrite; del: being deleted.
 Kind = Literal["tmp", "old", "del"]
 BEAT = 30.0
-"""Seconds between two signs of life of a writer."""
+"""Seconds between two heartbeats of a writer."""
 SILENT = 3600.0
-"""Seconds without one after which a writer on another host is gone. One that wakes up later finds its folder missing, and raises."""
+"""Seconds without a heartbeat after which a writer on another host counts as gone. If it wakes up later, its folder is
+missing, and it raises."""
 _PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d+)-(?P<start>\d+)-(?P<host>\w+)-[0-9a-f]{8}")
 
 
 def sibling(target: Path, kind: Kind) -> Path:
-    """A new name beside `target` that tells which process of which host it belongs to."""
+    """Returns a new name beside `target` that identifies this process and host."""
     pid = os.getpid()
     return target.with_name(f".{target.name}.{kind}-{pid}-{_started(pid)}-{_host()}-{secrets.token_hex(4)}")
 
 
 def sweep(folder: Path, now: float | None = None) -> None:
-    """Clears what killed processes left in a folder, and puts back what an overwrite had moved aside.
+    """Clears what killed processes left in a folder, and restores what an overwrite had moved aside.
 
-    What a process of this host left is cleared as soon as it is gone. That of another host, or container, is cleared when it has
-    given no sign of life for `SILENT` seconds, since its process cannot be seen from here. What cannot be cleared stays: it is
-    invisible to readers, and the next writer tries again.
+    The leftovers of a process on this host are cleared as soon as it is gone. Those of another host or container, whose
+    processes are not visible from here, are cleared after `SILENT` seconds without a heartbeat. What cannot be cleared
+    stays: readers ignore it, and the next writer tries again.
 
     Args:
-        folder: with checkpoints in it.
-        now: the time by the clock of the folder's file system, as `Heartbeat` has it; None leaves what is of other hosts.
+        folder: a folder of checkpoints.
+        now: the time on the clock of the folder's file system, as in `Heartbeat.began`; None leaves what other hosts
+            wrote.
     """
     try:
         names = os.listdir(folder)
@@ -64,7 +66,7 @@ def sweep(folder: Path, now: float | None = None) -> None:
 
 
 def clock_of(folder: Path) -> float | None:
-    """The time by the clock of a folder's file system, for `sweep`; None where nothing can be written."""
+    """Returns the time on the clock of a folder's file system, for `sweep`; None if the folder is not writable."""
     probe = sibling(folder / "clock", "tmp")
     try:
         probe.touch()
@@ -76,31 +78,32 @@ def clock_of(folder: Path) -> float | None:
 
 
 def _is_alive(path: Path, match: re.Match[str], now: float | None) -> bool:
-    """True unless it is certain that nobody writes or deletes it any more."""
+    """Returns True unless it is certain that no process writes or deletes it any more."""
     if match["host"] == _host():
         return _runs(int(match["pid"]), match["start"])
     return now is None or now - _last_sign(path) < SILENT
 
 
 def _last_sign(path: Path) -> float:
-    """When something last happened to a folder or what is directly in it: a write, a rename, a heartbeat."""
+    """Returns when a folder or an entry in it last changed: a write, a rename, a heartbeat."""
     signs = []
     with contextlib.suppress(OSError):
         for entry in [path, *(path.iterdir() if path.is_dir() and not path.is_symlink() else ())]:
             status = entry.lstat()
             signs.append(max(status.st_mtime, status.st_ctime))
-    # What has just vanished is somebody's who is at work.
+    # An entry that has just vanished shows that its process is at work.
     return max(signs, default=math.inf)
 
 
 class Heartbeat:
-    """Shows other hosts that a temporary folder is being written: touches it every `BEAT` seconds until it is stopped.
+    """Touches a temporary folder every `BEAT` seconds until it is stopped, so that other hosts know it is being
+    written.
 
     Args:
         folder: the folder, which was just made.
 
     Attributes:
-        began: when that was, by the clock of its file system.
+        began: when it was made, on the clock of its file system.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -118,22 +121,22 @@ class Heartbeat:
                 return
 
     def stop(self) -> None:
-        """Ends it, before the folder is renamed or removed."""
+        """Stops the heartbeat, before the folder is renamed or removed."""
         self._over.set()
 
 
 def standing(path: Path) -> Path:
-    """Where the checkpoint of a name can be read: there, or aside, while an overwrite of it is not done or was killed.
+    """Finds where a checkpoint can be read: at its path, or aside if an overwrite is unfinished or was killed.
 
     Args:
         path: a checkpoint, or a link to one.
 
     Returns:
-        The path itself wherever it is there, and where nothing is.
+        The path itself if it exists, or if there is nothing aside either.
     """
     if path.is_dir():
         return path
-    # Also where a link such as "last" points to nothing now.
+    # This also covers a link such as "last" that points to nothing now.
     target = Path(os.path.realpath(path))
     sweep(target.parent)
     if target.is_dir():
@@ -142,7 +145,7 @@ def standing(path: Path) -> Path:
 
 
 def set_aside(folder: Path) -> list[tuple[Path, str]]:
-    """Whole checkpoints that an overwrite moved aside and whose names are free, with those names."""
+    """Returns whole checkpoints that an overwrite moved aside and whose names are free, with those names."""
     found = []
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(folder)):
@@ -155,12 +158,12 @@ def set_aside(folder: Path) -> list[tuple[Path, str]]:
 
 
 def is_staging(name: str) -> bool:
-    """True for the name of a folder that is being written or deleted."""
+    """Returns True for the name of a folder that is being written or deleted."""
     return _PATTERN.fullmatch(name) is not None
 
 
 def fsync_folder(folder: Path) -> None:
-    """Makes renames in a folder survive a power cut. Windows has no such call."""
+    """Makes renames in a folder survive a power failure. Windows has no such call."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -172,7 +175,7 @@ def fsync_folder(folder: Path) -> None:
 
 @functools.cache
 def _host() -> str:
-    """This host since it was booted, or this container: wherever a process number means the same process."""
+    """Returns a name for this host since boot, or this container, within which a process number is unique."""
     space = ""
     with contextlib.suppress(OSError):
         space = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
@@ -181,12 +184,12 @@ def _host() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks since boot; it tells a reused number apart. "0" where there is no /proc."""
+    """Returns when a process began, in ticks since boot, to recognise a reused number; "0" if there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "0"
-    # A killed process stays listed as a zombie until its parent asks for its status.
+    # A killed process is listed as a zombie until its parent collects its status.
     return "gone" if fields[0] in ("Z", "X") else fields[19]
 
 
@@ -194,7 +197,7 @@ def _runs(pid: int, start: str) -> bool:
     if start != "0" and os.path.isdir("/proc/self"):
         return _started(pid) == start
     if os.name == "nt":
-        # os.kill(pid, 0) would end the process there; what is left stays until it is deleted by hand.
+        # os.kill(pid, 0) would end the process on Windows; leftovers stay there until they are deleted by hand.
         return True
     try:
         os.kill(pid, 0)

@@ -1,4 +1,4 @@
-"""Tensors of every kind as the plain dense ones that safetensors holds, and back."""
+"""Converts tensors of every kind to the plain dense ones that safetensors holds, and back."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ NATIVE: dict[torch.dtype, str] = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-# One byte each, unknown to most readers of safetensors: stored as bytes.
+# Dtypes of one byte that most readers of safetensors do not know are stored as bytes.
 _BYTES = tuple(getattr(torch, name) for name in ("float8_e8m0fnu", "float4_e2m1fn_x2") if hasattr(torch, name))
-# Those that are stored as another one.
+# Dtypes that are stored as another one.
 TRANSLATED = (*_REAL, *_BYTES)
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*NATIVE, *_REAL, *_BYTES)}
 _COMPRESSED = {
@@ -48,30 +48,32 @@ _COMPRESSED = {
 }
 
 
-# Elements that a tensor may show of fewer in memory, as `expand` does: whoever touches each of them needs memory for all.
+# The number of elements that a tensor may repeat from fewer in memory, as `expand` does; using them takes memory for
+# all.
 MAX_REPEATED = 2**26
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True for a DTensor or a Fragment, of which each rank holds a part. Where nobody has imported DTensors, there are none."""
+    """Returns True for a DTensor or a Fragment, of which each rank holds a part."""
     if isinstance(tensor, Fragment):
         return True
+    # If nothing has imported DTensors, there are none.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Tensor:
-    """The memory of a tensor on this rank: of a DTensor its shard, of a Fragment its elements, else the tensor itself."""
+    """Returns this rank's part of a tensor: the shard of a DTensor, the elements of a Fragment, else the tensor itself."""
     if isinstance(tensor, Fragment):
         return tensor.flat
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
-    # A shard that is cast before it is gathered (fp8) holds its memory within.
+    # A shard that is cast before it is gathered (fp8) wraps its memory.
     within: Tensor | None = getattr(local, "_tensor", None)
     return local if within is None else within
 
 
 def address_of(tensor: Tensor) -> int:
-    """Where a tensor begins in memory. XLA's have no address; what is one tensor there has one number of XLA's own."""
+    """Returns where a tensor begins in memory. XLA tensors have no address, but a number that identifies the tensor."""
     if tensor.device.type == "xla":
         from leyden.strategies.xla.moving import number
 
@@ -80,12 +82,12 @@ def address_of(tensor: Tensor) -> int:
 
 
 def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
-    """Refuses a tensor that cannot be saved.
+    """Raises if a tensor cannot be saved.
 
     Args:
-        tensor: any.
-        where: what the error calls it.
-        sharded: a DTensor or a Fragment may be.
+        tensor: any tensor.
+        where: its name in the error.
+        sharded: accept a DTensor or a Fragment.
 
     Raises:
         UnsupportedStateError: names `where` and the kind of tensor.
@@ -113,11 +115,11 @@ def check_tensor(tensor: Tensor, where: str, sharded: bool = False) -> None:
 
 
 def split(tensor: Tensor) -> tuple[Spec, dict[str, Tensor]]:
-    """Takes a checked tensor apart.
+    """Splits a checked tensor into plain tensors.
 
     Returns:
-        A spec (dtype, shape, and strides or layout where they are not the usual ones), and the plain tensors to store:
-        one under "" for a strided tensor, else indices and values by name.
+        A spec (dtype, shape, and strides or layout if they are unusual), and the plain tensors to store: one under ""
+        for a strided tensor, else indices and values by name.
     """
     spec: Spec = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
     if tensor.device.type != "cpu":
@@ -141,18 +143,18 @@ def split(tensor: Tensor) -> tuple[Spec, dict[str, Tensor]]:
 
 
 def part_names(spec: Spec) -> tuple[str, ...]:
-    """The names of the parts that `split` gives for such a spec."""
+    """Returns the names of the parts that `split` makes for a spec."""
     layout = spec.get("layout")
     return ("",) if layout is None else ("indices", "values") if layout == "coo" else ("compressed", "plain", "values")
 
 
 def part_key(key: str, part: str) -> str:
-    """The name in the file of one part of the tensor `key`."""
+    """Returns the name in the file of one part of the tensor `key`."""
     return f"{key}::{part}" if part else key
 
 
 def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
-    """Puts together what `split` took apart.
+    """Joins the parts that `split` made.
 
     Raises:
         ValueError: if spec and parts contradict each other; also the errors of torch's own checks.
@@ -160,7 +162,7 @@ def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
     dtype, shape = dtype_named(spec["dtype"]), _sizes(spec["shape"])
     layout = spec.get("layout")
     if "" in parts and is_sharded(parts[""]):
-        # Read to where it belongs, in the dtype and order of the memory there.
+        # It was read into its place, in the dtype and memory order of that place.
         return parts[""]
     if layout is None:
         tensor = _from_stored(parts[""], dtype, shape)
@@ -181,13 +183,13 @@ def join(spec: Spec, parts: Mapping[str, Tensor]) -> Tensor:
 
 
 class TensorCollector:
-    """Gathers the tensors of a tree. Tensors that share memory are stored once, and share it again when read.
+    """Collects the tensors of a tree. Tensors that share memory are stored once, and share it again when read.
 
-    Memory is shared again between tensors of one dtype and storage. Views that overlap but differ are stored as the
-    stretch of memory that they cover.
+    This holds for tensors of one dtype and storage. Views that overlap but differ are stored as the stretch of memory
+    that they cover.
 
     Args:
-        sharded: DTensors and Fragments may be among them, and are kept as they are.
+        sharded: accept DTensors and Fragments, and keep them as they are.
     """
 
     def __init__(self, sharded: bool = False) -> None:
@@ -196,12 +198,12 @@ class TensorCollector:
         self._keys: set[str] = set()
 
     def put(self, tensor: Tensor, where: str, key: str) -> Spec:
-        """Takes a tensor in.
+        """Adds a tensor.
 
         Args:
             tensor: any tensor.
             where: its key path, for errors.
-            key: the name wanted for it in the file.
+            key: its preferred name in the file.
 
         Returns:
             Its spec, a JSON object that `finish` fills.
@@ -235,7 +237,7 @@ class TensorCollector:
         tensors = [tensor for tensor, _, _ in entries]
         start = min(tensor.storage_offset() for tensor in tensors)
         end = max(_end(tensor) for tensor in tensors)
-        # Storages that NumPy lent begin at one address and differ in length: the longest holds all of them.
+        # Storages shared with NumPy begin at one address and differ in length: the longest contains all of them.
         owner = max(tensors, key=lambda tensor: tensor.untyped_storage().nbytes()).detach()
         key = self._unique(entries[0][2])
         stored[key] = _to_stored(torch.as_strided(owner, (end - start,), (1,), start))
@@ -253,11 +255,11 @@ class TensorCollector:
 
 
 class TensorSource:
-    """Gives tensors back by the specs that a `TensorCollector` wrote.
+    """Returns tensors for the specs that a `TensorCollector` wrote.
 
     Args:
         stored: the plain tensors, by key.
-        device: where tensors go that were not on the CPU when saved; the CPU if left out.
+        device: the device of tensors that were not on the CPU when saved; the CPU by default.
     """
 
     def __init__(self, stored: Mapping[str, Tensor], device: str | torch.device | None = None) -> None:
@@ -268,7 +270,7 @@ class TensorSource:
         self._flagged: dict[tuple[Any, ...], Tensor] = {}
 
     def get(self, spec: Spec) -> Tensor:
-        """The tensor of a spec; the same object for the same memory seen in the same way.
+        """Returns the tensor of a spec; the same object for the same view of the same memory.
 
         Raises:
             ValueError: if the spec does not fit what is stored; also KeyError, TypeError and torch's RuntimeError.
@@ -296,7 +298,7 @@ class TensorSource:
         shape, strides, offset = _sizes(spec["shape"]), _sizes(spec["strides"]), spec["offset"]
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         if type(offset) is not int or offset < 0 or (0 not in shape and last >= count):
-            raise ValueError(f"a view of shape {shape} leaves the memory it is a view of")
+            raise ValueError(f"a view of shape {shape} extends beyond its memory")
         if math.prod(shape) > max(count, MAX_REPEATED):
             raise ValueError(f"a view shows the {count} elements of its memory as {math.prod(shape)}")
         return torch.as_strided(memory, shape, strides, offset)
@@ -309,13 +311,13 @@ class TensorSource:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype of that name.
+    """Returns the dtype of a name.
 
     Raises:
         ValueError: if no saved tensor can have it.
     """
     if name not in DTYPES:
-        raise ValueError(f"{name!r} is no dtype that this Leyden knows")
+        raise ValueError(f"{name!r} is not a dtype that this Leyden knows")
     dtype: torch.dtype = DTYPES[name]
     return dtype
 
@@ -329,7 +331,7 @@ def _to_stored(tensor: Tensor) -> Tensor:
 
 
 def stored_form(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape under which a dense tensor stands in the file."""
+    """Returns the dtype and shape of a dense tensor in the file."""
     if dtype in _REAL:
         return _REAL[dtype], (*shape, 2)
     return (torch.uint8 if dtype in _BYTES else dtype), shape
@@ -352,7 +354,7 @@ def _sizes(values: Any) -> tuple[int, ...]:
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """True if the elements fill their memory without gap or overlap, in some order of the dimensions."""
+    """Returns True if the elements fill their memory without gap or overlap, in some order of the dimensions."""
     expected = 1
     if 0 in shape:
         return False
@@ -365,7 +367,7 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """True if elements of one tensor share memory with each other, as in `expand`."""
+    """Returns True if elements of a tensor share memory with each other, as after `expand`."""
     return tensor.layout is torch.strided and tensor.numel() > max(_end(tensor) - tensor.storage_offset(), 0)
 
 
@@ -376,7 +378,7 @@ def _end(tensor: Tensor) -> int:
 
 
 def _shared_groups(tensors: list[Tensor]) -> list[list[int]]:
-    """Indices of the tensors that share memory with each other, in the order of first sight."""
+    """Groups the indices of tensors that share memory, in order of appearance."""
     buckets: dict[tuple[Any, ...], list[int]] = {}
     for index, tensor in enumerate(tensors):
         plain = tensor.layout is torch.strided and not is_sharded(tensor)

@@ -105,6 +105,6 @@ def test_what_does_not_fit_is_refused_before_anything_changes(written: tuple[str
     (folder / "random_states_0.pkl").unlink()
     third = Accelerator(cpu=True)
     third.prepare(*parts(9))
-    with pytest.raises(CheckpointError, match=r"random_states_0.pkl: is not there"):
+    with pytest.raises(CheckpointError, match=r"random_states_0.pkl: does not exist"):
         third.load_state(folder, trust=True)
     assert torch.equal(model[0].weight, before)

@@ -315,7 +315,7 @@ def test_what_is_no_checkpoint_is_named(here: Any, tmp_path: Path) -> None:
     assert "no model.safetensors" in here("convert", "empty").stderr
     torch.save({"epoch": 1}, tmp_path / "odd.pt")
     assert "no dict of tensors" in here("convert", "odd.pt").stderr
-    assert "is not there" in here("convert", "none.ckpt").stderr
+    assert "does not exist" in here("convert", "none.ckpt").stderr
 
 
 def test_a_sharded_folder_needs_trust(here: Any, tmp_path: Path) -> None:
