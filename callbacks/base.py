@@ -41,7 +41,7 @@ class Callback:
     _logs_through: TrainModule | None = None
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Logs a value as `TrainModule.log` does, with the same arguments, from any hook in which the module can log."""
+        """Logs a value as `TrainModule.log` does, with the same arguments, from any hook where the module can log."""
         if self._logs_through is not None:
             self._logs_through.log(name, value, *args, **kwargs)
 

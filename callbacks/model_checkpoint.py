@@ -157,7 +157,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the checkpoints kept for their score, once `save_top_k` are kept (-1: at any time); "" before."""
+        """The worst checkpoint kept for its score, once `save_top_k` are kept (-1: at any time); "" before."""
         full = self.save_top_k != 0 and len(self.best_k_models) >= max(1, self.save_top_k)
         return self._worst_of(self.best_k_models) if full else ""
 

@@ -132,7 +132,12 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module 'leyden' has no attribute {name!r}")
     if name not in _HOMES:
+        from leyden.callbacks import __all__ as callbacks
         from leyden.trainer.accelerator.absent import attribute
+
+        if name in callbacks or name == "loggers":
+            what = "*" if name == "loggers" else name
+            raise ImportError(f"leyden has no {name}: use `from leyden.callbacks import {what}`.", name=name)
 
         return attribute("leyden", name)
     value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""Merges the weights of a checkpoint of any number of shards into one file that safetensors and transformers can load."""
+"""Merges the shards of a checkpoint's weights into one file that safetensors and transformers can load."""
 
 from __future__ import annotations
 

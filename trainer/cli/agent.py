@@ -103,7 +103,7 @@ def _elastic_settings(plan: LaunchPlan, logs: Path) -> dict[str, Any]:
 
 
 def _folder(logs: Path, ended: Ended) -> Path:
-    """Returns the log folder of a rank: torch makes one for each attempt, and in it one for each rank of this machine."""
+    """Returns the log folder of a rank. torch makes one for each attempt, with one for each rank of this machine."""
     attempts = sorted(logs.glob("*/attempt_*"), key=lambda path: (path.stat().st_mtime, path.name))
     return (attempts[-1] if attempts else logs) / str(ended.failure.local_rank)
 

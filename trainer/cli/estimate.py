@@ -98,7 +98,7 @@ def _buffers(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> int:
-    """Returns the elements of the largest shard: the first dimension is split, and the first rank has the larger part."""
+    """Returns the elements of the largest shard, which is rank 0's: the first dimension is split, rounding up."""
     if not parameter.dim() or ranks == 1:
         return parameter.numel()
     return -(-parameter.shape[0] // ranks) * (parameter.numel() // max(1, parameter.shape[0]))

@@ -1,4 +1,4 @@
-"""Reads the `deepspeed_config` section of a configuration file: a strategy with its options, and settings of the run."""
+"""Reads the `deepspeed_config` section of a configuration file: a strategy, its options, and settings of the run."""
 
 from __future__ import annotations
 

@@ -55,7 +55,8 @@ def check_loaders(saved: SavedState) -> None:
     """Refuses what no fit can have saved of its loaders; changes nothing.
 
     Args:
-        saved: the training loader's `place` inside an epoch or its `rest` between two, and the rest of the `validation` loaders.
+        saved: the training loader's `place` inside an epoch or its `rest` between two, and the rest of the `validation`
+            loaders.
 
     Raises:
         StateError: names the entry.

@@ -44,7 +44,7 @@ def rng_state(devices: bool = True) -> dict[str, Any]:
 
 
 def live_state(devices: bool = True) -> dict[str, Any]:
-    """Returns the state as each library returns it, which is cheap for states that are seldom kept; see `plain_state`."""
+    """Returns the state as each library returns it, which is cheap if it is seldom kept; see `plain_state`."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if "numpy.random" in sys.modules:
         import numpy as np

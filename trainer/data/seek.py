@@ -132,7 +132,7 @@ def can_slice(sampler: Any) -> bool:
 
 
 def _is_as_known(kind: Any, replacement: bool) -> bool:
-    """Compares our slice with torch's sampler on a few indices; a sampler that a later torch changed is drawn instead."""
+    """Compares our slice with torch's sampler on a few indices, in case a later torch has changed the sampler."""
 
     def small() -> Any:
         generator = torch.Generator().manual_seed(1)

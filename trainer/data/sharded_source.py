@@ -34,7 +34,7 @@ class Shared(Iterator[tuple[Any, Share]]):
 
 
 class ShardedSource(TorchSource):
-    """The source of a DataLoader whose index sampler is `RankBatches`; its position counts items of the global order."""
+    """The source of a DataLoader with `RankBatches` as index sampler; positions count items of the global order."""
 
     shares = True
 

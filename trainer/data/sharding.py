@@ -147,7 +147,7 @@ class Order:
         return drawn
 
     def open(self) -> None:
-        """Makes the sampler's iterator when a plain loader would, since some samplers draw their order at that moment."""
+        """Makes the sampler's iterator when a plain loader would, since some samplers draw their order then."""
         if self._resumes:
             return
         self.state = self._iterator = None
@@ -184,7 +184,7 @@ class Order:
             keeper.load_state_dict(state["sampler"])
 
     def _return(self, own: State, agreed: State) -> None:
-        """Restores the rank's own generators after a draw; those that were equal to rank 0's advance as in one process."""
+        """Restores the rank's own generators after a draw; those equal to rank 0's advance as in one process."""
         self._stream = live_state(devices=False)
         after = plain_state(self._stream)
         moved = [name for name in own if name in after and name in agreed and alike(own[name], agreed[name])]

@@ -410,7 +410,8 @@ class _Decoder:
         cls = self.class_named(value["type"], enum.Enum)
         if cls is None:
             return plain
-        return cls[value["name"]] if value["name"] in cls.__members__ else cls(plain)  # type: ignore[attr-defined, index]
+        members: Mapping[str, Any] = cls.__members__  # type: ignore[attr-defined]
+        return members[value["name"]] if value["name"] in members else cls(plain)
 
     def namedtuple(self, value: Any, depth: int) -> Any:
         items = self.items(value, depth)

@@ -1,4 +1,4 @@
-"""The manifest, which lists the files of a checkpoint with their checksums; a folder without one is not a checkpoint."""
+"""The manifest, which lists a checkpoint's files with their checksums; a folder without one is not a checkpoint."""
 
 from __future__ import annotations
 

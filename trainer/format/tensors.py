@@ -63,7 +63,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Returns this rank's part of a tensor: the shard of a DTensor, the elements of a Fragment, else the tensor itself."""
+    """Returns this rank's part of a tensor: a DTensor's shard, a Fragment's elements, else the tensor itself."""
     if isinstance(tensor, Fragment):
         return tensor.flat
     local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor

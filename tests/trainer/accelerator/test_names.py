@@ -79,6 +79,8 @@ def test_the_modules_are_those_of_accelerate() -> None:
         ("from leyden.utils.modeling import get_balanced_memory", "from_pretrained"),
         ("from leyden.utils.constants import FSDP_SHARDING_STRATEGY", "write the words out"),
         ("from leyden.utils.other import convert_bytes", "a line of your own"),
+        ("from leyden import EarlyStopping", "from leyden.callbacks import EarlyStopping"),
+        ("from leyden import loggers", r"from leyden.callbacks import \*"),
         ("from leyden.utils import no_such_name", "cannot import name 'no_such_name'"),
     ],
 )
