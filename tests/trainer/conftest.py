@@ -1,4 +1,4 @@
-"""What the tests of the Trainer share: a module that records what is done to it, and a Trainer that writes nothing."""
+"""Shared by the tests of the Trainer: a module that records its batches, a Trainer that writes nothing, and a disk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from leyden import Trainer, TrainModule
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.checkpoint.writer import CheckpointWriter
 
 Fit = Callable[..., Trainer]
 
@@ -84,3 +86,16 @@ def fit(quiet: dict[str, Any]) -> Fit:
         return trainer
 
     return run
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Callable[..., Any]:
+    """Writes a tree to a checkpoint on disk and returns what is read back."""
+
+    def send(tree: Any, **reading: Any) -> Any:
+        with CheckpointWriter(tmp_path / "tree") as writer:
+            writer.state("user", tree)
+            path = writer.commit(progress={})
+        return CheckpointReader(path).state("user", **reading)
+
+    return send

@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share: real folders, and trees sent through them."""
+"""Checkpoints with every kind of file, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,21 +11,6 @@ import torch
 
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-
-Disk = Callable[..., Any]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Disk:
-    """Sends a tree through a checkpoint on disk."""
-
-    def send(tree: Any, **reading: Any) -> Any:
-        with CheckpointWriter(tmp_path / "tree") as writer:
-            writer.state("user", tree)
-            path = writer.commit(progress={})
-        return CheckpointReader(path).state("user", **reading)
-
-    return send
 
 
 def write(path: Path, step: int = 1, overwrite: bool = False) -> Path:
