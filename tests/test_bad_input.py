@@ -33,7 +33,7 @@ def test_before_training(
 
 
 @pytest.mark.parametrize(("error", "match", "run"), [case[1:] for case in DURING], ids=[case[0] for case in DURING])
-def test_in_training(
+def test_bad_input_in_training_is_named(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, error: type[Exception], match: str, run: Callable[[Ground], Any]
 ) -> None:
     check(Ground(tmp_path), error, match, run, recwarn)

@@ -133,7 +133,7 @@ def diagonal(scenario: str) -> tuple[str, ...]:
     return KILLS[SCENARIOS.index(scenario) % 5 :: 5]
 
 
-def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
     check_kills("shuffle", tmp_path, KILLS)
     # It went on, it did not begin anew.
     whole = result(tmp_path, "none")
@@ -145,13 +145,13 @@ def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS[1:])
-def test_a_killed_run_goes_on_exactly_with(scenario: str, tmp_path: Path) -> None:
+def test_a_killed_run_resumes_exactly_with(scenario: str, tmp_path: Path) -> None:
     check_kills(scenario, tmp_path, diagonal(scenario))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("scenario", SCENARIOS[1:])
-def test_a_run_killed_anywhere_goes_on_exactly_with(scenario: str, tmp_path: Path) -> None:
+def test_a_run_killed_anywhere_resumes_exactly_with(scenario: str, tmp_path: Path) -> None:
     check_kills(scenario, tmp_path, KILLS)
 
 
@@ -167,7 +167,7 @@ def test_the_program_would_notice_a_run_that_does_not_go_on_exactly(tmp_path: Pa
 
 # signals --------------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("scenario, points", [("saved by epoch", STOPS), ("monitored", STOPS[:5:2])])
-def test_a_signal_ends_the_run_in_order_and_it_goes_on_exactly(
+def test_a_signal_ends_the_run_in_order_and_it_resumes_exactly(
     scenario: str, points: tuple[str, ...], tmp_path: Path
 ) -> None:
     codes, printed = run(scenario, tmp_path, *points)
@@ -271,7 +271,7 @@ def begun(folder: Path, **limits: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("form", ["path", "str", "last", "auto", "best"])
-def test_every_form_of_ckpt_path_goes_on(form: str, tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_every_form_of_ckpt_path_resumes(form: str, tmp_path: Path, whole: dict[str, Any]) -> None:
     first = begun(tmp_path, max_epochs=2)
     assert first.last_checkpoint is not None
     path: Any = {"path": first.last_checkpoint, "str": str(first.last_checkpoint)}.get(form, form)
@@ -365,7 +365,7 @@ def test_current_is_refused_after_a_fit_that_failed(tmp_path: Path) -> None:
         trainer.fit(module, *loaders(), ckpt_path="current", max_epochs=2)
 
 
-def test_current_goes_on_after_an_interrupt(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_current_resumes_after_an_interrupt(tmp_path: Path, whole: dict[str, Any]) -> None:
     class Interrupting(Tiny):
         at = 6
 
@@ -387,7 +387,7 @@ def test_current_goes_on_after_an_interrupt(tmp_path: Path, whole: dict[str, Any
 
 
 @pytest.mark.parametrize("place", ["validation_step", "on_train_epoch_end"])
-def test_a_run_that_failed_outside_of_a_window_goes_on_exactly(
+def test_a_run_that_failed_outside_of_a_window_resumes_exactly(
     place: str, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     class Failing(Tiny):

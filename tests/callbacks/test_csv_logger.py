@@ -94,7 +94,7 @@ def test_step_left_out_counts_on(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(logger)] == ["0", "1", "7", "8"]
 
 
-def test_logging_goes_on_after_finalize(tmp_path: Path) -> None:
+def test_values_can_be_logged_after_finalize(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path)
     logger.log_metrics({"x": 1}, 1)
     logger.finalize("success")
@@ -165,7 +165,7 @@ def test_the_same_logger_goes_back_to_a_checkpoint(tmp_path: Path) -> None:
     assert [row["x"] for row in rows(logger)] == ["1", "20"]
 
 
-def test_an_earlier_run_of_the_same_version_is_kept_and_told(tmp_path: Path) -> None:
+def test_an_earlier_run_of_the_same_version_is_kept_with_a_warning(tmp_path: Path) -> None:
     for value in (1, 2):
         logger = CSVLogger(tmp_path, version="same")
         logger.log_metrics({"x": value}, 1)
@@ -192,7 +192,7 @@ for step in range(1, 200):
 """
 
 
-def test_a_killed_run_goes_on_with_whole_rows(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_whole_rows(tmp_path: Path) -> None:
     import ast
 
     done = run_program(["-c", KILLED, tmp_path])

@@ -181,7 +181,9 @@ def test_min_epochs_come_first(tmp_path: Path) -> None:
     assert fit(tmp_path, [5.0] * 6, stopping, min_epochs=4).current_epoch == 4
 
 
-def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_each_decision_and_the_end_is_always_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit(tmp_path, [5, 4, 4], EarlyStopping("val", patience=1, verbose=True))
     printed = capsys.readouterr().out
     assert "val improved: 5.000." in printed
@@ -244,7 +246,7 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
         ({"monitor": None}, "give the name of a logged metric"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         EarlyStopping(**{"monitor": "val", **arguments})
 

@@ -76,7 +76,7 @@ def test_lengths(steps: Any, lengths: list[int]) -> None:
         ({False: 2}, "False is not an epoch"),
     ],
 )
-def test_refusals(steps: Any, message: str) -> None:
+def test_wrong_arguments_are_refused(steps: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         GradientAccumulation(steps)
 

@@ -110,7 +110,7 @@ def test_names(tmp_path: Path) -> None:
     ]
 
 
-def test_optimizers_of_one_kind_are_numbered_and_tell_momentum_and_decay(tmp_path: Path) -> None:
+def test_optimizers_of_one_kind_are_numbered_and_log_momentum_and_decay(tmp_path: Path) -> None:
     def configure(net: Net) -> Any:
         return [
             SGD(net.a.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -148,7 +148,7 @@ def test_it_needs_a_logger(tmp_path: Path) -> None:
     fit(tmp_path, by_step, LearningRateMonitor(), fast_dev_run=True)
 
 
-def test_bad_interval() -> None:
+def test_a_wrong_interval_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'epoch'"):
         LearningRateMonitor("epochs")  # type: ignore[arg-type]
 

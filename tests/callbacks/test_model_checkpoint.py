@@ -285,7 +285,7 @@ def test_the_links_name_is_a_template(tmp_path: Path) -> None:
         ("{step}{step}", False, "120120"),
     ],
 )
-def test_names(template: str, insert: bool, name: str) -> None:
+def test_filenames_are_filled_in(template: str, insert: bool, name: str) -> None:
     values = {"epoch": 3, "step": 120, "val_loss": 0.12345, "val/acc": 0.984, "bad": NAN}
     assert format_name(template, values, insert) == name
     callback = ModelCheckpoint(filename=template, auto_insert_metric_name=insert)
@@ -424,7 +424,7 @@ def test_evaluation_alone_writes_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_the_interval_in_time_goes_on_after_a_resume(tmp_path: Path) -> None:
+def test_the_interval_in_time_spans_a_resume(tmp_path: Path) -> None:
     callback = ModelCheckpoint(train_time_interval=timedelta(hours=1))
     callback._saved_at = time.monotonic() - 1800
     again = ModelCheckpoint(train_time_interval=timedelta(hours=1))
@@ -661,7 +661,7 @@ def test_two_of_them_keep_their_own(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["all-epoch=1", "all-epoch=3", "best-epoch=3"]
 
 
-def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbose_prints_each_decision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, ModelCheckpoint(monitor="val", verbose=True, save_last=True), max_epochs=3)
     printed = capsys.readouterr().out
     folder = tmp_path / "checkpoints"
@@ -698,7 +698,7 @@ def test_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ({"filename": "{epoch:q}"}, "'q' cannot format 'epoch'"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         ModelCheckpoint(**arguments)
 

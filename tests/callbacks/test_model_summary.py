@@ -92,7 +92,7 @@ def test_shared_parameters_count_once() -> None:
     assert summary.total_parameters == 40
 
 
-def test_lazy_modules_are_told_apart() -> None:
+def test_lazy_modules_are_marked() -> None:
     net = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 1))
     net.example_input_array = torch.ones(1, 2)  # type: ignore[assignment]
     summary = summarize(net)
@@ -135,7 +135,7 @@ def test_examples_of_several_inputs(example: Any, expected: Any) -> None:
     assert layer.out_size == {"sum": expected[0], "parts": [expected[0], "?"]}
 
 
-def test_an_example_that_does_not_fit_is_told_and_costs_the_sizes_only() -> None:
+def test_an_example_that_does_not_fit_warns_and_costs_the_sizes_only() -> None:
     net = Net()
     net.example_input_array = torch.ones(2, 5)
     with pytest.warns(UserWarning, match=r"the summary shows no sizes, since forward\(example_input_array\) raised"):

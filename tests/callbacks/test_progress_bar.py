@@ -191,7 +191,7 @@ def test_a_slow_terminal_is_drawn_less_often() -> None:
     assert progress_bar.draw(Slow(), 1) >= start + 0.02 + 0.02 * progress_bar.DRAW_SHARE
 
 
-def test_a_fit_that_goes_on_in_mid_epoch_begins_there(tmp_path: Path, every_batch: None) -> None:
+def test_a_bar_resumes_in_mid_epoch(tmp_path: Path, every_batch: None) -> None:
     run, net = trainer(tmp_path), Net()
     with Terminal() as terminal:
         run.fit(net, DATA, max_steps=6, max_epochs=1)
@@ -371,6 +371,6 @@ def test_numbers_are_short(value: Any, text: str) -> None:
 @pytest.mark.parametrize(
     "arguments", [{"refresh_rate": -1}, {"refresh_rate": 0.5}, {"process_position": -1}, {"refresh_rate": True}]
 )
-def test_bad_arguments(arguments: dict[str, Any]) -> None:
+def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match="give a whole number of 0 or more"):
         TQDMProgressBar(**arguments)

@@ -58,7 +58,7 @@ def test_scalars(tmp_path: Path) -> None:
     logger.finalize("success")
 
 
-def test_logging_goes_on_after_finalize(tmp_path: Path) -> None:
+def test_values_can_be_logged_after_finalize(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path)
     logger.log_metrics({"a": 1.0}, 1)
     logger.finalize("success")

@@ -83,7 +83,7 @@ def test_durations_that_are_refused(value: Any, message: str) -> None:
         parse_duration(value, "max_time")
 
 
-def test_bad_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'step'"):
         Timer(interval="steps")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match=r"no stage 'training'\. Did you mean 'train'"):
@@ -168,7 +168,7 @@ def test_time_before_a_resume_counts(tmp_path: Path) -> None:
     assert second.state_key == first.state_key
 
 
-def test_a_fit_anew_has_its_whole_time_and_a_fit_that_goes_on_has_not(tmp_path: Path) -> None:
+def test_a_new_fit_has_its_whole_time_and_a_continued_fit_what_is_left(tmp_path: Path) -> None:
     timer = Timer("00:01:00:00")
     run = trainer(tmp_path, timer)
     net = Net()

@@ -102,7 +102,7 @@ def test_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
 
 
-def test_a_resume_goes_on_under_the_run_id(tmp_path: Path) -> None:
+def test_a_resume_logs_to_the_same_run_id(tmp_path: Path) -> None:
     first = WandbLogger(save_dir=tmp_path, mode="offline")
     first.log_metrics({"loss": 1.0}, 5)
     state = first.state_dict()

@@ -301,7 +301,7 @@ def kill(names: Iterable[str], folder: Path) -> None:
 
 # Every world costs seconds, so that all that can be asked of them stands in one test.
 @pytest.mark.timeout(900)
-def test_runs_go_on(tmp_path: Path) -> None:
+def test_runs_resume_bit_for_bit(tmp_path: Path) -> None:
     straight = run_straight(QUICK, tmp_path)
     for name in QUICK:
         check_same_losses(global_batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
@@ -376,7 +376,7 @@ def check_files(straight: Runs) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_every_one_is_killed_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_every_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     names = [name for name, layout in LAYOUTS.items() if layout.ranks == 2 and name not in QUICK]
     killed = [name for name in KILLED if name not in KILLED_QUICK]
     straight = run_straight([*names, *killed], tmp_path)
@@ -406,7 +406,7 @@ TARGETS = (*SOURCES, "stage 2 on 1", "stage 3 on 4", "stage 3 offload", "many gr
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-def test_every_layout_goes_on_from_every_other(tmp_path: Path) -> None:
+def test_every_layout_resumes_every_other(tmp_path: Path) -> None:
     straight: Runs = {}
     for size in (1, 2, 4):
         runs = {name: (name, f"{tmp_path}/straight {name}") for name in SOURCES if LAYOUTS[name].ranks == size}

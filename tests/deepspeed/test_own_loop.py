@@ -483,7 +483,7 @@ def in_trouble(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_loop_in_trouble_is_told_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_loop_with_an_error_is_reported_and_loses_nothing(tmp_path: Path) -> None:
     for rank in run_world(2, in_trouble, str(tmp_path)):
         for stage in (2, 3):
             assert rank[f"load {stage}"] and rank[f"skipped {stage}"]

@@ -229,7 +229,7 @@ def test_evaluation_sees_each_sample_once(found: Any, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_module_is_fit_again_and_goes_on(found: Any, stage: int) -> None:
+def test_a_module_can_be_fit_again(found: Any, stage: int) -> None:
     for rank in found:
         assert rank["again"][stage]["losses"] == pytest.approx(rank["again"][None]["losses"], rel=1e-6)
 

@@ -49,7 +49,7 @@ def weights(root: Path) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_killed_run_of_two_ranks_goes_on_exactly(tmp_path: Path, strategy: str) -> None:
+def test_a_killed_run_of_two_ranks_resumes_exactly(tmp_path: Path, strategy: str) -> None:
     straight = finished(start(tmp_path / "straight", strategy))
     assert "2 × cpu, 2 ranks" in straight
     loss = re.findall(r"validation loss (\d\.\d{3})", straight)
@@ -78,7 +78,7 @@ def test_a_killed_run_of_two_ranks_goes_on_exactly(tmp_path: Path, strategy: str
 
 
 @pytest.mark.full
-def test_in_fp8(tmp_path: Path) -> None:
+def test_lm_trains_in_fp8(tmp_path: Path) -> None:
     output = finished(start(tmp_path, "fsdp", "--precision", "fp8", "--width", "32", steps=4))
     assert "precision fp8: 2 Block + root over 2 ranks" in output and "tensorwise in 7 of 9 Linear layers" in output
     assert len(re.findall(r"validation loss \d\.\d{3}", output)) == 1

@@ -265,9 +265,7 @@ def test_nothing_of_a_run_stays_on_the_device(digits: TensorDataset, tmp_path: P
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_a_resume_goes_on_with_the_devices_random_numbers(
-    precision: str, digits: TensorDataset, tmp_path: Path
-) -> None:
+def test_a_resume_restores_the_devices_random_numbers(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
     def fit(module: Digits, path: Path | None = None, **limits: Any) -> Trainer:
         run = trainer(tmp_path, precision=precision, deterministic=True, **limits)
         run.fit(module, DataLoader(digits, 64, shuffle=True), ckpt_path=path)

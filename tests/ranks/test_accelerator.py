@@ -259,7 +259,7 @@ def resumed(folder: str, stop: int | None) -> tuple[list[float], list[Any]]:
 
 
 @pytest.mark.parametrize("stop", [3, 5, 8])
-def test_a_resume_on_ranks_goes_on_exactly(tmp_path: Path, stop: int) -> None:
+def test_a_run_on_ranks_resumes_exactly(tmp_path: Path, stop: int) -> None:
     whole = run_world(2, resumed, str(tmp_path), None)
     for rank, (seen, weights) in enumerate(run_world(2, resumed, str(tmp_path), stop)):
         assert seen == whole[rank][0][2 * stop :]

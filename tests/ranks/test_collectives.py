@@ -63,7 +63,7 @@ def talk() -> dict[str, Any]:
     return module.found
 
 
-def test_collectives() -> None:
+def test_collectives_return_values_of_every_rank() -> None:
     first, second = run_world(2, talk)
     assert first == second
     assert first["mean"] == [1.5, -1.5] and first["sum"] == [3.0, -3.0]

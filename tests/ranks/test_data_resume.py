@@ -78,7 +78,7 @@ def run_with(ranks: int, args: tuple[Any, ...], arguments: dict[str, Any]) -> An
 
 
 @pytest.mark.parametrize("saved", [1, 2])
-def test_a_run_goes_on_with_the_next_sample(saved: int, tmp_path: Path) -> None:
+def test_a_run_resumes_with_the_next_sample(saved: int, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     straight = results_of(saved, path, None, global_batch_size=12)
     left = Counter(pair for _, seen, _ in straight for pair in seen)

@@ -112,7 +112,7 @@ def fit_twice_by_hand() -> list[tuple[list[float], list[str]]]:
     return [fit_by_hand(set(), "ddp"), fit_by_hand({2, 3, 4}, "ddp")]
 
 
-def test_a_plain_backward_is_told_once() -> None:
+def test_a_plain_backward_warns_once() -> None:
     one, other = run_world(2, fit_twice_by_hand)
     assert one[0][0] == other[0][0] and one[0][1] == other[0][1] == []
     # As many times as ranks, for whom it is as wrong.

@@ -379,7 +379,7 @@ def true_dtypes(precision: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true", "bf16-mixed"])
-def test_precisions(answers: Answers, precision: str) -> None:
+def test_parameters_have_the_precisions_dtype(answers: Answers, precision: str) -> None:
     dtype = {"bf16-true": "torch.bfloat16", "64-true": "torch.float64", "bf16-mixed": "torch.float32"}[precision]
     assert answers("true_dtypes", precision) == [[dtype, True, dtype]] * 2
 
@@ -519,7 +519,7 @@ def refuse(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused(answers: Answers, kind: str) -> None:
+def test_what_fsdp_cannot_do_is_refused(answers: Answers, kind: str) -> None:
     for found in answers("refusals"):
         assert REFUSED[kind] in found[kind]
 

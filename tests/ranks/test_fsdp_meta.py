@@ -218,5 +218,5 @@ def resume_on_meta(folder: str) -> list[str]:
     return [name for (name, a), b in pairs if not torch.equal(whole(a), whole(b))]
 
 
-def test_a_checkpoint_goes_on_in_a_module_that_was_never_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_in_a_module_that_was_never_whole(tmp_path: Path) -> None:
     assert run_world(2, resume_on_meta, str(tmp_path)) == [[], []]

@@ -131,7 +131,7 @@ def run_and_hear(cases: list[dict[str, Any]]) -> list[list[str]]:
     return told
 
 
-def test_what_will_fail_at_the_epochs_end_is_told_at_its_begin() -> None:
+def test_what_would_fail_at_the_epochs_end_is_refused_at_its_start() -> None:
     limit = {"limit_train_batches": 2}
     uneven, idle = {"samples": 11, "arguments": limit}, {"samples": 9, "what": "one", "arguments": limit}
     fine = [

@@ -228,7 +228,7 @@ def fit_with_lengths(first: int, second: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("first", "second"), [(2, 5), (3, 2)])
-def test_lengths_that_are_far_apart_are_told_once(first: int, second: int) -> None:
+def test_lengths_that_are_far_apart_warn_once(first: int, second: int) -> None:
     told, other = run_world(2, fit_with_lengths, first, second)
     assert other == []
     assert len(told) == (second - first > 1)

@@ -127,7 +127,7 @@ def grouped(pairs: Any) -> dict[str, list[str]]:
     return found
 
 
-def test_a_diagonal_of_the_matrix(tmp_path: Path) -> None:
+def test_some_layouts_resume_some_others(tmp_path: Path) -> None:
     check(tmp_path, grouped(QUICK), accumulate=1)
     # A process by itself puts the shards together too, without a Trainer.
     path = tmp_path / "fsdp 2" / "checkpoints" / f"step={SAVED_AT}"
@@ -139,11 +139,11 @@ def test_a_diagonal_of_the_matrix(tmp_path: Path) -> None:
         assert not torch.equal(found[name], value)
 
 
-def test_asked_for_inside_an_accumulation_window(tmp_path: Path) -> None:
+def test_layouts_resume_what_was_asked_for_inside_an_accumulation_window(tmp_path: Path) -> None:
     check(tmp_path, grouped([("ddp", "ddp"), ("ddp", "single")]), accumulate=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_every_layout_goes_on_from_every_other(tmp_path: Path, accumulate: int) -> None:
+def test_every_layout_resumes_every_other(tmp_path: Path, accumulate: int) -> None:
     check(tmp_path, {layout: list(LAYOUTS) for layout in LAYOUTS}, accumulate)

@@ -330,7 +330,7 @@ def validate_two() -> list[dict[str, float]]:
     return trainer.validate(TwoLoaders(), [loader(BATCH), loader(BATCH, 1)], verbose=False)
 
 
-def test_a_rank_without_a_batch_of_one_loader_is_told_its_values() -> None:
+def test_a_rank_without_a_batch_of_one_loader_gets_its_values() -> None:
     for told in run_world(2, validate_two):
         assert told == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 1.0}]
 

@@ -83,7 +83,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(np.array_equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
 
 
-def test_ddp_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
     whole = run_world(2, fit, str(tmp_path / "whole"), None, 30)
     assert alike_but_for_statistics(whole[0], whole[1])
     assert whole[0]["losses"] != whole[1]["losses"], "each rank has its own samples and random numbers"

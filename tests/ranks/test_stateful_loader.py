@@ -64,7 +64,7 @@ def run(path: str | None, resume: str | None, workers: int, strategy: str = "ddp
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
-def test_a_resume_goes_on_with_the_next_sample(workers: int, tmp_path: Path) -> None:
+def test_a_resume_begins_with_the_next_sample(workers: int, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     straight = run_world(2, run, path, None, workers)
     left = Counter(pair for _, seen in straight for pair in seen)

@@ -17,7 +17,7 @@ SIZES = {"single_device": (1, None), "ddp": (2, 1), "fsdp": (2, 1), "fsdp_cpu_of
 
 
 @pytest.mark.parametrize("strategy", [name for name in SIZES if table.rows_of(name, run="CI")])
-def test_the_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
+def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "CI", tmp_path, *SIZES[strategy])
 
 
@@ -28,7 +28,7 @@ def test_other_names_train(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("strategy", SIZES)
-def test_the_other_cells_of_the_table(strategy: str, tmp_path: Path) -> None:
+def test_the_slow_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None:
     table.check(strategy, "full", tmp_path, *SIZES[strategy])
 
 

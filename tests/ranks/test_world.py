@@ -48,5 +48,5 @@ def test_a_rank_that_hangs_is_ended() -> None:
         run_world(1, hang, timeout=0.5)
 
 
-def test_a_rank_that_dies_silently_is_told_by_its_exit_code() -> None:
+def test_a_rank_that_dies_silently_is_reported_by_its_exit_code() -> None:
     assert run_world(1, leave, may_fail=True) == [3]

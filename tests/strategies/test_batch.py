@@ -195,6 +195,6 @@ def test_sizes(batch: Any, size: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [None, "text", [], {}, ["a", "b"], {"a": 1}, object()])
-def test_no_size_is_told_with_its_fix(batch: Any) -> None:
+def test_a_batch_without_a_size_is_an_error_with_its_fix(batch: Any) -> None:
     with pytest.raises(ConfigurationError, match="batch_size="):
         batch_size_of(batch)

@@ -307,7 +307,7 @@ def test_manual_optimisation(make: Make, trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("other", STRATEGIES)
-def test_a_checkpoint_goes_on_under_every_strategy(make: Make, trainer: Any, tmp_path: Path, other: str) -> None:
+def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp_path: Path, other: str) -> None:
     torch.manual_seed(0)
     whole = Regression(adamw)
     half = copy.deepcopy(whole)
@@ -325,7 +325,7 @@ def test_a_checkpoint_goes_on_under_every_strategy(make: Make, trainer: Any, tmp
     assert second.global_step == 16
 
 
-def test_evaluation(make: Make, trainer: Any) -> None:
+def test_evaluation_equals_the_plain_module(make: Make, trainer: Any) -> None:
     run, module = trainer(make()), Regression(adamw)
     [values] = run.validate(module, data(3), verbose=False)
     module.eval()

@@ -120,7 +120,7 @@ def test_why_layers_are_left() -> None:
     assert chosen.left["blocks.0.2"] == "skipped"
 
 
-def test_a_model_without_such_a_layer_is_told(tmp_path: Path) -> None:
+def test_a_model_without_an_fp8_layer_is_reported(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match=r"converts no Linear of Sequential: 2 first or last\. It runs in bf16-mixed"):
         Float8Precision().convert_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
 

@@ -55,7 +55,7 @@ def fit(strategy: Told, **arguments: Any) -> tuple[Trainer, Net]:
     return trainer, module
 
 
-def test_a_strategy_is_told_each_setting_as_soon_as_it_is_known() -> None:
+def test_a_strategy_gets_each_setting_as_soon_as_it_is_known() -> None:
     strategy = Told()
     fit(strategy, accumulate_grad_batches=2, gradient_clip_val=0.5)
     made, prepared, loaded = strategy.told

@@ -111,14 +111,14 @@ def test_shards_go_on_from_their_own_checkpoint(runs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("there", ["one", "sharded"])
-def test_what_was_saved_on_xla_goes_on_in_one_process_on_the_cpu(runs: dict[str, Any], there: str) -> None:
+def test_what_was_saved_on_xla_resumes_in_one_process_on_the_cpu(runs: dict[str, Any], there: str) -> None:
     found = losses(run(CPU, runs["root"], path=runs["root"] / there))
     assert found == pytest.approx(runs["cpu"][DONE:], abs=1e-5)
     assert len(found) == 15 - DONE
 
 
 @pytest.mark.parametrize(("here", "there"), [("one", "cpu"), ("sharded", "cpu"), ("sharded", "one")])
-def test_what_was_saved_elsewhere_goes_on_on_xla(runs: dict[str, Any], here: str, there: str) -> None:
+def test_what_was_saved_elsewhere_resumes_on_xla(runs: dict[str, Any], here: str, there: str) -> None:
     assert runs[here][f"from {there}"] == pytest.approx(runs["cpu"][DONE:], abs=1e-5)
 
 

@@ -331,7 +331,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
         ("deepspeed_stage_3_offload", 3, "cpu", "cpu"),
     ],
 )
-def test_names(name: str, number: int, optimizer: str | None, parameters: str | None) -> None:
+def test_names_choose_stage_and_offload(name: str, number: int, optimizer: str | None, parameters: str | None) -> None:
     strategy = find_strategy(name, "cpu", 2)
     assert isinstance(strategy, DeepSpeedStrategy)
     assert (strategy.stage, strategy.ranks.world_size) == (number, 2)

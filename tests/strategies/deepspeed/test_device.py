@@ -22,7 +22,9 @@ from leyden.strategies.deepspeed.initialize import device_number
         ({"RANK": "5", "LOCAL_RANK": "3"}, "cpu", 3),
     ],
 )
-def test_the_number(variables: dict[str, str], device: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_local_rank_chooses_the_device(
+    variables: dict[str, str], device: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

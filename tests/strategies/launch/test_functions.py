@@ -108,7 +108,7 @@ def test_cuda_that_is_in_use_cannot_be_forked(monkeypatch: pytest.MonkeyPatch, t
             make(tmp_path, strategy).fit(Module(), loader())
 
 
-def test_what_cannot_be_pickled_is_told_before_ranks_run(tmp_path: Path) -> None:
+def test_what_cannot_be_pickled_is_refused_before_ranks_run(tmp_path: Path) -> None:
     class Local(Module): ...
 
     with pytest.raises(ConfigurationError, match="must pickle.*Local.*ddp_fork"):
@@ -116,7 +116,7 @@ def test_what_cannot_be_pickled_is_told_before_ranks_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_a_run_of_ranks_that_are_gone_goes_on_from_a_checkpoint_alone(strategy: str, tmp_path: Path) -> None:
+def test_a_run_whose_ranks_are_gone_resumes_from_a_checkpoint_alone(strategy: str, tmp_path: Path) -> None:
     trainer, module = make(tmp_path, strategy), Module()
     # Of a Trainer that has run nothing, and of one whose ranks have run and are gone.
     for number in range(2):

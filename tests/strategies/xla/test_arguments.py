@@ -52,7 +52,7 @@ def test_a_mesh_must_have_the_devices_of_the_run() -> None:
         layout.check_devices(8)
 
 
-def test_batches_are_split_over_data_and_fsdp_unless_told_otherwise() -> None:
+def test_batches_are_split_over_data_and_fsdp_by_default() -> None:
     assert Layout({"model": 2, "fsdp": 2, "data": 2}).batch_axes == ("data", "fsdp")
     assert Layout({"a": 2, "b": 2}).batch_axes == ("a",)
     assert Layout({"a": 2, "b": 2}, batch=["b"]).batch_axes == ("b",)

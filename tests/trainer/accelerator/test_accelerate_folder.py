@@ -62,7 +62,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, 
     return request.param, tmp_path, [parameter.detach() for parameter in model.parameters()]
 
 
-def test_a_trusted_folder_of_accelerate_goes_on_bit_for_bit(written: tuple[str, Path, list[torch.Tensor]]) -> None:
+def test_a_trusted_folder_of_accelerate_resumes_bit_for_bit(written: tuple[str, Path, list[torch.Tensor]]) -> None:
     precision, folder, expected = written
     accelerator = Accelerator(cpu=True, mixed_precision=precision)
     model, optimizer, scheduler = accelerator.prepare(*parts(9))

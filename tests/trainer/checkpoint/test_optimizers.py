@@ -113,7 +113,7 @@ def test_the_table_has_all_of_torchs_optimizers() -> None:
         if (kind, dtype) != ("SGD-fused", torch.bfloat16)
     ],
 )
-def test_goes_on_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_an_optimizer_resumes_bit_for_bit(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     make = OPTIMIZERS[kind]
     module = build(kind, dtype)
     optimizer = make(list(module.parameters()))
@@ -305,7 +305,7 @@ def test_schedulers_go_on(kind: str, rate: Any, disk: Any, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "NAdam"])
 @pytest.mark.parametrize("there", [torch.float32, torch.bfloat16])
-def test_goes_on_in_another_precision(kind: str, there: torch.dtype, tmp_path: Path) -> None:
+def test_an_optimizer_resumes_in_another_precision(kind: str, there: torch.dtype, tmp_path: Path) -> None:
     """State of the parameters' dtype becomes that of the parameters that they are now; what has its own keeps it."""
     here = torch.bfloat16 if there == torch.float32 else torch.float32
     module = build(kind, there)

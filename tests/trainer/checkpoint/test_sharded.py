@@ -358,7 +358,7 @@ def names(path: str) -> None:
     strategy.teardown()
 
 
-def test_names_that_do_not_fit_are_told(saved: dict[str, Any]) -> None:
+def test_names_that_do_not_fit_are_named(saved: dict[str, Any]) -> None:
     run_world(2, names, saved["fsdp 3"]["path"])
 
 

@@ -43,7 +43,7 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-def test_ls_tells_whole_ones_from_damaged_ones(saved: Path, here: Any) -> None:
+def test_ls_marks_damaged_checkpoints(saved: Path, here: Any) -> None:
     done = here("checkpoint", "ls")
     rows = [line.split() for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == ["name", "one", "two"]
@@ -72,7 +72,7 @@ def test_verify_reads_every_byte(saved: Path, here: Any) -> None:
     assert here("checkpoint", "verify", saved / "two").returncode == 0
 
 
-def test_show_tells_what_is_in_it(saved: Path, here: Any) -> None:
+def test_show_lists_the_contents(saved: Path, here: Any) -> None:
     shown = here("checkpoint", "show", saved / "one", "--tensors").stdout
     assert "global_step" in shown and "hyperparameters of the module" in shown
     assert "weights: 2 tensors with 20 elements" in shown
@@ -199,7 +199,7 @@ def step_data() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("after_fit", [False, True])
-def test_a_lightning_run_goes_on(after_fit: bool, here: Any, tmp_path: Path) -> None:
+def test_a_lightning_run_resumes(after_fit: bool, here: Any, tmp_path: Path) -> None:
     """Optimizer, scheduler and counters come too: the losses are those of the run that was never converted.
 
     Saved after fit, Lightning has counted the last epoch as done; saved by a callback at its end, it has not yet.
@@ -232,7 +232,7 @@ def test_a_lightning_run_goes_on(after_fit: bool, here: Any, tmp_path: Path) -> 
     assert again.losses == whole[4:] and trainer.global_step == 8
 
 
-def test_an_accelerate_run_goes_on(here: Any, tmp_path: Path) -> None:
+def test_an_accelerate_run_resumes(here: Any, tmp_path: Path) -> None:
     from leyden import Accelerator
 
     whole = by_hand(8)[3]
@@ -274,7 +274,7 @@ def test_an_accelerate_run_goes_on(here: Any, tmp_path: Path) -> None:
     assert again.losses == whole[4:] and accelerator.steps == 8
 
 
-def test_an_optimizer_whose_names_cannot_be_told_is_left(here: Any, tmp_path: Path) -> None:
+def test_an_optimizer_whose_names_are_unknown_is_left_out(here: Any, tmp_path: Path) -> None:
     module, optimizer, _, _ = by_hand(2)
     layers = [{"params": module.net[2].parameters()}, {"params": module.net[0].parameters()}]
     for number, (state, words) in enumerate(

@@ -139,7 +139,7 @@ def test_arguments_of_the_class(here: Any) -> None:
         (("models_to_estimate:Net", "--args", "width=3"), "not valid JSON"),
     ],
 )
-def test_mistakes(here: Any, arguments: tuple[str, ...], words: str) -> None:
+def test_mistakes_are_refused_with_a_fix(here: Any, arguments: tuple[str, ...], words: str) -> None:
     done = here("estimate", *arguments)
     assert done.returncode == 2
     assert words in done.stderr

@@ -184,7 +184,7 @@ def test_two_machines_meet(script: Path, tmp_path: Path, environ: dict[str, str]
     assert told(tmp_path, 1)["sum"] == 2.0
 
 
-def test_machines_that_lose_each_other_are_told_in_a_line(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_lose_each_other_are_reported_in_a_line(here: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     from leyden.strategies.launch import elastic as engine
@@ -356,7 +356,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mistake_is_told_in_a_line_and_ends_with_2(what: str, here: Any, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_exit_code_2(what: str, here: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print(1)\n")
     done = here(*MISTAKES[what])
     assert done.returncode == 2

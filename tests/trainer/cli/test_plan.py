@@ -146,7 +146,7 @@ def test_an_end_point_must_be_one() -> None:
         plan({"num_machines": 2, "rdzv_backend": "static"}, elastic=ElasticOptions(endpoint="host:1"))
 
 
-def test_what_scripts_are_told_comes_through_the_variables() -> None:
+def test_scripts_get_their_settings_through_variables() -> None:
     found = {
         "distributed_type": "DEEPSPEED",
         "mixed_precision": "bf16",

@@ -245,7 +245,7 @@ def answered(
     return Wizard(machine, before).run(), asked
 
 
-def test_what_the_machine_tells_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_machine_shows_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = answered(Machine(), [], Settings(), monkeypatch)
     assert [text.split(" (")[0] for text in asked] == [
         "How many machines",

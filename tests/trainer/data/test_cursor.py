@@ -587,7 +587,7 @@ def test_a_shorter_data_set_is_refused() -> None:
         LoaderCursor(DataLoader(Indices(8), BATCH)).resume(0, cursor.state_dict(5))
 
 
-def test_set_epoch_is_told_to_every_part_once() -> None:
+def test_set_epoch_is_called_once_on_every_part() -> None:
     told: list[tuple[str, int]] = []
 
     class Listening(Epochwise):

@@ -149,7 +149,7 @@ class Gpus:
         return [int(state[0]) for state in self.states.values()]
 
 
-def test_a_ranks_gpu_goes_on_under_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ranks_gpu_resumes_under_another_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run on cuda:2 that resumes as cuda:0, on another machine or under another starter, draws the same numbers."""
     gpus = Gpus(monkeypatch, current=2)
     state = rng_state()

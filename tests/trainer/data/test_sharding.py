@@ -220,7 +220,7 @@ def test_a_place_is_found_again_by_as_many_ranks_and_by_others(kind: str, ranks:
     assert flat(again.read()) == flat(found[2:])
 
 
-def test_another_batch_size_goes_on_with_the_next_sample() -> None:
+def test_another_batch_size_resumes_with_the_next_sample() -> None:
     world = World(KINDS["shuffled"], 1, 6)
     world.begin(0)
     world.read(3)

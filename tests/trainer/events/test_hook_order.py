@@ -331,13 +331,13 @@ FITS = {
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_fit(name: str, tmp_path: Path) -> None:
+def test_fit_follows_the_pseudocode(name: str, tmp_path: Path) -> None:
     run = Run(FITS[name], tmp_path)
     run.trainer.fit(run.module, datamodule=run.data)
     assert_same(run.trace, list(expected("fit", FITS[name])))
 
 
-def test_fit_again(tmp_path: Path) -> None:
+def test_a_second_fit_follows_the_pseudocode(tmp_path: Path) -> None:
     run = Run(FITS["plain"], tmp_path)
     run.trainer.fit(run.module, datamodule=run.data)
     run.trace.clear()
@@ -347,7 +347,7 @@ def test_fit_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("save_at", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["accumulation with a short window", "schedulers"])
-def test_resume(name: str, save_at: int, tmp_path: Path) -> None:
+def test_a_resume_follows_the_pseudocode(name: str, save_at: int, tmp_path: Path) -> None:
     plan = FITS[name]
     first = Run(plan, tmp_path, save_at=save_at)
     first.trainer.fit(first.module, datamodule=first.data)
@@ -362,7 +362,7 @@ def test_resume(name: str, save_at: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation(stage: str, resume: bool, tmp_path: Path) -> None:
+def test_evaluation_follows_the_pseudocode(stage: str, resume: bool, tmp_path: Path) -> None:
     fitted = Run(Plan(epochs=1, batches=1, validate_every=1, evaluated=1), tmp_path, save_at=1)
     if resume:
         fitted.trainer.fit(fitted.module, datamodule=fitted.data)
@@ -373,7 +373,7 @@ def test_evaluation(stage: str, resume: bool, tmp_path: Path) -> None:
     assert_same(run.trace, list(expected(stage, plan)))
 
 
-def test_save(tmp_path: Path) -> None:
+def test_a_save_follows_the_pseudocode(tmp_path: Path) -> None:
     run = Run(FITS["plain"], tmp_path)
     run.trainer.fit(run.module, datamodule=run.data)
     run.trace.clear()
@@ -381,7 +381,7 @@ def test_save(tmp_path: Path) -> None:
     assert_same(run.trace, list(expected("save", FITS["plain"])))
 
 
-def test_error(tmp_path: Path) -> None:
+def test_an_error_follows_the_pseudocode(tmp_path: Path) -> None:
     run = Run(FITS["plain"], tmp_path)
 
     def fail(batch: Any, batch_idx: int) -> None:

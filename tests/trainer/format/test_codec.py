@@ -247,7 +247,7 @@ def test_a_field_that_was_added_takes_its_default_and_one_without_is_named() -> 
         decode(saved, TensorSource({}), types=[Outer])
 
 
-def test_generator_goes_on(disk: Any) -> None:
+def test_a_generator_draws_its_next_numbers(disk: Any) -> None:
     generator = torch.Generator().manual_seed(5)
     torch.rand(3, generator=generator)
     back = disk({"g": generator})["g"]

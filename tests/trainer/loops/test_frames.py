@@ -100,7 +100,7 @@ def test_with_a_loader_without_a_length(tmp_path: Path) -> None:
     assert len(frames) <= 6, frames
 
 
-def test_the_way_of_a_step(tmp_path: Path) -> None:
+def test_a_step_passes_these_frames_alone(tmp_path: Path) -> None:
     """Every frame counts, whoever it belongs to; this is the whole way."""
     module = Module()
     fit(module, tmp_path)

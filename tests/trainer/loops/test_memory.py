@@ -89,7 +89,7 @@ def loader() -> Any:
     ],
     ids=["default", "a limit", "accumulation", "autocast", "listeners", "barebones"],
 )
-def test_fit(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_fit_keeps_no_batch_output_or_graph(arguments: dict[str, Any], tmp_path: Path) -> None:
     module = Module()
     trainer = Trainer(accelerator="cpu", max_epochs=2, default_root_dir=tmp_path, **arguments)
     trainer.fit(module, loader(), loader())
@@ -120,7 +120,7 @@ def test_a_batch_is_gone_when_the_next_one_is_loaded(logger: bool, tmp_path: Pat
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_evaluation(stage: str, tmp_path: Path) -> None:
+def test_evaluation_keeps_no_batch_or_output(stage: str, tmp_path: Path) -> None:
     module = Module()
     getattr(Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), stage)(module, loader())
     # `enumerate` and the fetching of the next batch let go of the last one only when they have the next.

@@ -39,7 +39,7 @@ class Net(TrainModule):
 @pytest.mark.parametrize("items", ["none", "number", "host", "device"])
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_fit_on_a_device_that_tells_nothing(items: str, clip: Any, precision: str, tmp_path: Path) -> None:
+def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: str, tmp_path: Path) -> None:
     waits = Waits()
     off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(

@@ -46,7 +46,7 @@ def told_of(run: Callable[[], Any], error: type[Exception], capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_an_error_in_a_step_tells_epoch_batch_shapes_and_what_to_try(
+def test_an_error_in_a_step_names_epoch_batch_shapes_and_what_to_try(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, error, fix = STEPS[name]
@@ -67,7 +67,7 @@ class FailsInValidation(Module):
             raise ZeroDivisionError
 
 
-def test_an_error_in_a_validation_tells_its_own_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_a_validation_names_its_own_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quiet = {**QUIET, "default_root_dir": tmp_path}
     fit = Trainer(**quiet, num_sanity_val_steps=0)
     told = told_of(lambda: fit.fit(FailsInValidation(), loader(), loader()), ZeroDivisionError, capsys)
@@ -78,7 +78,7 @@ def test_an_error_in_a_validation_tells_its_own_batch(tmp_path: Path, capsys: py
     assert "this was batch 1 in validation; the batch was" in told
 
 
-def test_samples_of_different_shapes_are_told_with_the_place_in_the_epoch(
+def test_samples_of_different_shapes_are_named_with_their_place_in_the_epoch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Uneven(Dataset[Any]):
