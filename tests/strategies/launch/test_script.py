@@ -196,8 +196,7 @@ from of_test import *
 
 torch.manual_seed(0)
 module = Module()
-nodes = int(sys.argv[1])
-trainer = Trainer(devices=4 // nodes, num_nodes=nodes, strategy="ddp", max_epochs=1, **QUIET)
+trainer = Trainer(devices=int(sys.argv[1]), num_nodes=2, strategy="ddp", max_epochs=1, **QUIET)
 trainer.fit(module, batches())
 place = trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size, trainer.num_nodes
 say("RANK", *place, weights(module))
@@ -286,11 +285,14 @@ def on_one_machine(folder: str) -> list[float]:
     return of_test.weights(module)  # type: ignore[no-any-return]
 
 
-def test_two_machines_of_two_ranks_have_the_weights_of_four_on_one(folder: Path, machines: Machines) -> None:
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_two_machines_have_the_weights_of_one_with_as_many_ranks(
+    devices: int, folder: Path, machines: Machines
+) -> None:
     (folder / "script.py").write_text(MACHINES)
     agents = [
         subprocess.Popen(
-            [*prefix, sys.executable, "script.py", "2"],
+            [*prefix, sys.executable, "script.py", str(devices)],
             cwd=folder,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
             stdout=subprocess.PIPE,
@@ -308,9 +310,9 @@ def test_two_machines_of_two_ranks_have_the_weights_of_four_on_one(folder: Path,
     assert [agent.returncode for agent in agents] == [0, 0], outputs
     found = ranks_of(outputs[0][0] + outputs[1][0])
     assert {rank: place for rank, (place, _) in found.items()} == {
-        rank: [str(rank // 2), str(rank % 2), "4", "2"] for rank in range(4)
+        rank: [str(rank // devices), str(rank % devices), str(2 * devices), "2"] for rank in range(2 * devices)
     }
-    [expected] = {str(weights) for weights in run_world(4, on_one_machine, str(folder))}
+    [expected] = {str(weights) for weights in run_world(2 * devices, on_one_machine, str(folder))}
     assert {weights for _, weights in found.values()} == {expected}
 
 

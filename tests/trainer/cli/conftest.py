@@ -14,19 +14,23 @@ ROOT = Path(__file__).parents[3]
 Leyden = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.fixture
-def environ(tmp_path: Path) -> dict[str, str]:
-    """An environment in which nobody has started ranks and no file lies about."""
+def clean_environ(folder: Path) -> dict[str, str]:
     gone = ("LEYDEN_", "SLURM_", "RANK", "LOCAL_", "WORLD_", "MASTER_", "HF_HOME", "PYTEST_")
     clean = {name: value for name, value in os.environ.items() if not name.startswith(gone)}
     paths = os.pathsep.join(part for part in (str(ROOT), os.environ.get("PYTHONPATH", "")) if part)
     return {
         **clean,
-        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "XDG_CACHE_HOME": str(folder / "cache"),
         "PYTHONPATH": paths,
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """An environment in which nobody has started ranks and no file lies about."""
+    return clean_environ(tmp_path)
 
 
 @pytest.fixture
@@ -52,14 +56,24 @@ def here(
     return run
 
 
+def run_leyden(
+    folder: Path, environ: dict[str, str], *arguments: object, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "leyden", *(str(argument) for argument in arguments)]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=timeout)
+
+
 @pytest.fixture
 def leyden(tmp_path: Path, environ: dict[str, str]) -> Leyden:
-    """Runs `leyden …` in a folder of its own and waits for it; gives back the process with what it printed."""
+    """Runs `leyden …` in a folder of its own and waits for it; returns the process with what it printed."""
 
     def run(*arguments: object, timeout: float = 120, **variables: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "leyden", *(str(argument) for argument in arguments)]
-        return subprocess.run(
-            command, cwd=tmp_path, env={**environ, **variables}, capture_output=True, text=True, timeout=timeout
-        )
+        return run_leyden(tmp_path, {**environ, **variables}, *arguments, timeout=timeout)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def leyden_in() -> Leyden:
+    """Runs `leyden …` in a given folder, for fixtures that several tests share."""
+    return lambda folder, *arguments: run_leyden(folder, clean_environ(folder), *arguments, timeout=240)

@@ -105,36 +105,12 @@ fsdp_config:
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_transformer_layer_cls_to_wrap: GPT2Block
 """
-TRAINERS = """\
-import json, os, sys
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-rank = os.environ["RANK"]
-# On both ranks the weights of the file: nobody skips them.
-model = GPT2LMHeadModel.from_pretrained("saved")
-size = float(sum(p.detach().abs().sum() for p in model.parameters()))
-data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(16, 4)]
-dtypes = []
-model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: dtypes.append(str(output.dtype)))
-quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
-arguments = TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, **quiet)
-trainer = Trainer(model, arguments, train_dataset=data)
-trainer.train()
-found = {
-    "size": size, "dtype": dtypes[0], "wrapped": type(trainer.model_wrapped).__name__,
-    "steps": trainer.state.global_step, "ranks": trainer.args.world_size,
-    "weights": float(sum(p.detach().double().sum() for p in trainer.model.parameters())),
-}
-json.dump(found, open(f"rank-{rank}.json", "w"))
-"""
-LEYDENS = """\
+SCRIPT = """\
 import json, os
-import torch
-from transformers import GPT2LMHeadModel
-from leyden import Trainer, TrainModule
+import leyden, torch
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
-class Module(TrainModule):
+class Module(leyden.TrainModule):
     def __init__(self):
         super().__init__()
         self.net = GPT2LMHeadModel.from_pretrained("saved")
@@ -146,39 +122,53 @@ class Module(TrainModule):
         self.size = float(sum(p.full_tensor().abs().sum() for p in self.net.parameters()))
 
 module = Module()
-trainer = Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-trainer.fit(module, torch.utils.data.DataLoader(torch.arange(32).reshape(4, 8)))
-json.dump({"size": module.size, "strategy": trainer.strategy.name}, open(f"rank-{os.environ['RANK']}.json", "w"))
+ours = leyden.Trainer(max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+ours.fit(module, torch.utils.data.DataLoader(torch.arange(32).reshape(4, 8)))
+leydens = {"size": module.size, "strategy": ours.strategy.name}
+
+# On both ranks the weights of the file: nobody skips them.
+model = GPT2LMHeadModel.from_pretrained("saved")
+size = float(sum(p.detach().abs().sum() for p in model.parameters()))
+data = [{"input_ids": ids, "labels": ids} for ids in torch.arange(64).reshape(16, 4)]
+dtypes = []
+model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda module, args, output: dtypes.append(str(output.dtype)))
+quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True}
+arguments = TrainingArguments("out", max_steps=2, per_device_train_batch_size=2, **quiet)
+trainer = Trainer(model, arguments, train_dataset=data)
+trainer.train()
+transformers = {
+    "size": size, "dtype": dtypes[0], "wrapped": type(trainer.model_wrapped).__name__,
+    "steps": trainer.state.global_step, "ranks": trainer.args.world_size,
+    "weights": float(sum(p.detach().double().sum() for p in trainer.model.parameters())),
+}
+json.dump({"leyden": leydens, "transformers": transformers}, open(f"rank-{os.environ['RANK']}.json", "w"))
 """
 
 
-@pytest.fixture
-def size(tmp_path: Path) -> float:
-    """A small model in a folder; the sum of its weights' absolute values."""
+@pytest.fixture(scope="module")
+def launched(leyden_in: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, list[dict[str, Any]]]:
+    """The sum of a file's absolute weights, and what two ranks of one launch found with Leyden and transformers."""
+    pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers", minversion="5")
     import torch
 
+    folder = tmp_path_factory.mktemp("launched")
     torch.manual_seed(3)
     shape = {"vocab_size": 64, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     config = transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config)
-    model.save_pretrained(tmp_path / "saved")
-    (tmp_path / "fsdp.yaml").write_text(FSDP_FILE)
-    return float(sum(p.detach().abs().sum() for p in model.parameters()))
-
-
-def told(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
-
-
-def test_transformers_trainer_trains_on_both_ranks_and_in_the_precision_of_the_launch(
-    leyden: Any, tmp_path: Path, size: float
-) -> None:
-    pytest.importorskip("accelerate")
-    (tmp_path / "train.py").write_text(TRAINERS)
-    done = leyden("launch", "--config_file", "fsdp.yaml", "train.py")
+    model.save_pretrained(folder / "saved")
+    (folder / "fsdp.yaml").write_text(FSDP_FILE)
+    (folder / "train.py").write_text(SCRIPT)
+    done = leyden_in(folder, "launch", "--config_file", "fsdp.yaml", "train.py")
     assert done.returncode == 0, done.stderr
-    first, second = told(tmp_path)
+    found = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return float(sum(p.detach().abs().sum() for p in model.parameters())), found
+
+
+def test_transformers_trainer_trains_on_both_ranks_and_in_the_precision_of_the_launch(launched: Any) -> None:
+    size, ranks = launched
+    first, second = (found["transformers"] for found in ranks)
     assert first == second
     assert first["dtype"] == "torch.bfloat16"
     # Accelerate shards on GPUs alone.
@@ -186,11 +176,7 @@ def test_transformers_trainer_trains_on_both_ranks_and_in_the_precision_of_the_l
     assert first["size"] == pytest.approx(size, rel=1e-6)
 
 
-def test_from_pretrained_under_fsdp_has_the_weights_of_the_file_on_every_rank(
-    leyden: Any, tmp_path: Path, size: float
-) -> None:
-    (tmp_path / "train.py").write_text(LEYDENS)
-    done = leyden("launch", "--config_file", "fsdp.yaml", "train.py")
-    assert done.returncode == 0, done.stderr
-    for found in told(tmp_path):
-        assert found == {"size": pytest.approx(size, rel=1e-6), "strategy": "fsdp"}
+def test_from_pretrained_under_fsdp_has_the_weights_of_the_file_on_every_rank(launched: Any) -> None:
+    size, ranks = launched
+    for found in ranks:
+        assert found["leyden"] == {"size": pytest.approx(size, rel=1e-6), "strategy": "fsdp"}
