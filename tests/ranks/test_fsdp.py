@@ -102,7 +102,7 @@ class Case:
     replicate: int = 1
     reshard: bool | int | None = None
     epochs: int = 2
-    count: int = 10
+    count: int = 5
     strategy: dict[str, Any] = field(default_factory=dict)
 
 
