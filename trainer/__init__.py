@@ -1,7 +1,8 @@
 """The Trainer, the Accelerator, and the rooms of one run.
 
-Start with `events/hooks.py`, which gives the order of a run. `loops/fit.py` is the loop, and `loops/step.py` turns one batch
-into an optimizer step. `trainer.py` puts the parts of a run together.
+Start with `events/hooks.py`, which gives the order of a run. `trainer.py` turns arguments into parts and starts runs;
+`run/state.py` has the Run, which sets itself up; `loops/fit.py` drives it, and `loops/step.py` turns one batch into an
+optimizer step.
 
     trainer.py view.py                       the Trainer and what callbacks read of it
     module.py datamodule.py hparams.py       what users subclass
@@ -45,7 +46,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name when it is first used. In a checkout `trainer` is this package too, and gives the very same classes."""
+    """Imports a name when it is first used. In a checkout `trainer` is this package too, with the very same classes."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOMES[name]), name)

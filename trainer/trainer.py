@@ -373,8 +373,8 @@ class Trainer(TrainerView):
         """The life of a run: set-up, loop, tear-down. Whoever has a hook for it hears of an error."""
         if self.state.stage is not None:
             raise LeydenError(
-                f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with a "
-                "Trainer of its own."
+                f"Trainer.{stage} was called while this Trainer's {self.state.stage} runs: call it afterwards, or with "
+                "a Trainer of its own."
             )
         if self.strategy.ranks.are_planned:
             return self._launch(stage, model, datamodule, goal, keeps, **loaders)
