@@ -206,6 +206,19 @@ def test_what_hooks_save_and_load_is_left_out(tmp_path: Path) -> None:
     assert torch.equal(model.weight, weight)
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_the_models_that_hooks_leave_come_back(tmp_path: Path, taken: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    models = accelerator.prepare(nn.Linear(2, 1), nn.Linear(2, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights.pop(taken))
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(taken))
+    accelerator.save_state(tmp_path / "saved")
+    left, weight = models[1 - taken], models[1 - taken].weight.detach().clone()
+    nn.init.zeros_(left.weight)
+    accelerator.load_state(tmp_path / "saved")
+    assert torch.equal(left.weight, weight)
+
+
 def test_what_is_missing_or_damaged_is_named(tmp_path: Path) -> None:
     run = Run()
     run.accelerator.save_state(tmp_path / "saved")
