@@ -324,12 +324,12 @@ def test_a_newer_format_says_so(two: tuple[Path, Path]) -> None:
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         CheckpointReader(tmp_path / "none")
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(CheckpointError, match="load_foreign"):
         CheckpointReader(tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"manifest.json.*missing"):
+    with pytest.raises(CheckpointError, match="has no manifest.json"):
         CheckpointReader(tmp_path)
 
 
