@@ -172,6 +172,25 @@ class Strategy:
             self.precision.register(optimizer)
         return self.optimizers
 
+    def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
+        """Sets up one more module of a loop of the user's own.
+
+        Args:
+            module: beside those that are set up already.
+            moves: False leaves it on its device.
+        """
+        before = self.modules
+        added = self.setup_modules([module])[0] if moves else self.precision.convert_module(module)
+        self.modules = [*before, added]
+        return added
+
+    def add_optimizer(self, modules: Sequence[nn.Module], optimizer: Optimizer | None) -> Optimizer:
+        """Sets up one more optimizer of a loop of the user's own; None for one that an engine makes."""
+        before = self.optimizers
+        [added] = self.setup_optimizers(modules, [] if optimizer is None else [optimizer])
+        self.optimizers = [*before, added]
+        return added
+
     def make_schedulers(self) -> list[Any]:
         """Returns the schedulers of the strategy's own settings, which the caller steps and saves."""
         return []
@@ -261,9 +280,9 @@ class Strategy:
                 loss = loss * window.weight
             return loss / window.length if window.length > 1 else loss
         if window.index == 0:
-            window.num_items, window.first_items = num_items, _not_zero(self.mean_items(num_items))
+            window.begin_items(num_items, _not_zero(self.mean_items(num_items)))
         else:
-            window.num_items = window.num_items + num_items  # type: ignore[operator]
+            window.add_items(num_items)
         return loss / window.first_items  # type: ignore[operator]
 
     def mean_items(self, num_items: Tensor | float) -> Tensor | float:
@@ -300,7 +319,7 @@ class Strategy:
     def skip_items(self, window: Window) -> None:
         """Takes part in what `loss_to_backward` exchanges, for a rank without a sample: it has no items."""
         if window.index == 0 and self.ranks.any(False):
-            window.num_items, window.first_items = 0, _not_zero(self.mean_items(0))
+            window.begin_items(0, _not_zero(self.mean_items(0)))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """Runs the training step of manual optimisation: forward only, in the precision's context."""

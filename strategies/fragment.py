@@ -60,7 +60,13 @@ class Fragment(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: Any = (),
+        kwargs: Any = None,
+    ) -> Any:
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} of a Fragment, of which this rank has a part: use its `flat`.")

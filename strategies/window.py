@@ -64,6 +64,14 @@ class Window:
         else:
             self.index += 1
 
+    def begin_items(self, num_items: Tensor | float, mean: Tensor | float) -> None:
+        """Counts the items of the first batch; `mean`, their mean over the ranks, is what backward divides by."""
+        self.num_items, self.first_items = num_items, mean
+
+    def add_items(self, num_items: Tensor | float) -> None:
+        """Counts the items of a further batch."""
+        self.num_items = self.num_items + num_items  # type: ignore[operator]
+
     def close_early(self) -> None:
         """Closes the open window with the batch that ended last: no other came."""
         self.index -= 1

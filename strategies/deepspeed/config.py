@@ -478,9 +478,7 @@ class ZeroConfig:
             )
 
     def lower_weights(self, precision: str) -> str | None:
-        """ "bf16" or "fp16" where weights are held in that, with float32 masters in the optimizer; None where in
-        float32.
-        """
+        """Returns "bf16" or "fp16" if weights have that dtype, beside float32 masters; None if they are in float32."""
         for name in ("fp16", "bf16"):
             if self.given(f"{name}.enabled") is True or precision == f"{name.removeprefix('fp')}-true":
                 return name

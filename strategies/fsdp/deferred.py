@@ -44,7 +44,9 @@ class Recipe:
 
     def cut(self, storage: torch.UntypedStorage) -> Tensor:
         """The tensor, in a storage of the CPU."""
-        return torch.empty(0, dtype=self.dtype, device=CPU).set_(storage, self.offset, self.shape, self.strides)  # type: ignore[no-any-return, call-overload]
+        empty: Any = torch.empty(0, dtype=self.dtype, device=CPU)
+        cut: Tensor = empty.set_(storage, self.offset, self.shape, self.strides)
+        return cut
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
@@ -30,7 +31,8 @@ class TruePrecision(Precision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         # Not `to(dtype)`, which makes complex tensors real: `double()` and `half()` leave them alone.
-        restore_layers(module)._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t)  # type: ignore[no-untyped-call]
+        apply: Callable[..., nn.Module] = restore_layers(module)._apply
+        apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t)
         return module
 
     def convert_input(self, batch: T) -> T:

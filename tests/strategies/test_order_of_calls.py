@@ -20,7 +20,17 @@ ALWAYS = [name for optional, name in LISTED if not optional]
 FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce"}
 WITHIN = {"loss_to_backward", "mean_items", "skip_items", "clip_parameters", "forward"}
 """Methods that other methods call."""
-ANY_TIME = {"init_module", "gradient_sync", "sync_in_backward", "backward", "full_state_dict", "release", "to_device"}
+ANY_TIME = {
+    "init_module",
+    "gradient_sync",
+    "sync_in_backward",
+    "backward",
+    "full_state_dict",
+    "release",
+    "to_device",
+    "add_module",
+    "add_optimizer",
+}
 
 
 def methods() -> set[str]:

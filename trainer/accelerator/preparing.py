@@ -123,7 +123,6 @@ class Preparing:
             if module is bare or module is known:
                 return known
         self._check_placement(module, moves)
-        before = strategy.modules
         if strategy.drives_one and (evaluation_mode or not any(p.requires_grad for p in module.parameters())):
             return self._placed(module, moves)
         if strategy.drives_one and stepping.bare_models:
@@ -132,8 +131,7 @@ class Preparing:
                 "of one module, use strategy='ddp' or 'fsdp', or prepare_model(model, evaluation_mode=True) for one "
                 "that is not trained."
             )
-        bare = strategy.setup_modules([module])[0] if moves else strategy.precision.convert_module(module)
-        strategy.modules = [*before, bare]
+        bare = strategy.add_module(module, moves)
         context = strategy.precision.forward_context
         if context is not None:
             run_in_context(bare, context, options.converts_outputs(strategy))
@@ -170,13 +168,11 @@ class Preparing:
         for known in stepping.prepared_optimizers:
             if given is known or given is known.optimizer:
                 return known
-        before = strategy.optimizers
         if isinstance(given, DummyOptim) and not strategy.drives_one:
             raise ConfigurationError(
                 "a DummyOptim stands for the optimizer of a DeepSpeed config: prepare a real optimizer here."
             )
-        [own] = strategy.setup_optimizers(stepping.bare_models, [] if isinstance(given, DummyOptim) else [given])
-        strategy.optimizers = [*before, own]
+        own = strategy.add_optimizer(stepping.bare_models, None if isinstance(given, DummyOptim) else given)
         prepared = stepping.add_optimizer(own)
         _move_state(own)
         return prepared
