@@ -54,8 +54,10 @@ class Checker:
         self._seconds = float(os.environ.get(TIMEOUT, SECONDS)) if seconds is None else seconds
 
     def _begin(self) -> None:
-        """Counts from 0, under a name of its own, for each run of this process and in each process group: an attempt that was
-        given up has left ranks at different numbers, and the store keeps what a former run told."""
+        """Counts from 0 for each run of this process and each process group, under a new name in the store.
+
+        An attempt that was given up has left ranks at different numbers, and the store keeps what a former run wrote.
+        """
         from torch import distributed as dist
 
         self._group, self._count = self._strategy.ranks.host_group, 0
@@ -88,8 +90,9 @@ class Checker:
         if missing:
             ranks = ", ".join(str(rank) for rank in missing)
             raise CollectiveError(
-                f"rank {self._rank} came to {name} at {call_site()}, and rank {ranks} did not within {self._seconds:g} s: every rank "
-                "must call it. Call it outside of any `if accelerator.is_main_process:` and of loops that are longer on one rank."
+                f"rank {self._rank} came to {name} at {call_site()}, and rank {ranks} did not within {self._seconds:g} "
+                "s: every rank must call it. Call it outside of any `if accelerator.is_main_process:` and of loops "
+                "that are longer on one rank."
             )
         rows = [entry.split("\n") for entry in found if entry is not None]
         if len({row[0] for row in rows}) > 1 or (alike and len({row[1] for row in rows}) > 1):
@@ -144,11 +147,12 @@ def begin(engine: Engine, accumulation: int) -> None:
     """
     strategy = engine.strategy
     tell(
-        f"leyden: rank {strategy.ranks.global_rank} of {strategy.ranks.world_size} (local {strategy.ranks.local_rank}), device {strategy.root_device}, "
-        f"strategy {strategy.name}, precision {strategy.precision.name}, accumulation {accumulation}"
+        f"leyden: rank {strategy.ranks.global_rank} of {strategy.ranks.world_size} (local "
+        f"{strategy.ranks.local_rank}), device {strategy.root_device}, strategy {strategy.name}, precision "
+        f"{strategy.precision.name}, accumulation {accumulation}"
     )
     if strategy.ranks.world_size > 1:
-        engine.checker = Checker(strategy)
+        engine.check_collectives(Checker(strategy))
 
 
 def tell(facts: str | None) -> None:

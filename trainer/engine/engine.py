@@ -1,4 +1,4 @@
-"""Engine: what Trainer and Accelerator both drive. It owns the strategy, the accumulation window and what is prepared for them."""
+"""Engine: the strategy, the accumulation window and what is prepared, as Trainer and Accelerator drive them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Engine:
         self.told_of_rest = False
         """The user was warned that `all_gather` will fail at the end of the epoch."""
         self.share: Share | None = None
-        """What ranks know of each other's part of the current batch; None between batches, and where nothing is known."""
+        """What ranks know of each other's part of the current batch; None between batches, or if nothing is known."""
 
     @property
     def precision(self) -> Precision:
@@ -180,8 +180,8 @@ class Engine:
             *([f"are not scaled for precision={self.precision.name!r}"] if self.precision.scales_loss else []),
         ]
         warnings.warn(
-            "training_step stepped an optimizer without a call of self.manual_backward. Gradients of a plain loss.backward() "
-            f"{' and '.join(lacks)}: call self.manual_backward(loss) in its place.",
+            "training_step stepped an optimizer without a call of self.manual_backward. Gradients of a plain "
+            f"loss.backward() {' and '.join(lacks)}: call self.manual_backward(loss) in its place.",
             stacklevel=5,
         )
 
@@ -212,6 +212,10 @@ class Engine:
 
         context = self.precision.forward_context
         return nullcontext() if context is None else context()
+
+    def check_collectives(self, checker: Checker) -> None:
+        """Compares from here on, before each collective, what the ranks bring to it."""
+        self.checker = checker
 
     # collectives ------------------------------------------------------------------------------------------------------
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from leyden.trainer.data.sharding import Share
 
 FIX = (
-    "Trainer(even_batches=True) fills the last global batch of the training data, drop_last=True of a loader leaves it out; or keep "
-    "what you want to gather until the epoch's end, and gather it in a hook there, on every rank."
+    "Trainer(even_batches=True) fills the last global batch of the training data, drop_last=True of a loader leaves it "
+    "out; or keep what you want to gather until the epoch's end, and gather it in a hook there, on every rank."
 )
 
 
@@ -36,8 +36,8 @@ def check_gathered(strategy: Strategy, share: Share | None, data: Any, group: An
     """
     if share is not None and share.idle:
         raise ConfigurationError(
-            f"all_gather in a step: this global batch has {share.total} sample{'s'[: share.total != 1]} for {strategy.data_size} "
-            f"ranks, and a rank without one cannot take part. {FIX}"
+            f"all_gather in a step: this global batch has {share.total} sample{'s'[: share.total != 1]} for "
+            f"{strategy.data_size} ranks, and a rank without one cannot take part. {FIX}"
         )
     check_shapes(strategy, data, group, "all_gather", FIX, known_to_differ=share is not None and not share.even)
 
@@ -81,8 +81,8 @@ def tell_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
         return False
     if strategy.is_global_zero:
         warnings.warn(
-            f"all_gather in a step would fail in the last global batch of a whole epoch, which has {share.rest} samples for {ranks} "
-            f"ranks. {FIX}",
+            f"all_gather in a step would fail in the last global batch of a whole epoch, which has {share.rest} "
+            f"samples for {ranks} ranks. {FIX}",
             stacklevel=5,
         )
     return True

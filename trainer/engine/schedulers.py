@@ -72,8 +72,8 @@ def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], lis
 
     Args:
         configured: what it returned.
-        automatic: False in manual optimisation, where the module steps its schedulers with values of its own, so that none
-            needs a monitor.
+        automatic: False in manual optimisation, where the module steps its schedulers with values of its own, so that
+            none needs a monitor.
 
     Raises:
         ConfigurationError: if it has another form; names the fix.
@@ -145,8 +145,8 @@ def _scheduler(entry: Any, automatic: bool, monitor: str | None = None) -> Sched
         raise ConfigurationError(f"lr_scheduler has frequency={config.frequency!r}: use a whole number from 1.")
     if automatic and config.reduce_on_plateau and config.monitor is None:
         raise ConfigurationError(
-            f"{type(scheduler).__name__} needs a value to watch: return {{'scheduler': scheduler, 'monitor': 'val_loss'}} as "
-            "lr_scheduler."
+            f"{type(scheduler).__name__} needs a value to watch: return "
+            f"{{'scheduler': scheduler, 'monitor': 'val_loss'}} as lr_scheduler."
         )
     return config
 
@@ -164,6 +164,6 @@ def _check_schedulers(schedulers: Sequence[SchedulerConfig], optimizers: Sequenc
         owner = getattr(config.scheduler, "optimizer", None)
         if isinstance(config.scheduler, LRScheduler) and all(owner is not optimizer for optimizer in optimizers):
             raise ConfigurationError(
-                f"{type(config.scheduler).__name__} was made for an optimizer that configure_optimizers does not return: its "
-                "steps would have no effect. Return that optimizer too."
+                f"{type(config.scheduler).__name__} was made for an optimizer that configure_optimizers does not "
+                "return: its steps would have no effect. Return that optimizer too."
             )

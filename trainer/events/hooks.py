@@ -1,8 +1,9 @@
-"""The hooks of a run: in which order they are called, and who listens to which. A hook that nobody overrides costs nothing.
+"""The hooks of a run: their order, and who listens to which. A hook that nobody overrides costs nothing.
 
-This is the order, as pseudocode; `tests/trainer/events/test_hook_order.py` executes it and compares it with recorded runs.
-Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains. The sections at the
-margin are `fit` and the other methods of a Trainer, and the parts that they share: `evaluation`, `compose`, `error`.
+This is the order, as pseudocode; `tests/trainer/events/test_hook_order.py` executes it and compares it with recorded
+runs. Indentation shows what lies inside what, [a condition] holds for the rest of its line, (a remark) explains. The
+sections at the margin are `fit` and the other methods of a Trainer, and the parts that they share: `evaluation`,
+`compose`, `error`.
 
     fit
         [fitted before] callback.load_state_dict (each starts as it was made)
@@ -53,14 +54,14 @@ margin are `fit` and the other methods of a Trainer, and the parts that they sha
     error (wherever it came up; then teardown)
         callback.on_exception, datamodule.on_exception
 
-In manual optimisation `manual_backward` calls on_before_backward, backward and on_after_backward, and a step of an optimizer
-on_before_optimizer_step before it; zero_grad, clipping and steps are the module's own calls.
+In manual optimisation `manual_backward` calls on_before_backward, backward and on_after_backward, and a step of an
+optimizer on_before_optimizer_step before it; zero_grad, clipping and steps are the module's own calls.
 
-A name without an owner, such as `setup`, is called on everyone who has such a hook: the DataModule first, then callbacks in
-their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints). `main` is all of them
-but the closing callbacks. These come last because they act on metrics: at the end of a training batch, of a training epoch and
-of an evaluation, the metrics are reduced and sent to the loggers in between. Loaders and transfer hooks are the DataModule's
-where it overrides them, else the module's.
+A name without an owner, such as `setup`, is called on everyone who has such a hook: the DataModule first, then
+callbacks in their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints).
+`main` is all of them but the closing callbacks. These come last because they act on metrics: at the end of a training
+batch, of a training epoch and of an evaluation, the metrics are reduced and sent to the loggers in between. Loaders and
+transfer hooks are the DataModule's where it overrides them, else the module's.
 """
 
 from __future__ import annotations
@@ -87,11 +88,11 @@ EVENTS = (
     *("on_before_optimizer_step", "on_validation_model_zero_grad"),
     *(f"on_{stage}_{moment}" for stage in STAGES for moment in MOMENTS),
 )
-"""What `Hooks` can be asked to call. (Steps, loaders, transfers and `configure_…` have one owner each, who is called directly.)"""
+"""What `Hooks` calls. Steps, loaders, transfers and `configure_…` have one owner each, who is called directly."""
 
 
 def overrides(obj: object, name: str, base: type) -> bool:
-    """True if the object has a method of that name other than the one of `base`; None in its place takes a method away."""
+    """True if the object has a method of that name that is not the one of `base`; None takes a method away."""
     attributes = getattr(obj, "__dict__", {})
     if name in attributes:
         return attributes[name] is not None
@@ -102,8 +103,8 @@ def overrides(obj: object, name: str, base: type) -> bool:
 class Hooks:
     """The listeners of one run, by event.
 
-    The table is built once, so that an event without listeners is one failed look-up. The loops call `fire`, then have the metrics
-    reduced, then call `close`; where an event has no metrics, `fire_all` does both.
+    The table is built once, so that an event without listeners is one failed look-up. The loops call `fire`, then have
+    the metrics reduced, then call `close`; where an event has no metrics, `fire_all` does both.
 
     Args:
         callbacks: the run's callbacks.
@@ -129,7 +130,7 @@ class Hooks:
         self.listen(callbacks)
 
     def listen(self, callbacks: Iterable[Callback]) -> None:
-        """Takes these callbacks, and the module, for those who listen. Loops look once who does: not to be called in a loop."""
+        """Lets these callbacks and the module listen. Loops look up once who does, so not to be called in one."""
         trainer, module, base, wrap = self._trainer, self._module, self._base, self._wrap
         ordered = list(in_order(list(callbacks)))
         self._main.clear()

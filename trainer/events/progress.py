@@ -22,8 +22,8 @@ LONGEST = 1e12
 class Progress:
     """Where a run stands. A resume continues from exactly here.
 
-    `phase` is what was done last. A checkpoint may be saved in every phase, and this is where a resume from it begins, once
-    loaders, logged values and random numbers are back (tests/trainer/loops/test_phases.py walks the table):
+    `phase` is what was done last. A checkpoint may be saved in every phase, and this is where a resume from it begins,
+    once loaders, logged values and random numbers are back (tests/trainer/loops/test_phases.py walks the table):
 
         phase                    what is done                                          a resume begins with
         -----------------------  ----------------------------------------------------  --------------------
@@ -165,7 +165,7 @@ class Progress:
 
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:
-        """Stands where another run stood. It repeats the window in which that may have been saved, and so is exact again."""
+        """Goes to where another run stood. A window inside which that was saved is repeated, so it is exact again."""
         Progress.__init__(self, **{**saved.to_dict(), "exact": True})
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,7 +13,8 @@ class Signals:
     """Catches SIGINT and SIGTERM while a run lasts. The second SIGINT raises KeyboardInterrupt at once.
 
     Python allows handlers in the main thread only: in another one nothing is caught, and a run ends as its thread does.
-    Where there are several ranks, a signal to one of them is pending until all have agreed on it (trainer/loops/agreement.py).
+    Where there are several ranks, a signal to one of them is pending until all have agreed on it
+    (trainer/loops/agreement.py).
     """
 
     def __init__(self) -> None:
@@ -55,8 +56,8 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A forked worker of a loader inherits the handler. A terminal sends Ctrl-C to it as well, and the run that is to end
-            # in order still needs its batches; any other signal ends it, as it would without us.
+            # A forked worker of a loader inherits the handler. A terminal sends Ctrl-C to it as well, and the run that
+            # is to end in order still needs its batches; any other signal ends it, as it would without us.
             if number == signal.SIGINT:
                 return
             signal.signal(number, signal.SIG_DFL)

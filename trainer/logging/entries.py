@@ -51,8 +51,8 @@ def rule_of(event: str) -> Rule:
             return Rule(stage, False, True, False)
     place = f"in {event}" if event else "outside of a hook"
     raise ConfigurationError(
-        f"self.log cannot be called {place}: the value would belong to no step and no epoch. Log in a training, validation or "
-        "test step, or in a hook of their batches and epochs."
+        f"self.log cannot be called {place}: the value would belong to no step and no epoch. Log in a training, "
+        "validation or test step, or in a hook of their batches and epochs."
     )
 
 
@@ -193,12 +193,15 @@ class Entry:
     def unlike(self) -> str:
         """What to do about a call with other options than these."""
         first = (
-            f"self.log({self.name!r}) has other arguments than in the checkpoint that this run continues, whose rank-….json has "
-            f"{self.options[:-1]} under logs.entries (in {self.event})"
+            f"self.log({self.name!r}) has other arguments than in the checkpoint that this run continues, whose "
+            f"rank-….json has {self.options[:-1]} under logs.entries (in {self.event})"
             if self.is_restored
             else f"self.log({self.name!r}) was called with other arguments before, in the same hook"
         )
-        return f"{first}: give it the same prog_bar, logger, on_step, on_epoch, sync_dist and reduce_fx each time, or another name."
+        return (
+            f"{first}: give it the same prog_bar, logger, on_step, on_epoch, sync_dist and reduce_fx each time, or "
+            "another name."
+        )
 
     def take(self, state: Mapping[str, Any]) -> None:
         self.is_restored = True
@@ -209,7 +212,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """Replaces a `reduce_fx` function after a resume, until the user's function is known again: returns the value it had given."""
+    """Stands in for a `reduce_fx` function after a resume until the user's is known again; returns its last value."""
 
     result: Value | None
 

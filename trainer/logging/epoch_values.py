@@ -261,6 +261,6 @@ def _check(told: Sequence[tuple[Sequence[Key], frozenset[int]]]) -> None:
     if missing:
         found = "; ".join(f"rank {rank} did not log {', '.join(names)}" for rank, names in missing.items())
         raise ConfigurationError(
-            f"the ranks logged different values in this epoch: {found}, which another rank did. Log the same names, in the same way, "
-            "on every rank, or give self.log(..., sync_dist=False) to what a rank keeps to itself."
+            f"the ranks logged different values in this epoch: {found}, which another rank did. Log the same names, in "
+            "the same way, on every rank, or give self.log(..., sync_dist=False) to what a rank keeps to itself."
         )

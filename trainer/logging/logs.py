@@ -124,7 +124,8 @@ class Logs:
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ConfigurationError(
-                    f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as value.mean()."
+                    f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as "
+                    "value.mean()."
                 )
             # A copy, since the user may change the tensor in place afterwards.
             value = value.clone() if enable_graph else value.detach().clone()
@@ -139,7 +140,7 @@ class Logs:
         entry.record(value, self._tick)
         if entry.on_epoch and entry.metric is None:
             if batch_size is None:
-                batch_size = self._batch_size(name) if entry.has_batch and entry.reduce_fx == "mean" else 1
+                batch_size = self._batch_size(entry)
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
     def show(self, values: Mapping[str, Value]) -> None:
@@ -185,17 +186,19 @@ class Logs:
         if any(other.loader != entry.loader and LOADER_SUFFIX in other.name for other in others):
             own = entry.name.partition(LOADER_SUFFIX)[0]
             raise ConfigurationError(
-                f"self.log({own!r}) was given one metric object for several loaders, whose samples it would mix: make a metric for "
-                "each loader (in an nn.ModuleList), or log it with add_dataloader_idx=False for one value over all of them."
+                f"self.log({own!r}) was given one metric object for several loaders, whose samples it would mix: make "
+                "a metric for each loader (in an nn.ModuleList), or log it with add_dataloader_idx=False for one value "
+                "over all of them."
             )
 
-    def _batch_size(self, name: str) -> int:
-        if self.batch is None:
+    def _batch_size(self, entry: Entry) -> int:
+        """What a value weighs in the mean of its epoch."""
+        if self.batch is None or not entry.has_batch or entry.reduce_fx != "mean":
             return 1
         try:
             return batch_size_of(self.batch)
         except ConfigurationError as error:
-            raise ConfigurationError(f"self.log({name!r}, on_epoch=True) weighs by batch size. {error}") from None
+            raise ConfigurationError(f"self.log({entry.name!r}, on_epoch=True) weighs by batch size. {error}") from None
 
     # reading ----------------------------------------------------------------------------------------------------------
     def _current(self) -> Iterator[tuple[str, Value, bool, bool]]:

@@ -127,8 +127,8 @@ def _merged(metric: Metric, name: str, found: Sequence[Mapping[str, Any]]) -> di
             merged[key] = merged_value(metric, key, parts).to(values[0].dtype)
         else:
             warnings.warn(
-                f"the metric {name!r} has a state {key!r} that cannot be merged over ranks: after this resume on another number "
-                "of ranks, its value covers only the rest of the epoch.",
+                f"the metric {name!r} has a state {key!r} that cannot be merged over ranks: after this resume on "
+                "another number of ranks, its value covers only the rest of the epoch.",
                 stacklevel=2,
             )
             return _blank(metric)

@@ -1,4 +1,4 @@
-"""torchmetrics objects over the ranks: the states of all of them travel in one message, and are merged on every rank."""
+"""torchmetrics objects over the ranks: all of their states travel in one message and are merged on every rank."""
 
 from __future__ import annotations
 

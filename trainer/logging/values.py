@@ -1,4 +1,4 @@
-"""Logged values: numbers and tensors on their devices, read back all at once, and how two of them are reduced to one."""
+"""Logged values: numbers and tensors on their devices, how two are reduced to one, and how all are read back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ def read_back(values: Mapping[K, Value]) -> dict[K, float]:
 def _to_host(values: Tensor) -> list[float]:
     if values.device.type != "cuda":
         return values.tolist()  # type: ignore[no-any-return]
-    # By pinned memory and an event: this one wait is meant, and torch.cuda.set_sync_debug_mode is left to find the others.
+    # By pinned memory and an event: this one wait is meant, and torch.cuda.set_sync_debug_mode is left to find the
+    # others.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -57,8 +58,8 @@ def as_number(name: str, value: Any) -> Value:
     if not isinstance(value, Tensor) or value.numel() != 1:
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else kind_of(value)
         raise ConfigurationError(
-            f"{name!r} was reduced over the epoch to {kind}, which is not one number: compute the metric yourself in the "
-            "last hook of the epoch, and log each of its values under its own name."
+            f"{name!r} was reduced over the epoch to {kind}, which is not one number: compute the metric yourself in "
+            "the last hook of the epoch, and log each of its values under its own name."
         )
     return value.reshape(())
 

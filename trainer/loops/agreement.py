@@ -16,10 +16,10 @@ Answer = Callable[[], list[bool]]
 class Agreement:
     """What the ranks of a fit have agreed on.
 
-    At the end of a window each rank sends the others what it wants (to stop, to end the epoch), and reads what all of them
-    sent at the end of the window before, which has arrived by then. So nobody waits, and a request takes effect one window
-    later, on all ranks. At the end of an epoch, and after a validation, the ranks wait for each other, so that both end as
-    in one process.
+    At the end of a window each rank sends the others what it wants (to stop, to end the epoch), and reads what all of
+    them sent at the end of the window before, which has arrived by then. So nobody waits, and a request takes effect
+    one window later, on all ranks. At the end of an epoch, and after a validation, the ranks wait for each other, so
+    that both end as in one process.
 
     Args:
         ranks: all of them.

@@ -31,6 +31,10 @@ class Count:
         self.shares = False
         self.window_samples = 0
 
+    def begin_loader(self, shares: bool) -> None:
+        """Another loader is read, whose batches come with a `Share` or not."""
+        self.shares = shares
+
     def begin_window(self) -> None:
         """Notes where a window of several batches begins."""
         self.window_samples = self._progress.samples

@@ -52,11 +52,11 @@ def check_drawing(run: Run) -> None:
     """
     if run.strategy.data_size > 1:
         raise ConfigurationError(
-            "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take the batch as "
-            "an argument, or run on one device."
+            "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take "
+            "the batch as an argument, or run on one device."
         )
     if run.accumulation is not None:
         raise ConfigurationError(
-            "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in one "
-            "step instead."
+            "training_step(dataloader_iter) draws its own batches, so accumulation cannot count them: draw several in "
+            "one step instead."
         )

@@ -108,9 +108,8 @@ class EvaluationLoop:
             logs.begin_batch(batch, self._done, batch_idx)
             if listens_start:
                 self.hooks.fire_all(f"on_{self.stage}_batch_start", batch, batch_idx, *which)
-            extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
             with inside_step:
-                outputs = run.strategy.evaluate(self.step, batch, extra)
+                outputs = run.strategy.evaluate(self.step, batch, self._extra(batch_idx, index))
             if listens_end:
                 self.hooks.fire_all(f"on_{self.stage}_batch_end", outputs, batch, batch_idx, *which)
             self._take(index, outputs)
@@ -132,14 +131,17 @@ class EvaluationLoop:
         filler = cursor.filler()
         if filler is None:
             raise ConfigurationError(
-                f"strategy={run.strategy.name!r} needs every rank in each {self.stage} batch, and a rank has none to run: give "
-                "the loader a length, or as many batches on each rank."
+                f"strategy={run.strategy.name!r} needs every rank in each {self.stage} batch, and a rank has none to "
+                "run: give the loader a length, or as many batches on each rank."
             )
         if run.transfer is not None:
             filler = run.transfer(filler, index)
-        extra = (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
         with without_trace(run.module, self.logs):
-            run.strategy.evaluate(self.step, filler, extra)
+            run.strategy.evaluate(self.step, filler, self._extra(batch_idx, index))
+
+    def _extra(self, batch_idx: int, index: int) -> tuple[int, ...]:
+        """What the step takes beside the batch."""
+        return (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders carry from one pass to the next, such as generators of their own."""
@@ -224,8 +226,8 @@ class PredictionLoop(EvaluationLoop):
     Args:
         run: of which it is a pass.
         loaders: each with its number of batches, None for all that it has.
-        keeps: who gets the outputs: "all" ranks, the "main" one, or "none", where a callback writes them and they would not fit
-            in memory.
+        keeps: who gets the outputs: "all" ranks, the "main" one, or "none", where a callback writes them and they would
+            not fit in memory.
     """
 
     def __init__(self, run: Run, loaders: list[tuple[LoaderCursor, int | None]], keeps: str = "all") -> None:
@@ -237,8 +239,8 @@ class PredictionLoop(EvaluationLoop):
         """Does the pass.
 
         Returns:
-            The outputs of each batch of all ranks, by global batch and rank, on the CPU; a list of such lists where there
-            are several loaders; None if they are not kept here, or a signal broke the pass off.
+            The outputs of each batch of all ranks, by global batch and rank, on the CPU; a list of such lists where
+            there are several loaders; None if they are not kept here, or a signal broke the pass off.
         """
         self.outputs = [[] for _ in self.loaders]
         if self.run() is None or not self.keeps:
@@ -273,7 +275,7 @@ def keeping(return_predictions: bool | None, gather: str) -> str:
 
 
 def _in_turn(parts: Sequence[list[Any]]) -> list[Any]:
-    """The outputs of all ranks as the data has them: those of the first global batch by rank, then those of the next."""
+    """The outputs of all ranks in the order of the data: those of the first global batch by rank, then the next."""
     return [part[number] for number in range(max(map(len, parts))) for part in parts if number < len(part)]
 
 

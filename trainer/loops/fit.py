@@ -1,7 +1,7 @@
-"""The fit loop: epochs, accumulation windows, and what happens between them. trainer/events/hooks.py gives the order of all hooks.
+"""The fit loop: epochs, accumulation windows, and what happens between them. trainer/events/hooks.py has all hooks.
 
-`run` is the way through a fit, `_epoch` the way through an epoch, batch by batch; everything below them is called from there.
-What a batch does to the weights is in `step.py`, validation in `validation.py`.
+`run` is the way through a fit, `_epoch` the way through an epoch, batch by batch; everything below them is called from
+there. What a batch does to the weights is in `step.py`, validation in `validation.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 class FitLoop:
     """One call of `Trainer.fit`.
 
-    `progress.phase` says what was done last (see `Progress`), and every checkpoint holds it. So a resume knows what is still to be
-    done: `_resume` finishes the step, validation or epoch that the saved run had begun, and `run` continues from there.
+    `progress.phase` says what was done last, and every checkpoint holds it (see the table in `Progress`). So a resume
+    knows what is left: `_resume` finishes the step, validation or epoch that the saved run had begun, and `run`
+    continues from there.
 
     Args:
         run: of which it is the loop.
@@ -88,9 +89,10 @@ class FitLoop:
 
     # the way through a fit --------------------------------------------------------------------------------------------
     def run(self, restored: Unclaimed | None = None) -> None:
-        """Trains until a limit is reached or somebody asks it to stop; `limit_train_batches=0` leaves the sanity check alone.
+        """Trains until a limit is reached or somebody asks it to stop; `limit_train_batches=0` checks sanity only.
 
-        A resumed run gives the states that the loop takes back when its loaders are there.
+        Args:
+            restored: the states of a resumed run, which the loop takes back when its loaders are there.
         """
         self._restored = restored
         run = self._run
@@ -136,12 +138,13 @@ class FitLoop:
     def _epoch(self) -> bool:
         """Trains the batches that are left of this epoch, with all that belongs to a window.
 
-        A rank without a sample of the global batch has `NOTHING` for a batch: it takes part in the others' collectives, and its
-        hooks are not called. Whatever does not change within an epoch is looked up before the loop, which runs for every batch.
+        A rank without a sample of the global batch has `NOTHING` for a batch: it takes part in the others' collectives,
+        and its hooks are not called. Whatever does not change within an epoch is looked up before the loop, which runs
+        for every batch.
 
         Returns:
-            True if the epoch is over: its batches are used up, or it is cut. False where a limit or a signal ends the run
-            inside it, and a resume continues there.
+            True if the epoch is over: its batches are used up, or it is cut. False where a limit or a signal ends the
+            run inside it, and a resume continues there.
         """
         progress, window, logs, step = self.progress, self.engine.window, self.logs, self.step
         transfer, count, listens_start = self._run.transfer, self.count.batch, self._listens_start
@@ -182,11 +185,7 @@ class FitLoop:
         return True
 
     def _drawn_epoch(self) -> bool:
-        """Trains an epoch by a `training_step(dataloader_iter)`, which draws its batches itself: each call is a window.
-
-        Returns:
-            As of `_epoch`.
-        """
+        """As `_epoch`, by a `training_step(dataloader_iter)` that draws its batches itself: each call is a window."""
         progress, window = self.progress, self.engine.window
         draws = Draws(self._batches(), progress, self.count, self._run.transfer)
         while not draws.is_last:
@@ -226,7 +225,7 @@ class FitLoop:
         self.engine.window.weigh(1.0, idle=False)
 
     def _is_declined(self, batch: Any, batch_idx: int) -> bool:
-        """Fires `on_train_batch_start`; true if it ends the epoch before this batch. Inside a window it ends with that."""
+        """Fires `on_train_batch_start`; true if it ends the epoch here, and not only where the open window closes."""
         if batch is NOTHING or self.hooks.fire_all("on_train_batch_start", batch, batch_idx) != -1:
             return False
         self._cut = True
@@ -259,8 +258,8 @@ class FitLoop:
         assert self.cursor is not None
         self._window_start, self._cut = 0, False
         self.hooks.fire_all("on_train_epoch_start")
-        # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the order of a
-        # shuffle follows what the hook drew.
+        # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the
+        # order of a shuffle follows what the hook drew.
         self._iterator = self.cursor.start(progress.epoch)
         self._limit_batches()
         progress.begin_epoch()
@@ -282,7 +281,7 @@ class FitLoop:
         return None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yields the batches that are left of this epoch, each with whether it is the last one; a sharded one with its share."""
+        """Yields the batches left of this epoch, sharded ones with their share, and whether each is the last."""
         if self.progress.cut:
             return
         iterator, total = self._iterator, self.num_batches
@@ -301,8 +300,8 @@ class FitLoop:
                 yield next(iterator), number == total
             except StopIteration:
                 warnings.warn(
-                    f"the training loader says that it has {total} batches and ended after {number - 1}: give it the right "
-                    "length, or none at all.",
+                    f"the training loader says that it has {total} batches and ended after {number - 1}: give it the "
+                    "right length, or none at all.",
                     stacklevel=2,
                 )
                 return
@@ -319,7 +318,8 @@ class FitLoop:
         """Ends an epoch.
 
         Args:
-            complete: False where a limit ended the run inside it: the sums of its metrics are kept, for a resume to continue.
+            complete: False where a limit ended the run inside it: the sums of its metrics are kept, for a resume to
+                continue.
         """
         progress = self.progress
         if self.engine.window.is_open:
@@ -362,7 +362,7 @@ class FitLoop:
         self._settle()
 
     def _cut_short(self) -> None:
-        """Ends the epoch after a window that was not known to be its last: a hook returned -1, or the length was wrong."""
+        """Ends the epoch after a window that was not known to be its last: a hook cut it, or the length was wrong."""
         self.progress.cut_short()
         # No batch came since the last window's own validation.
         self._window_start = self.progress.batch
@@ -382,7 +382,7 @@ class FitLoop:
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:
-        """Ends a window after its step; returns whether the epoch ends with it, by its length or by what the ranks agree on."""
+        """Ends a window after its step; returns whether the epoch ends with it, also because the ranks agree on it."""
         if self._agreement is not None:
             self._cut = self._agreement.read(self._cut)
         is_last = is_last or self._cut
@@ -396,7 +396,7 @@ class FitLoop:
             (self._agreement.exchange if is_last else self._agreement.send)(self._run.should_stop)
 
     def _after_step(self, is_last: bool) -> None:
-        """Notes that the window's step is done, for every checkpoint saved from here on, and whether a validation is due."""
+        """Notes for checkpoints saved from here on that the window's step is done, and whether a validation is due."""
         progress = self.progress
         is_due = self.validation.is_due(is_last, self._window_start)
         progress.end_window(is_last, is_due, progress.skipped if progress.cut else self.step.was_skipped)
@@ -418,13 +418,13 @@ class FitLoop:
             self._row = step, values
 
     def _send_ahead(self) -> None:
-        """Before a checkpoint: sends the row of the step just done, which loggers would get after the hook that saves."""
+        """Sends the row of the step just done before a checkpoint: loggers would get it after the hook that saves."""
         ends_window = self.hooks.current == "on_train_batch_end" and self.engine.window.closes
         if ends_window and self._row[0] != self.progress.global_step:
             self._log_step()
 
     def _settle(self) -> None:
-        """What follows a step: its validation, then the schedulers that wait for one. A resume does what is left of it."""
+        """Does what is left after a step, in a resume too: its validation, then the schedulers that wait for one."""
         progress = self.progress
         if progress.phase == "stepped" and progress.validation_due and not self.validation.run():
             return
@@ -436,7 +436,7 @@ class FitLoop:
             progress.settle()
 
     def _validate_at_stop(self) -> None:
-        """`should_stop` ended the run inside an epoch: the weights that it leaves are validated, unless they just were."""
+        """Validates the weights of a run that `should_stop` ended inside an epoch, unless they just were."""
         asked = self._run.should_stop if self._agreement is None else self._agreement.stops
         if asked and self._past_minimum() and self._run.signals.received is None:
             self.validation.run_at_stop()
@@ -450,12 +450,12 @@ class FitLoop:
         """
         if (self.cursor is None or again) and self.arguments.limit_train_batches != 0:
             self.cursor, self.num_batches = self._run.loaders.training()
-            self.count.shares = self.cursor.shares
+            self.count.begin_loader(self.cursor.shares)
             check_batches(self.strategy.ranks, self.num_batches)
             self.strategy.check_settings(settings_of(self._run, loader=self._run.loaders.train_loader))
 
     def _limit_batches(self) -> None:
-        """Sets the number of batches of this epoch: another one where it was started with global batches of another size."""
+        """Sets the number of batches of this epoch, which differs if it began with global batches of another size."""
         assert self.cursor is not None
         if self.cursor.length is not None:
             self.num_batches = self._run.loaders.limited(self.cursor.length)
@@ -481,7 +481,7 @@ class FitLoop:
         return self.progress.at_window_start(self._window_start, samples)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loaders stand: the training loader inside an epoch or between two, the validation loaders between passes.
+        """Returns where the loaders stand: in or between epochs, and for validation between passes.
 
         Inside a validation that a resume repeats, metrics and random numbers from before it are added.
         """
@@ -519,8 +519,8 @@ class FitLoop:
         limits += [f"max_steps={steps}"] if 0 <= steps <= self.progress.global_step else []
         if self._restored is not None and limits and not self.arguments.barebones:
             self._run.print(
-                f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, and has "
-                f"reached {' and '.join(limits)}. Give a higher limit to train on."
+                f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, "
+                f"and has reached {' and '.join(limits)}. Give a higher limit to train on."
             )
 
     def _stops(self) -> bool:
@@ -561,7 +561,7 @@ class FitLoop:
 
     # resume -----------------------------------------------------------------------------------------------------------
     def _resume(self) -> None:
-        """After a resume: restores the places in the data, and finishes what the saved run had begun of a step or an epoch."""
+        """Takes a resumed run back to its place in the data, and finishes what it had begun of a step or an epoch."""
         if self._restored is None:
             return
         with self._restored.blame("loader"):

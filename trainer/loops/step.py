@@ -94,15 +94,16 @@ class Step(ABC):
         if every and self.progress.global_step % every == 0:
             self._run.send(logs.step_values("train"))
         if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
-            # The epoch's values are there by now, as these schedulers go by them: what was logged since is reduced by itself.
+            # The epoch's values are there by now, as these schedulers go by them: what was logged since is reduced by
+            # itself.
             self._run.send(logs.reduce_epoch("train")[1])
 
 
 class AutomaticStep(Step):
     """Leyden calls zero_grad, backward and step; all optimizers step once per window.
 
-    Which parts of a step have something to do (hooks, clipping, a gradient scaler) is found out once, at set-up, so that the others
-    cost nothing.
+    Which parts of a step have something to do (hooks, clipping, a gradient scaler) is found out once, at set-up, so
+    that the others cost nothing.
 
     Raises:
         ConfigurationError: if an optimizer that evaluates the loss several times (LBFGS) meets something that cannot.
@@ -143,7 +144,7 @@ class AutomaticStep(Step):
         if self.closure_optimizer is not None:
             self._check_closure(self.closure_optimizer)
         self.outputs: Any = None
-        """What `training_step` returned in the batch that closes the window: the closure of `optimizer_step` returns its loss."""
+        """Of the batch that closes the window: the closure of `optimizer_step` returns its loss."""
 
     def _check_closure(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
@@ -188,8 +189,8 @@ class AutomaticStep(Step):
     def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
         if self.closure_optimizer is not None:
             raise ConfigurationError(
-                f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank without a "
-                "sample cannot do: give the loader drop_last=True."
+                f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank "
+                "without a sample cannot do: give the loader drop_last=True."
             )
         with self._run.logs.discarding():
             if self.window.index == 0:
@@ -293,12 +294,13 @@ class ManualStep(Step):
         arguments = run.arguments
         if _accumulates(run):
             raise ConfigurationError(
-                "accumulate_grad_batches cannot be used with manual optimisation: step every n batches in training_step."
+                "accumulate_grad_batches cannot be used with manual optimisation: step every n batches in "
+                "training_step."
             )
         if arguments.gradient_clip_val is not None:
             raise ConfigurationError(
-                "gradient_clip_val cannot be used with manual optimisation: call self.clip_gradients(optimizer, value) before "
-                "optimizer.step()."
+                "gradient_clip_val cannot be used with manual optimisation: call self.clip_gradients(optimizer, value) "
+                "before optimizer.step()."
             )
         self._inside_step = self.hooks.inside("training_step")
         self.engine.begin_manual(
@@ -348,7 +350,7 @@ def only_clears(optimizer: Optimizer) -> bool:
 
 
 def clear_gradients(optimizers: Iterable[Optimizer]) -> None:
-    """Does what torch's own `zero_grad()` does without its label for profilers, which costs more than the loop itself."""
+    """Does what torch's `zero_grad()` does, without its label for profilers, which costs more than the loop itself."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

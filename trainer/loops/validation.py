@@ -80,19 +80,20 @@ class Validation:
         if isinstance(interval, int):
             if self._arguments.check_val_every_n_epoch is not None and total is not None and interval > total:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} is more than the {total} batches of an epoch: give a smaller number, or "
-                    "check_val_every_n_epoch=None to count over epochs."
+                    f"val_check_interval={interval} is more than the {total} batches of an epoch: give a smaller "
+                    "number, or check_val_every_n_epoch=None to count over epochs."
                 )
             self._every = interval
         elif isinstance(interval, float) and interval != 1.0:
             if total is None:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length: give a "
-                    "number of batches."
+                    f"val_check_interval={interval} is a fraction of an epoch, and the training loader has no length: "
+                    "give a number of batches."
                 )
             if total * interval < 1:
                 raise ConfigurationError(
-                    f"val_check_interval={interval} of {total} batches is less than one batch: give at least {1 / total:.3g}."
+                    f"val_check_interval={interval} of {total} batches is less than one batch: give at least "
+                    f"{1 / total:.3g}."
                 )
             self._every = math.floor(total * interval)
 
@@ -123,8 +124,8 @@ class Validation:
     def run_at_stop(self) -> None:
         """Validates where the run is asked to stop inside an epoch, unless it has just validated.
 
-        A run that was not stopped there would not validate, so a resume must go on as if this pass had not been: it leaves no
-        trace in loaders and random numbers, no scheduler follows it, and it is not run again.
+        A run that was not stopped there would not validate, so a resume must go on as if this pass had not been: it
+        leaves no trace in loaders and random numbers, no scheduler follows it, and it is not run again.
         """
         if not self._in_this_epoch() or self._validated == self._progress.batches:
             return
@@ -172,7 +173,7 @@ class Validation:
             self._before = None
 
     def before_pass(self) -> dict[str, Any]:
-        """Returns "metrics" and "rng" from before the pass that runs, where a resume begins there; nothing outside of one."""
+        """Returns "metrics" and "rng" from before the pass that runs, if a resume begins there; else nothing."""
         before = self._before if self._runs_again else None
         return {} if before is None else {name: before[name] for name in ("metrics", "rng")}
 
