@@ -1,4 +1,4 @@
-"""What Accelerate's own `save_state` wrote, for an Accelerator that is to go on with it: pickles, so only if they are trusted."""
+"""Resumes a folder of Accelerate's own `save_state`: pickles, so only if they are trusted."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class AccelerateFolder:
         if not accelerator.strategy.replicates or accelerator.strategy.drives_one:
             raise CheckpointError(
                 path,
-                f"was written by Accelerate, and {accelerator.strategy.name} has no whole model to read it into: `leyden convert "
-                f"{path} OUT` makes a checkpoint of it, which every strategy loads.",
+                f"was written by Accelerate, and {accelerator.strategy.name} has no whole model to read it into: "
+                f"`leyden convert {path} OUT` makes a checkpoint of it, which every strategy loads.",
             )
         self._weights = self._all("model", accelerator.bare_models, ("model{}.safetensors", "pytorch_model{}.bin"))
         self._optimizers = self._all("optimizer", accelerator.optimizers, ("optimizer{}.bin",))
@@ -88,8 +88,9 @@ class AccelerateFolder:
         if there != len(own):
             count = f"more than {len(own)}" if there > len(own) else str(there)
             raise ConfigurationError(
-                f"{self.path} has {count} {kind}s in single files, and this Accelerator has {len(own)}: prepare the same, in the same "
-                "order, before load_state. What FSDP or DeepSpeed saved in shards is taken by `leyden convert`."
+                f"{self.path} has {count} {kind}s in single files, and this Accelerator has {len(own)}: prepare the "
+                "same, in the same order, before load_state. What FSDP or DeepSpeed saved in shards is taken "
+                "by `leyden convert`."
             )
         return [self._read(str(name)) for name in files[: len(own)]]
 
@@ -127,8 +128,8 @@ class AccelerateFolder:
             scheduler.load_state_dict(state)
         if self._schedulers and self._ranks > 1:
             warnings.warn(
-                f"{self.path} is of {self._ranks} ranks: Accelerate's schedulers count {self._ranks} steps for each of the optimizer's "
-                "unless split_batches was set, and Leyden's count one.",
+                f"{self.path} is of {self._ranks} ranks: Accelerate's schedulers count {self._ranks} steps for each of "
+                "the optimizer's unless split_batches was set, and Leyden's count one.",
                 stacklevel=5,
             )
         if self._scaler is not None and accelerator.scaler is not None:

@@ -1,4 +1,4 @@
-"""Checkpoints of a loop of one's own: models, optimizers, schedulers, loaders, random numbers and registered objects."""
+"""Checkpoints of the user's own loop: models, optimizers, schedulers, loaders, random numbers, registered objects."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class StateHooks:
     """What a script does beside a save or a load.
 
     Attributes:
-        before_save: called with (models, weights, output_dir): what it takes out of `weights` is not saved by Leyden, and
-            what it writes into the folder belongs to the checkpoint.
+        before_save: called with (models, weights, output_dir): what it takes out of `weights` is not saved by Leyden,
+            and what it writes into the folder belongs to the checkpoint.
         before_load: called with (models, input_dir): what it takes out of `models` is not loaded by Leyden.
     """
 
@@ -98,8 +98,8 @@ def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: 
     place = (given or {}).get("map_location", map_location)
     if place not in PLACES:
         raise ConfigurationError(
-            f"load_state(map_location={place!r}): tensors go to where the prepared model's are. Leave it out; 'cpu' and "
-            "'on_device' are taken, as Accelerate takes them."
+            f"load_state(map_location={place!r}): tensors go to where the prepared model's are. Leave it out; 'cpu' "
+            "and 'on_device' are taken, as Accelerate takes them."
         )
     return strict and bool((given or {}).get("strict", True))
 
@@ -110,8 +110,8 @@ def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
         raise ConfigurationError(
-            f"{name} was given {found[0]!r} on rank 0 and {other!r} on rank {rank}: give every rank the same folder, without its rank "
-            "or a time of its own in the name."
+            f"{name} was given {found[0]!r} on rank 0 and {other!r} on rank {rank}: give every rank the same folder, "
+            "without its rank or a time of its own in the name."
         )
 
 
@@ -257,7 +257,7 @@ def _remove_old(folder: Path, limit: int | None) -> None:
         delete(path)
 
 
-# loading ---------------------------------------------------------------------------------------------------------------
+# loading --------------------------------------------------------------------------------------------------------------
 def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path:
     """The checkpoint that is meant; the newest whole one of the automatic folder if none is named.
 
@@ -292,8 +292,8 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         if not trust:
             raise CheckpointError(
                 path,
-                "was written by Accelerate's save_state, in pickles, which can run any code when loaded. If you trust who wrote it: "
-                f"load_state(path, trust=True); or once `leyden convert {path} OUT`, and load OUT.",
+                "was written by Accelerate's save_state, in pickles, which can run any code when loaded. If you trust "
+                f"who wrote it: load_state(path, trust=True); or once `leyden convert {path} OUT`, and load OUT.",
             )
         AccelerateFolder(path, accelerator, strict).load()
         return

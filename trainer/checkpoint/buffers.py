@@ -1,4 +1,4 @@
-"""The module's buffers in which ranks differ, such as the statistics of batch norm, to which each rank adds its own batches."""
+"""The module's buffers in which ranks differ, such as batch norm's statistics: each rank adds its own batches."""
 
 from __future__ import annotations
 

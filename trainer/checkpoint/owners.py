@@ -1,8 +1,9 @@
-"""Owners of state: the parts of a run that give their state to a checkpoint, check what a checkpoint holds, and take it back.
+"""Owners of state: the parts of a run that give a checkpoint their state, check what it holds, and take it back.
 
-The Trainer and the Accelerator save and restore in the same three steps. `collect` asks every owner for its state. `Unclaimed` has
-each owner check its own, before anything of the run has changed. `Unclaimed.load` hands a state to its owner, when the run has come
-to it. Which file holds which owners is said by `run/saving.py` and `accelerator/saving.py`; what is in a state only its owner knows.
+The Trainer and the Accelerator save and restore in the same three steps. `collect` asks every owner for its state.
+`Unclaimed` has each owner check its own, before anything of the run has changed. `Unclaimed.load` hands a state to its
+owner, when the run has come to it. `run/saving.py` and `accelerator/saving.py` say which file holds which owners; only
+its owner knows what is in a state.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RankStateOwner(StateOwner, Protocol):
         """This rank's state, where another number of ranks wrote the checkpoint.
 
         Args:
-            states: of the ranks that wrote it; only rank 0, which continues what they had summed up, gets more than the first.
+            states: of the ranks that wrote it; only rank 0, which continues their sums, gets more than the first.
             rank: this one.
             seed: for random numbers that nobody has saved.
         """
@@ -114,7 +115,7 @@ class Unclaimed:
         return blame(self._file, name)
 
 
-# the states that ranks have of their own ----------------------------------------------------------------------------------
+# the states that ranks have of their own ------------------------------------------------------------------------------
 def rank_file(rank: int) -> str:
     """The name of the state of one rank, of those that see different samples."""
     return f"rank-{rank}"

@@ -1,4 +1,4 @@
-"""What a step changes beside the weights, saved and restored: optimizers, schedulers, the gradient scaler, the strategy's counters."""
+"""Saves and restores what a step changes beside the weights: optimizers, schedulers, scaler, strategy's counters."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Steppers:
         Args:
             reader: of the checkpoint.
             states: that were read from the file of schedulers.
-            optimizers: their states. Left out, they are read now: an engine's are read into the memory that it steps with.
+            optimizers: their states. If left out, they are read now: an engine's into the memory that it steps with.
         """
         if optimizers is None:
             optimizers = reader.optimizers(like=self._strategy.masters.parts(self._module))
@@ -122,7 +122,7 @@ _COUNTERS = {"last_epoch": -1, "_step_count": 0, "num_bad_epochs": 0, "cooldown_
 
 
 def _check_scheduler(scheduler: Any, saved: SavedState) -> None:
-    """Compares the saved state of one of torch's own schedulers with what it holds: the same kinds, and counters that can be."""
+    """Compares the saved state of one of torch's schedulers with its own: the same kinds, and possible counters."""
     if not type(scheduler).__module__.startswith("torch.optim."):
         # A scheduler of the user's checks its own state.
         return

@@ -220,8 +220,9 @@ class ForeignSource(Source):
 
 
 class TorchSource(Source):
-    """The source of a torch DataLoader. It advances the index sampler before the iterator is made, so nothing skipped is
-    loaded.
+    """The source of a torch DataLoader.
+
+    It advances the index sampler before the iterator is made, so nothing skipped is loaded.
     """
 
     loader: DataLoader[Any]

@@ -62,7 +62,7 @@ class UnsupportedStateError(ConfigurationError, TypeError):
 
 @contextmanager
 def naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """A ConfigurationError in the block, about state that does not fit the run, names the file that the state is from."""
+    """A ConfigurationError in the block, about state that does not fit the run, names the file it is from."""
     try:
         yield
     except ConfigurationError as error:

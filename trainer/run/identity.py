@@ -1,7 +1,8 @@
 """Which run saved a checkpoint: recorded when a fit begins, and compared with the run that wants to continue it.
 
-What is recorded is the class of the module, the hyperparameters, and the optimizers with their options as `configure_optimizers`
-returned them. Values are kept as plain JSON that can be compared and shown, and are never turned back into objects.
+What is recorded is the class of the module, the hyperparameters, and the optimizers with their options as
+`configure_optimizers` returned them. Values are kept as plain JSON that can be compared and shown, and are never turned
+back into objects.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Identity:
 
     Attributes:
         own: what `TrainModule.run_identity` returned; where there is one, nothing else is compared.
-        module: the qualified name of the module's class, without the file it is in: a script is `__main__` when it is run.
+        module: the qualified name of the module's class, without its file: a script is `__main__` when it is run.
         hparams: hyperparameters of the module and the DataModule.
         optimizers: class and options by group of each optimizer; None before they are made.
     """
@@ -120,7 +121,7 @@ _ABSENT = {"$absent": ""}
 
 
 def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None = None) -> Any:
-    """A value as JSON that is equal where the value is; a list and a tuple are alike, and so are a number and NumPy's of it.
+    """A value as JSON that is equal where the value is: lists equal tuples, and NumPy's numbers equal Python's.
 
     Args:
         value: anything.
@@ -191,7 +192,7 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group before a scheduler was made of them: that keeps the first ones as `initial_lr` and the like."""
+    """The options of a group before a scheduler changed them: it keeps the first ones as `initial_lr` and the like."""
     found = {str(key): value for key, value in group.items() if key not in FREE}
     for key in [key for key in found if key.startswith("initial_")]:
         found[key.removeprefix("initial_")] = found.pop(key)

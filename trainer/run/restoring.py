@@ -29,10 +29,10 @@ NEEDED = ("loader", "logs", "metrics", "rng")
 
 
 class Restorer:
-    """Restores a run from a checkpoint, in the order in which a run is set up: weights, optimizers, then the loop's loaders.
+    """Restores a run from a checkpoint, in the order of the set-up: weights, optimizers, then the loop's loaders.
 
-    Everything is read here, and checked by its owners, so that a file which is not what it should be is found before anything has
-    changed. What belongs to the optimizers is checked when they are made.
+    Everything is read here, and checked by its owners, so that a wrong file is found before anything has changed. What
+    belongs to the optimizers is checked when they are made.
 
     Args:
         run: that is set up.
@@ -72,7 +72,7 @@ class Restorer:
         self._read_rank(reader, like)
         if "optimizers" in parts:
             self._schedulers = reader.state(SCHEDULERS)
-            # An engine that is still there is that of an earlier fit; its successor is made later, and has other memory.
+            # An engine that is still there is of an earlier fit; its successor is made later, and has other memory.
             shapes = None if run.strategy.drives_one else run.strategy.masters.parts(run.module)
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
 
@@ -91,8 +91,8 @@ class Restorer:
             has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
             if has_own and run.strategy.ranks.is_global_zero and saved_ranks(reader) != strategy.data_size:
                 warnings.warn(
-                    f"{reader.path} was saved by {saved_ranks(reader)} rank(s), and {strategy.data_size} resume it: what "
-                    "callbacks or a DataModule keep per rank is rank 0's on all of them.",
+                    f"{reader.path} was saved by {saved_ranks(reader)} rank(s), and {strategy.data_size} resume it: "
+                    "what callbacks or a DataModule keep per rank is rank 0's on all of them.",
                     stacklevel=2,
                 )
         left = {"progress": ("logs", "metrics"), "loaders": ("loader",), "rng": ("rng",)}
@@ -118,8 +118,8 @@ class Restorer:
         """Optimizers, schedulers, scaler and progress.
 
         Returns:
-            What the fit loop takes when its loaders are there: their places, logged values, metrics and random numbers; None to
-            start anew.
+            What the fit loop takes when its loaders are there: their places, logged values, metrics and random numbers;
+            None to start anew.
         """
         run, reader = self._run, self.reader
         if reader is not None and "weights" in self._parts:

@@ -1,4 +1,4 @@
-"""What a run resumes: the argument `ckpt_path`, the checkpoint that it means, and whether that one is of the same run."""
+"""What a run resumes: the argument `ckpt_path`, the checkpoint that it means, and whether the run is the same."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Goal:
         parts: which parts of it are restored.
         trust: it may be a pickle file of another trainer.
         same_run: it is this run's own, whatever its record says.
-        weights_only: how a pickle of another trainer is read: True by torch's safe loader alone, which needs no trust; False in
-            full if need be, as `trust` says too.
+        weights_only: how a pickle of another trainer is read: True by torch's safe loader alone, which needs no trust;
+            False in full if need be, as `trust` says too.
 
     Raises:
         ConfigurationError: if `weights_only` is none of the three.
@@ -119,8 +119,8 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
         return ForeignWeights(path, goal.trust, goal.weights_only), f"weights of {path}"
     if goal.weights_only and goal.parts != {"weights"}:
         warnings.warn(
-            f"weights_only=True says how pickle files of other trainers are read. {path} is a checkpoint of Leyden's, which holds no "
-            "pickle, and is resumed as a whole: restore='weights' takes its weights alone.",
+            f"weights_only=True says how pickle files of other trainers are read. {path} is a checkpoint of Leyden's, "
+            "which holds no pickle, and is resumed as a whole: restore='weights' takes its weights alone.",
             stacklevel=2,
         )
     reader = CheckpointReader(path) if goal.path in ("last", "auto") else open_verified(path, ranks)
@@ -151,8 +151,8 @@ def settle_nodes(trainer: Trainer) -> None:
         if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
-                "(default_root_dir or dirpath), or give ModelCheckpoint(save_on_each_node=True): every machine then keeps "
-                "whole checkpoints of its own."
+                "(default_root_dir or dirpath), or give ModelCheckpoint(save_on_each_node=True): every machine then "
+                "keeps whole checkpoints of its own."
             )
 
 
@@ -181,7 +181,7 @@ def depth_of(trainer: Trainer, folder: str) -> int:
 
 
 def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal, warns: bool) -> None:
-    """Compares the run that saved a checkpoint with the one that resumes it: once at the start, and when the optimizers are made.
+    """Compares the run that saved a checkpoint with the one that resumes it, at the start and with the optimizers.
 
     Raises:
         ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the ways out.
@@ -194,7 +194,8 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
     if before is None:
         if refuses and at_start and warns:
             warnings.warn(
-                f"{reader.path} does not say which run saved it: an earlier version did. ckpt_path='auto' takes it for this run's.",
+                f"{reader.path} does not say which run saved it: an earlier version did. ckpt_path='auto' "
+                "takes it for this run's.",
                 stacklevel=2,
             )
         return
@@ -203,10 +204,10 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
     found = [d for d in differences if not d.replaced or "optimizers" in goal.parts]
     if refuses and any(difference.counts for difference in found):
         raise ConfigurationError(
-            f"{reader.path} was saved by another run, and ckpt_path='auto' continues none but its own: {_listed(found)}. Give each "
-            "run a folder of its own: Trainer(default_root_dir=…), or ModelCheckpoint(dirpath=…). To continue this one all the "
-            f"same: fit(ckpt_path={str(reader.path)!r}), or fit(ckpt_path='auto', same_run=True); for its weights alone: "
-            "restore='weights'."
+            f"{reader.path} was saved by another run, and ckpt_path='auto' continues none but its own: "
+            f"{_listed(found)}. Give each run a folder of its own: Trainer(default_root_dir=…), or "
+            f"ModelCheckpoint(dirpath=…). To continue this one all the same: fit(ckpt_path={str(reader.path)!r}), or "
+            "fit(ckpt_path='auto', same_run=True); for its weights alone: restore='weights'."
         )
     if found and not at_start and warns:
         what = "The checkpoint's options replace those that configure_optimizers returned"

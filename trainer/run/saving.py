@@ -62,8 +62,9 @@ def save(
         raise LeydenError("save_checkpoint has no module to save: fit one first.")
     if run.engine.window.is_open and exact:
         raise LeydenError(
-            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. Call it "
-            "where trainer.window.closes is true and the step is done (on_train_batch_end), or give exact=False."
+            "save_checkpoint was called inside an accumulation window, whose gradients a checkpoint does not hold. "
+            "Call it where trainer.window.closes is true and the step is done (on_train_batch_end), or give "
+            "exact=False."
         )
     strategy = run.strategy
     ranks = Peers(strategy, path, trainer.saves_on_each_node)
@@ -124,7 +125,7 @@ def check_composable(run: Run) -> None:
         check_encodable(tree, where=name)
 
 
-# who has a state ----------------------------------------------------------------------------------------------------------
+# who has a state ------------------------------------------------------------------------------------------------------
 def users_of(run: Run) -> UserStates:
     """The user's own code: callbacks, DataModule, hooks."""
     return UserStates(run.module, run.datamodule, run.callbacks, run.hooks)
@@ -137,7 +138,7 @@ def steppers_of(run: Run) -> Steppers:
 
 
 def rank_owners(run: Run, ranks: Peers) -> dict[str, RankStateOwner]:
-    """What each rank has of its own, beside the loop's place in the data. Random numbers come last: the others may draw."""
+    """What each rank has of its own, beside the loop's place in the data. Random numbers are last: others may draw."""
     return {
         "buffers": Buffers(run.module, ranks),
         "logs": LogStates(run.logs, run.module),
@@ -147,7 +148,7 @@ def rank_owners(run: Run, ranks: Peers) -> dict[str, RankStateOwner]:
 
 
 def _home(trainer: Trainer, path: Path) -> tuple[Path, int] | None:
-    """The folder whose checkpoints are counted together with that of a path, and the levels below it; None if it is none's."""
+    """The folder whose checkpoints are counted together with a path's, and the levels below it; None if none is."""
     for callback in trainer.checkpoint_callbacks:
         folder = callback.folder_of(trainer)
         if callback.depth and path.parent.is_relative_to(folder):

@@ -1,4 +1,4 @@
-"""The states of callbacks, DataModule and `on_save_checkpoint`: rank 0's for all ranks, or each rank its own (`state_per_rank`)."""
+"""The states of callbacks, DataModule and `on_save_checkpoint`: rank 0's, or each rank's own (`state_per_rank`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OWN = "own"
 """The entry of a rank's file."""
 COMPARED = 4096
-"""Tensors of so many elements are compared by value; larger ones, such as averages of weights, by dtype and shape alone."""
+"""Tensors of so many elements are compared by value; larger ones, such as averages of weights, by dtype and shape."""
 
 
 class UserStates:
@@ -99,9 +99,9 @@ class UserStates:
         differing = [name for name in states if any(others.get(name) != digests[0].get(name) for others in digests)]
         if differing and ranks.rank == 0:
             warnings.warn(
-                f"the state of {', '.join(differing)} differs between ranks. A checkpoint holds rank 0's, and a resume hands it "
-                "to every rank. For a callback or DataModule, state_per_rank = True keeps each rank's own, and False ends this "
-                "warning.",
+                f"the state of {', '.join(differing)} differs between ranks. A checkpoint holds rank 0's, and a resume "
+                "hands it to every rank. For a callback or DataModule, state_per_rank = True keeps each rank's own, "
+                "and False ends this warning.",
                 stacklevel=2,
             )
 
@@ -109,8 +109,8 @@ class UserStates:
     def classes(self, reader: CheckpointReader, files: Sequence[str], progress: Progress) -> list[Any]:
         """Live state in which the classes of values in some files of a checkpoint are found, for the reader.
 
-        These are the attributes of callbacks, module and DataModule. Only for a class that is in none of them the state of the
-        run is composed, before any hook of the run has made it.
+        These are the attributes of callbacks, module and DataModule. Only for a class that is in none of them the state
+        of the run is composed, before any hook of the run has made it.
         """
         wanted = {name for file in files if reader.has(file) for name in class_names(reader.json(file))}
         if not wanted:
@@ -124,9 +124,9 @@ class UserStates:
             return [*live, self.compose(progress)]
         except Exception as error:
             warnings.warn(
-                f"{reader.path} has values of {', '.join(sorted(unknown))}, which come back as plain ones: no attribute of a "
-                f"callback or module is of that class, and the state could not be composed before the run "
-                f"({type(error).__name__}: {error}). Have an attribute of that class from the start.",
+                f"{reader.path} has values of {', '.join(sorted(unknown))}, which come back as plain ones: no "
+                f"attribute of a callback or module is of that class, and the state could not be composed before the "
+                f"run ({type(error).__name__}: {error}). Have an attribute of that class from the start.",
                 stacklevel=2,
             )
             return live
