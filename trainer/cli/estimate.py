@@ -246,7 +246,7 @@ def command(
     chosen = [name.strip() for name in strategy.split(",") if name.strip()] or list(STRATEGIES)
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
-        raise ConfigurationError(f"--strategy {unknown[0]!r} is unknown. {nearest(unknown[0], STRATEGIES)}")
+        raise ConfigurationError(f"--strategy {unknown[0]!r} is not known. {nearest(unknown[0], STRATEGIES)}")
     built, note = load_model(model, parse_arguments(arguments), download)
     click.echo(describe(model, built, note))
     click.echo(f"\ntraining with {optimizer}, on each rank's device, without activations:")
@@ -299,7 +299,7 @@ def _positive(text: str) -> int:
 def _precision(name: str) -> str:
     found = ALIASES.get(DTYPES.get(name, name), DTYPES.get(name, name))
     if found not in NAMES:
-        raise ConfigurationError(f"--precision {name!r} is unknown. {nearest(name, (*NAMES, *ALIASES, *DTYPES))}")
+        raise ConfigurationError(f"--precision {name!r} is not known. {nearest(name, (*NAMES, *ALIASES, *DTYPES))}")
     return found
 
 

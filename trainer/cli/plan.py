@@ -390,7 +390,7 @@ def _meeting(
     """Returns the number of this machine, and the address, port and backend of the rendezvous."""
     backend = settings.get("rdzv_backend")
     if backend not in (None, "static", "c10d", "etcd", "etcd-v2"):
-        raise ConfigurationError(f"rdzv_backend: {backend!r} is unknown: use static or c10d.")
+        raise ConfigurationError(f"rdzv_backend: {backend!r} is not known: use static or c10d.")
     if machines == 1 and elastic.endpoint is None:
         return 0, "localhost", int(settings.get("main_process_port", 0)), "c10d"
     # A static rendezvous hands stale addresses to restarted ranks.

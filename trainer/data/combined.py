@@ -36,7 +36,9 @@ class CombinedLoader(Composite):
         self, iterables: Any, mode: Mode = "min_size", limits: int | Sequence[int | None] | None = None
     ) -> None:
         if mode not in get_args(Mode):
-            raise ConfigurationError(f"CombinedLoader(mode={mode!r}) is unknown. {nearest(str(mode), get_args(Mode))}")
+            raise ConfigurationError(
+                f"CombinedLoader(mode={mode!r}) is not known. {nearest(str(mode), get_args(Mode))}"
+            )
         self.iterables = iterables
         self.mode: Mode = mode
         self.flattened: list[Any] = _flatten(iterables)

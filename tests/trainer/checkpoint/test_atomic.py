@@ -172,7 +172,7 @@ def test_links_and_files_of_killed_processes_are_cleared_too(tmp_path: Path, wri
     script = """
         import os, sys
         from pathlib import Path
-        from leyden.trainer.checkpoint import staging
+        from leyden.trainer.format import staging
         os.symlink("x", staging.sibling(Path(sys.argv[1], "last"), "tmp"))
         staging.sibling(Path(sys.argv[1], "metrics.csv"), "tmp").touch()
     """

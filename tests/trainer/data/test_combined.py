@@ -195,5 +195,5 @@ def test_every_place_resumes_exactly(mode: Mode, kind: str) -> None:
 def test_other_loaders_than_the_saved_ones_are_refused() -> None:
     cursor = LoaderCursor(CombinedLoader([LONG, SHORT], "max_size"))
     next(cursor.start(0))
-    with pytest.raises(ConfigurationError, match="places of 2 loaders, and there are 1"):
+    with pytest.raises(ConfigurationError, match="positions of 2 loaders, and there are 1"):
         LoaderCursor(CombinedLoader([LONG], "max_size")).resume(0, cursor.state_dict(1))

@@ -124,5 +124,5 @@ def test_overfitting_leaves_alone_what_it_cannot_order() -> None:
     for loader in (DataLoader(numbers(3)), DataLoader(Stream()), [1, 2]):
         assert without_shuffle(loader) is loader
     own = DataLoader(numbers(2), batch_sampler=Own())
-    with pytest.warns(UserWarning, match="Own does not tell its batch_size"):
+    with pytest.warns(UserWarning, match="Own has no batch_size"):
         assert without_shuffle(own) is own
