@@ -569,7 +569,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
             return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.9)}
 
     begun(tmp_path, max_epochs=1)
-    with pytest.raises(ConfigurationError, match="of another kind than SGD: it has no dampening, momentum"):
+    with pytest.raises(ConfigurationError, match="of another class than SGD: it has no dampening, momentum"):
         trainer_in(tmp_path).fit(Other(), *loaders(), ckpt_path="last")
     parts = {"weights", "progress", "rng", "loaders"}
     trainer_in(tmp_path, max_epochs=2).fit(Other(), *loaders(), ckpt_path="last", restore=parts)

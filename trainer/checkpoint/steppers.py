@@ -95,7 +95,7 @@ class Steppers:
             for scheduler, own in zip(self._schedulers, states["schedulers"], strict=True):
                 scheduler.load_state_dict(own)
         for number, (form, own) in enumerate(pairs):
-            with blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
+            with naming(reader.path / OPTIMIZERS), blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):
                 from_named(form, own, names)
         with blame(file):
             self._strategy.precision.load_state_dict(states["precision"])
