@@ -26,9 +26,9 @@ from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format import shard_table as shards
 from leyden.trainer.format.errors import CheckpointError
 
-LAYOUTS = {"single.safetensors": 1, "ddp": 2, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "hsdp": 4}
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp 2": 2, "fsdp 3": 3, "fsdp 4": 4, "hsdp": 4}
 # A world of four costs seconds on a small machine.
-QUICK = ("single.safetensors", "fsdp 2", "fsdp 3")
+QUICK = ("single", "fsdp 2", "fsdp 3")
 
 
 def by_cost(layouts: Any) -> list[Any]:
@@ -90,7 +90,7 @@ def build(layout: str, seed: int, size: int = 64, meta: bool = False) -> Model:
     torch.manual_seed(seed)
     with torch.device("meta" if meta else "cpu"):
         model = Model(size)
-    if layout in ("single.safetensors", "ddp"):
+    if layout in ("single", "ddp"):
         return model
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -120,7 +120,7 @@ def optimizer_of(model: Model) -> torch.optim.Optimizer:
 
 
 def strategy_of(layout: str) -> Any:
-    if layout == "single.safetensors":
+    if layout == "single":
         return None
     from leyden.strategies.ddp import DDPStrategy
 
@@ -180,7 +180,7 @@ def restore(layout: str, paths: dict[str, str], meta: bool) -> dict[str, Any]:
     for source, path in paths.items():
         model = build(layout, seed=9, meta=meta)
         reader = CheckpointReader(path)
-        if layout in ("single.safetensors", "ddp"):
+        if layout in ("single", "ddp"):
             load_weights(model, reader.model())
         else:
             fill_weights(model, reader)
@@ -207,7 +207,7 @@ def test_every_layout_reads_every_other(saved: dict[str, Any], layout: str) -> N
             for name, value in expected.items():
                 assert value.tobytes() == result["found"][name].tobytes(), (source, name)
             # And the optimizer goes on with it: the fourth step is that of the others.
-            for name, value in results["single.safetensors"]["after"].items():
+            for name, value in results["single"]["after"].items():
                 torch.testing.assert_close(
                     torch.tensor(result["after"][name]), torch.tensor(value), rtol=1e-4, atol=1e-5
                 )
@@ -226,7 +226,7 @@ def test_each_shard_is_written_once(saved: dict[str, Any], layout: str) -> None:
                 elements[key] = elements.get(key, 0) + tensor.numel()
         assert len(sizes) == LAYOUTS[layout], "every rank writes"
         assert max(sizes) < 1.35 * sum(sizes) / len(sizes), sizes
-    single = CheckpointReader(saved["single.safetensors"]["path"])
+    single = CheckpointReader(saved["single"]["path"])
     assert sum(elements.values()) == sum(
         tensor.numel()
         for name, tensor in single.model().items()
@@ -384,7 +384,7 @@ def test_merged_to_one_file(saved: dict[str, Any], tmp_path: Path) -> None:
 
     for source in saved:
         with Peak() as peak:
-            file = merge(saved[source]["path"], tmp_path / source)
+            file = merge(saved[source]["path"], tmp_path / f"{source}.safetensors")
         found = load_file(file)
         expected = {name: torch.tensor(value) for name, value in saved[source]["found"].items() if "/" not in name}
         assert found.keys() == expected.keys() - {"head.weight"}
@@ -423,7 +423,7 @@ def foreign(path: str) -> dict[str, Any]:
 
 
 def test_a_file_of_another_trainer_is_cut_into_shards(saved: dict[str, Any], tmp_path: Path) -> None:
-    file = merge(saved["single.safetensors"]["path"], tmp_path)
-    expected = saved["single.safetensors"]["found"]
+    file = merge(saved["single"]["path"], tmp_path)
+    expected = saved["single"]["found"]
     for found in run_world(2, foreign, str(file)):
         assert all(value.tobytes() == expected[name].tobytes() for name, value in found.items())
