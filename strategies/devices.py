@@ -66,13 +66,17 @@ def parse_devices(devices: Any) -> int | list[int] | None:
             raise wrong
         devices = [int(part) for part in parts] if "," in devices else int(parts[0])
     if isinstance(devices, Sequence):
-        if not devices:
-            raise ConfigurationError("devices=[] names no device: use devices=1, or 'auto'.")
-        if not all(type(index) is int and index >= 0 for index in devices):
-            raise wrong
-        if len(set(devices)) < len(devices):
-            raise ConfigurationError(f"devices={devices!r} names a device twice: give each once.")
-        return list(devices)
+        return _indices(devices)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise wrong
     return devices
+
+
+def _indices(devices: Sequence[Any]) -> list[int]:
+    if not devices:
+        raise ConfigurationError("devices=[] names no device: use devices=1, or 'auto'.")
+    if not all(type(index) is int and index >= 0 for index in devices):
+        raise ConfigurationError(f"devices={devices!r}: {FORMS}.")
+    if len(set(devices)) < len(devices):
+        raise ConfigurationError(f"devices={devices!r} names a device twice: give each once.")
+    return list(devices)

@@ -332,12 +332,7 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
     """Returns the arguments for `__init__`: the saved ones, overridden by given ones. Raises if one is missing."""
     parameters = inspect.signature(cls).parameters
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    values = saved.values
-    if saved.argument is not None and saved.argument[0] in parameters:
-        name, kind = saved.argument
-        within = {key: value for key, value in given.items() if key in values and key not in parameters}
-        values = {name: _rebuilt(cls, name, kind, {**values, **within})}
-        given = {key: value for key, value in given.items() if key not in within}
+    values, given = _as_arguments(cls, saved, given, parameters)
     unknown = [] if takes_any else [name for name in given if name not in parameters]
     for name in unknown:
         warnings.warn(
@@ -347,27 +342,40 @@ def arguments_for(cls: type, saved: SavedArguments, given: dict[str, Any]) -> di
         )
     values = {**values, **{name: value for name, value in given.items() if name not in unknown}}
     accepted = {name: value for name, value in values.items() if takes_any or name in parameters}
-    missing = [
-        name
-        for name, p in parameters.items()
-        if p.default is inspect.Parameter.empty
-        and p.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        and name not in accepted
-    ]
+    missing = [name for name in _required(parameters.values()) if name not in accepted]
     if missing:
         raise ConfigurationError(
             f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have: give "
             f"load_from_checkpoint(..., {missing[0]}=…), or call self.save_hyperparameters() in __init__ before "
             "training."
         )
+    defaults = {name: p.default for name, p in parameters.items() if name not in accepted}
     for name, was in saved.skipped.items():
-        if name in parameters and name not in accepted and in_words(parameters[name].default) != was:
+        if name in defaults and in_words(defaults[name]) != was:
             warnings.warn(
                 f"{cls.__name__} was trained with {name}={was}, which checkpoints cannot hold, and is built with the "
                 f"default: pass load_from_checkpoint(..., {name}=…).",
                 stacklevel=4,
             )
     return accepted
+
+
+def _as_arguments(
+    cls: type, saved: SavedArguments, given: dict[str, Any], parameters: Mapping[str, inspect.Parameter]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns saved and given values by argument, where one argument may have held all the saved ones."""
+    if saved.argument is None or saved.argument[0] not in parameters:
+        return saved.values, given
+    name, kind = saved.argument
+    within = {key: value for key, value in given.items() if key in saved.values and key not in parameters}
+    rest = {key: value for key, value in given.items() if key not in within}
+    return {name: _rebuilt(cls, name, kind, {**saved.values, **within})}, rest
+
+
+def _required(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    """Returns the names of the arguments that have no default."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind in by_name]
 
 
 def _rebuilt(cls: type, name: str, kind: str, values: dict[str, Any]) -> Any:

@@ -447,16 +447,24 @@ class ZeroConfig:
                 f"precision={precision!r} cannot be used with DeepSpeed on the CPU (Type fp16 is not supported on your "
                 "device): use 'bf16-mixed', 'bf16-true' or '32-true'."
             )
+        self._check_autocast(precision)
+        if self._of_fp16 and self.lower_weights(precision) != "fp16":
+            raise ConfigurationError(
+                f"{' and '.join(f'{name}=' for name in self._of_fp16)} scales the loss for weights in float16, and the "
+                f"run's precision is {precision!r}: use precision='16-true', or leave it out."
+            )
+        if self.stage == 0 and self.lower_weights(precision) == "bf16":
+            raise ConfigurationError(
+                "bf16 weights at ZeRO stage 0 go wrong: DeepSpeed steps the optimizer once before training. Use "
+                "stage=1, or precision='bf16-mixed'."
+            )
+
+    def _check_autocast(self, precision: str) -> None:
         dtype = self.given("torch_autocast.dtype")
         if self.given("torch_autocast.enabled") is True and not precision.endswith("-mixed"):
             raise ConfigurationError(
                 f"the DeepSpeed config enables torch_autocast ({dtype or 'bfloat16'}), and the run's precision is "
                 f"{precision!r}: use precision='bf16-mixed', or leave the section out."
-            )
-        if self._of_fp16 and self.lower_weights(precision) != "fp16":
-            raise ConfigurationError(
-                f"{' and '.join(f'{name}=' for name in self._of_fp16)} scales the loss for weights in float16, and the "
-                f"run's precision is {precision!r}: use precision='16-true', or leave it out."
             )
         wanted = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}.get(precision)
         said = str(dtype).removeprefix("torch.") if dtype else wanted
@@ -470,11 +478,6 @@ class ZeroConfig:
             raise ConfigurationError(
                 "the DeepSpeed config says torch_autocast.enabled=false, and precision='16-mixed' is DeepSpeed's "
                 "autocast: leave the section out."
-            )
-        if self.stage == 0 and self.lower_weights(precision) == "bf16":
-            raise ConfigurationError(
-                "bf16 weights at ZeRO stage 0 go wrong: DeepSpeed steps the optimizer once before training. Use "
-                "stage=1, or precision='bf16-mixed'."
             )
 
     def lower_weights(self, precision: str) -> str | None:

@@ -38,13 +38,7 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
     from torch_xla import runtime
 
     was_used = is_used()
-    if kind is not None and kind != runtime.device_type():
-        if was_used:
-            raise ConfigurationError(
-                f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a "
-                "new one."
-            )
-        runtime.set_device_type(kind)
+    _choose_kind(kind, was_used)
     if isinstance(wanted, int) and not was_used and runtime.device_type() == "CPU":
         # XLA's CPU is as many devices as this says.
         os.environ.setdefault("CPU_NUM_DEVICES", str(wanted))
@@ -70,6 +64,19 @@ def start(kind: str | None, wanted: int | list[int] | None) -> tuple[torch.devic
         _check_autograd(device)
     _begin_random(was_used)
     return device, 1 if one else count
+
+
+def _choose_kind(kind: str | None, was_used: bool) -> None:
+    from torch_xla import runtime
+
+    if kind is None or kind == runtime.device_type():
+        return
+    if was_used:
+        raise ConfigurationError(
+            f"accelerator={kind.lower()!r}, and this process uses XLA's {runtime.device_type()} already: start a "
+            "new one."
+        )
+    runtime.set_device_type(kind)
 
 
 def ranks_of_host(devices: object) -> int:

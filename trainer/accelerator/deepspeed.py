@@ -257,20 +257,23 @@ def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders
             "total_num_steps": scheduler.total_num_steps,
         }
         _fill(strategy.config, "scheduler", {name: value for name, value in known.items() if value is not None})
-    ranks = strategy.ranks.world_size if options.data.split_batches else 1
-    given = [getattr(loader, "batch_size", None) for loader in loaders]
-    sizes = [size // ranks for size in given if isinstance(size, int)]
-    chosen = None if not sizes else (min if options.train_batch_is_min else max)(sizes)
     real = [entry for entry in objects if not is_dummy(entry)]
     made = [entry for entry in real if hasattr(entry, "param_groups")]
     strategy.check_settings(
         RunSettings(
             accumulation=stepping.accumulation.num_steps,
-            batch_size=chosen,
+            batch_size=_batch_size(loaders, strategy.ranks.world_size, options),
             optimizers=len(made),
             schedulers=len(real) - len(made) + sum(entry.lr_scheduler_callable is not None for entry in schedulers),
         )
     )
+
+
+def _batch_size(loaders: Sequence[Any], ranks: int, options: Options) -> int | None:
+    """The samples of a rank's batch, of loaders of different sizes the one that the options choose; None if unknown."""
+    given = [getattr(loader, "batch_size", None) for loader in loaders]
+    sizes = [size // ranks if options.data.split_batches else size for size in given if isinstance(size, int)]
+    return None if not sizes else (min if options.train_batch_is_min else max)(sizes)
 
 
 def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:

@@ -150,12 +150,16 @@ def folder_weights(source: Path, trust: bool, model: int | None) -> tuple[dict[s
         return _sharded(sharded[model], trust) if sharded else _zero(zero[model], trust), others
     if model not in files:
         raise CheckpointError(source, f"has no model {model}: there are {', '.join(map(str, sorted(files)))}.")
-    # A single file has precedence over an index and its parts.
-    whole = [path for path in files[model] if not path.name.endswith(".index.json")]
-    if whole:
-        best = next((path for path in whole if path.suffix == ".safetensors"), whole[0])
-        return _state_dict(load_weights_only(best, trust=trust), best), others
-    return _indexed(files[model][0], trust), others
+    return _of_files(files[model], trust), others
+
+
+def _of_files(files: list[Path], trust: bool) -> dict[str, Tensor]:
+    """Reads the weights of one model. A single file has precedence over an index and its parts."""
+    whole = [path for path in files if not path.name.endswith(".index.json")]
+    if not whole:
+        return _indexed(files[0], trust)
+    best = next((path for path in whole if path.suffix == ".safetensors"), whole[0])
+    return _state_dict(load_weights_only(best, trust=trust), best)
 
 
 def _indexed(index: Path, trust: bool) -> dict[str, Tensor]:

@@ -117,11 +117,7 @@ class LaunchPlan:
         found += [
             ("ranks", f"{ranks} on {where}, {self.accelerator}, {self.threads} thread{'s' * (self.threads > 1)} each")
         ]
-        if self.rank is not None:
-            found += [("started by", f"srun, one task for each rank; this is rank {self.rank.rank}")]
-        elif self.machines > 1:
-            which = "numbered there" if self.machine_rank is None else f"machine {self.machine_rank}"
-            found += [("meeting", f"{self.backend} at {self.address}:{self.port}, this is {which}")]
+        found += self._meeting_lines()
         strategy = launched.strategy or ("ddp" if ranks > 1 else "one rank")
         found += [
             ("strategy", f"{strategy}{_listed(launched.options)}, precision {launched.precision or 'of the script'}")
@@ -137,6 +133,14 @@ class LaunchPlan:
         variables = sorted(self.variables().items()) if reasons else []
         found += [("variable", f"{name}={masked_value(name, value)}") for name, value in variables]
         return "\n".join(f"{name:<11} {value}" for name, value in [*found, ("command", command)])
+
+    def _meeting_lines(self) -> list[tuple[str, str]]:
+        if self.rank is not None:
+            return [("started by", f"srun, one task for each rank; this is rank {self.rank.rank}")]
+        if self.machines == 1:
+            return []
+        which = "numbered there" if self.machine_rank is None else f"machine {self.machine_rank}"
+        return [("meeting", f"{self.backend} at {self.address}:{self.port}, this is {which}")]
 
     def _not_here(self) -> list[str]:
         """Lists what this version's Trainer lacks, and refuses if the script leaves it open."""
@@ -403,10 +407,7 @@ def _meeting(
             raise ConfigurationError(
                 "--rdzv_endpoint belongs to c10d: leave rdzv_backend out, or give --main_process_ip."
             )
-        address, _, port = elastic.endpoint.rpartition(":")
-        if not address or not port.isdecimal() or not 0 < int(port[:6]) <= 65535:
-            raise ConfigurationError(f"--rdzv_endpoint {elastic.endpoint}: give host:port, such as 10.0.0.1:29500.")
-        return rank, address, int(port), backend
+        return rank, *_host_and_port(elastic.endpoint), backend
     if task is not None and task.address is not None:
         return rank, *task.address, backend
     address = settings.get("main_process_ip")
@@ -421,6 +422,13 @@ def _meeting(
             f"machine_rank: {rank} is out of range for {machines} machines: give 0 to {machines - 1}."
         )
     return rank, str(address), int(settings.get("main_process_port", PORT)), backend
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    address, _, port = endpoint.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port[:6]) <= 65535:
+        raise ConfigurationError(f"--rdzv_endpoint {endpoint}: give host:port, such as 10.0.0.1:29500.")
+    return address, int(port)
 
 
 def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Mapping[str, str]) -> int:

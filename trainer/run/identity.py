@@ -132,17 +132,11 @@ def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None 
         >>> plain({"betas": (0.9, float("nan"))})
         {'betas': [0.9, {'$number': 'nan'}]}
     """
-    if value is None or isinstance(value, (bool, str)) or type(value) is int:
-        return value
-    if isinstance(value, enum.Enum):
-        return {"$enum": f"{type(value).__qualname__}.{value.name}"}
-    if isinstance(value, (int, float)):
-        number = int(value) if isinstance(value, int) else float(value)
-        return number if math.isfinite(number) else {"$number": repr(number)}
-    if isinstance(value, PurePath):
-        return {"$path": str(value)}
     if isinstance(value, Tensor):
         return (of_tensor or _tensor)(value)
+    atom = _atom(value)
+    if atom is not _NESTED:
+        return atom
     if depth > DEPTH:
         return _skipped(value)
     if isinstance(value, Mapping):
@@ -166,6 +160,21 @@ def plain(value: Any, depth: int = 0, of_tensor: Callable[[Tensor], Any] | None 
     ):
         return {"$value": repr(value)}
     return _skipped(value)
+
+
+_NESTED: Any = object()
+
+
+def _atom(value: Any) -> Any:
+    """A value without parts as JSON; `_NESTED` for any other."""
+    if value is None or isinstance(value, (bool, str)) or type(value) is int:
+        return value
+    if isinstance(value, enum.Enum):
+        return {"$enum": f"{type(value).__qualname__}.{value.name}"}
+    if isinstance(value, (int, float)):
+        number = int(value) if isinstance(value, int) else float(value)
+        return number if math.isfinite(number) else {"$number": repr(number)}
+    return {"$path": str(value)} if isinstance(value, PurePath) else _NESTED
 
 
 def _skipped(value: Any) -> dict[str, str]:

@@ -187,8 +187,11 @@ def check_same_run(identity: Identity | None, reader: Reader | None, goal: Goal,
         ConfigurationError: if "auto" found the checkpoint of another run; lists the differences and the ways out.
     """
     resumes = bool(goal.parts & {"progress", "optimizers"})
-    if not isinstance(reader, CheckpointReader) or identity is None or not resumes or not reader.has("user"):
-        return
+    if isinstance(reader, CheckpointReader) and identity is not None and resumes and reader.has("user"):
+        _compare(identity, reader, goal, warns)
+
+
+def _compare(identity: Identity, reader: CheckpointReader, goal: Goal, warns: bool) -> None:
     refuses = goal.path == "auto" and "progress" in goal.parts and not goal.same_run
     before, at_start = Identity.read(reader), identity.optimizers is None
     if before is None:
