@@ -135,7 +135,7 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
             ("Where is optimizer state offloaded to (none, cpu, nvme) [none]", "cpu"),
             ("Where are parameters offloaded to (none, cpu, nvme) [none]", ""),
             ("Build the model sharded (zero.Init) [yes]", ""),
-            ("Save 16-bit weights of the whole model too [no]", ""),
+            ("Also save 16-bit weights of the whole model [no]", ""),
             ("Check the operands", ""),
             ("Compile the model", ""),
             ("Mixed precision (no, bf16) [no]", ""),
@@ -191,7 +191,7 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
             "main_process_ip": "10.0.0.1",
             "main_process_port": 29500,
         },
-        "meeting     static at 10.0.0.1:29500, this is numbered machine 1",
+        "meeting     static at 10.0.0.1:29500, this is machine 1",
     ),
 }
 
