@@ -28,6 +28,13 @@ T = TypeVar("T")
 ClipAlgorithm: TypeAlias = Literal["norm", "value"]
 
 
+# What a strategy once overrode itself, and what would go unheard now.
+_OF_RANKS = {
+    *("global_rank", "local_rank", "node_rank", "world_size", "is_global_zero"),
+    *("barrier", "broadcast", "all_gather", "reduce", "all_gather_object", "gather_object"),
+}
+
+
 class Strategy:
     """Decides where a model lives and how a batch goes forward and backward. The base class of all strategies.
 
@@ -82,6 +89,14 @@ class Strategy:
     """True if every rank holds the whole model: evaluation calls the bare module, and ranks without samples stop."""
     before_forward: Callable[[Window], None] | None = None
     """Called before the forward pass of a training batch; it puts no frame between `fit` and the user's step."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in vars(cls).keys() & _OF_RANKS:
+            raise ConfigurationError(
+                f"{cls.__name__} overrides {name}, which Leyden asks of the strategy's ranks: override it in a "
+                "subclass of leyden.strategies.ranks.Ranks, and pass that as Strategy(ranks=…)."
+            )
 
     def __init__(self, precision: Precision | None = None, ranks: Ranks | None = None) -> None:
         self.ranks = ranks if ranks is not None else Ranks()

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 from leyden import Trainer, TrainModule
 from leyden.strategies import SingleDeviceStrategy, Strategy
 from leyden.strategies.base import ClipAlgorithm
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 
@@ -483,3 +484,9 @@ def test_gradients_that_are_all_sparse_are_scaled() -> None:
     strategy.scale_gradients(0.5)
     assert table.weight.grad is not None
     assert table.weight.grad.to_dense().tolist() == [[0.0, 0.0], [0.5, 0.5], [0.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", ["world_size", "broadcast", "all_gather_object"])
+def test_a_strategy_that_answers_for_its_ranks_is_refused_when_it_is_defined(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"Own overrides {name}.* Strategy\\(ranks=…\\)"):
+        type("Own", (Strategy,), {name: property(lambda self: 2)})
