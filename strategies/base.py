@@ -188,7 +188,7 @@ class Strategy:
         return self.optimizers
 
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
-        """Sets up one more module of a loop of the user's own.
+        """Sets up one more module, for a user-written loop.
 
         Args:
             module: beside those that are set up already.
@@ -273,9 +273,10 @@ class Strategy:
     def loss_to_backward(self, loss: Tensor, num_items: Tensor | float | None, window: Window) -> Tensor:
         """Divides a loss so that the window's gradient is the mean over its batches, or over its items.
 
-        Items are only known when the window ends: backward divides by those of the first batch, which keeps the
-        gradients in range, and `Accelerator.close_window` corrects by first / total. On several ranks both are means
-        over the ranks, as the gradients are.
+        The total number of items is known only when the window ends. So backward divides by that of the first batch,
+        which keeps gradients in range, and `Engine.close_window` rescales by first / total. On several ranks both
+        counts are averaged over the ranks, like the gradients. `window.weight`, of an uneven batch, weights a rank's
+        loss only where items do not.
 
         Raises:
             ConfigurationError: if only some batches of a window have num_items.
@@ -367,7 +368,7 @@ class Strategy:
             own(scaled, *args, **kwargs)
 
     def sync_gradients(self) -> None:
-        """Averages gradients over the ranks if a window ended before any batch was known to be its last."""
+        """Averages gradients over the ranks if a window ended unexpectedly, so that no backward had exchanged them."""
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiplies all gradients by a factor, on the device."""
@@ -492,11 +493,11 @@ class Strategy:
         return state
 
     def gradient_sync(self, enabled: bool) -> AbstractContextManager[None]:
-        """Returns a context in which backward sends gradients to the other ranks if enabled, and not otherwise."""
+        """Returns a context in which backward exchanges gradients between ranks if enabled, and not otherwise."""
         return nullcontext()
 
     def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context in which backward sends gradients, though forward ran within `gradient_sync(False)`."""
+        """Returns a context in which backward exchanges gradients even if forward ran in `gradient_sync(False)`."""
         return self.gradient_sync(True)
 
 

@@ -21,14 +21,14 @@ class Ranks:
     A strategy holds its ranks as `strategy.ranks`. `GroupRanks` are the processes of a torch process group. One process
     that drives several devices, as XLA's SPMD does, is a single rank.
 
-    Every rank must call a collective, all of them in the same order. `group` restricts one to the ranks of a process
+    All ranks must call the same collectives in the same order. `group` restricts one to the ranks of a process
     group, such as that of one dimension of a device mesh (`mesh["shard"].get_group()`); None means all ranks.
 
     Args:
-        device: of this process.
+        device: this process's device.
 
     Attributes:
-        devices: of this machine's ranks.
+        devices: the devices of the ranks on this machine.
 
     Example:
         >>> Ranks().world_size, Ranks().all_gather_object("mine")
@@ -68,7 +68,7 @@ class Ranks:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks; before they are started, of those that are planned."""
+        """The number of ranks; before they are started, the planned number."""
         return 1
 
     @property
@@ -84,7 +84,7 @@ class Ranks:
     # from the plan to the end -----------------------------------------------------------------------------------------
     @property
     def are_planned(self) -> bool:
-        """True if several ranks are planned and this process is none of them yet."""
+        """True if this process has still to start the ranks."""
         return False
 
     def take_place(self, place: RankEnvironment | None) -> None:
@@ -95,7 +95,7 @@ class Ranks:
 
     def join(self) -> None:
         """Makes this rank's device current and joins the other ranks."""
-        # Until then, calls that ask the device would ask the first one.
+        # Otherwise CUDA calls without a device argument go to GPU 0.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

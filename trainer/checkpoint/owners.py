@@ -42,9 +42,10 @@ class RankStateOwner(StateOwner, Protocol):
         """This rank's state, where another number of ranks wrote the checkpoint.
 
         Args:
-            states: of the ranks that wrote it; only rank 0, which continues their sums, gets more than the first.
+            states: one for each rank that wrote the checkpoint. Only rank 0, which carries on all sums, is given all of
+                them; the other ranks get the first alone, and start sums at zero.
             rank: this one.
-            seed: for random numbers that nobody has saved.
+            seed: for random numbers of ranks that did not exist then.
         """
 
 
@@ -60,10 +61,10 @@ def collect(owners: Owners) -> dict[str, Any]:
 class Unclaimed:
     """States from one file of a checkpoint, which their owners have checked and not yet taken.
 
-    A state of None was not saved, as in a checkpoint that `leyden convert` made: its owner begins anew.
+    None stands for a state that was not saved, as in a checkpoint from `leyden convert`: its owner starts fresh.
 
     Args:
-        file: that they are from, for messages.
+        file: the file they come from, for error messages.
         states: by the owners' names, as `collect` returned them. What nobody here owns is kept for `get`.
         owners: of this run.
         needed: the names that every checkpoint has.
@@ -99,7 +100,7 @@ class Unclaimed:
         return [name for name in self._owners if name in self]
 
     def load(self, *names: str) -> None:
-        """Hands these states to their owners, where there are both."""
+        """Loads the named states into their owners; skips a name without a state or an owner."""
         for name in names:
             if name in self:
                 with self.blame(name):
@@ -111,7 +112,7 @@ class Unclaimed:
             self._states.pop(name, None)
 
     def blame(self, name: str) -> AbstractContextManager[None]:
-        """Whatever an owner's state provokes in the block is raised as a CheckpointError that names file and owner."""
+        """Re-raises any error in the block as a CheckpointError that names the file and the owner."""
         return blame(self._file, name)
 
 
@@ -122,7 +123,7 @@ def rank_file(rank: int) -> str:
 
 
 def collect_rank(owners: RankOwners) -> dict[str, Any]:
-    """The states of one rank, for its file, with the seed that ranks beyond those of the checkpoint begin from."""
+    """The states of one rank, for its file, and the seed of ranks that a later run adds."""
     return {"seed": torch.initial_seed() % 2**63, **collect(owners)}
 
 
@@ -137,7 +138,7 @@ def saved_ranks(reader: CheckpointReader) -> int:
 def read_rank(reader: CheckpointReader, strategy: Strategy, owners: RankOwners, like: Any = None) -> dict[str, Any]:
     """The states of this rank, regrouped by their owners where another number of ranks wrote the checkpoint.
 
-    The place in the data is counted in samples of the whole order, so every rank takes it from rank 0.
+    The place in the data is counted in samples of the global order, so every rank takes it from rank 0.
 
     Args:
         reader: of a checkpoint with the states of ranks.

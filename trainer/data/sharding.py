@@ -42,9 +42,9 @@ class Share:
     Attributes:
         here: samples on this rank.
         total: samples on all ranks.
-        idle: True if a rank has none.
+        idle: True if at least one rank has no sample.
         even: True if all ranks have the same number.
-        told: True if the sizes of the batches are known; otherwise each counts as one sample.
+        told: True if batch sizes are known; otherwise every batch counts as one sample.
         rest: samples of the epoch's last global batch if it is known to be smaller than the others; else 0.
     """
 
@@ -127,7 +127,7 @@ class Order:
         return drawn
 
     def start(self) -> None:
-        """Draws up to the current position now instead of at the next draw."""
+        """Fast-forwards to the current position now, not at the next `draw`."""
         if self._iterator is None:
             self._start()
 

@@ -35,18 +35,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
 class Engine:
     """Device, precision, strategy, accumulation window and collectives of one run.
 
-    The Trainer drives it; `Accelerator` is an Engine with the methods that the user's own loop needs.
+    The Trainer drives it directly. `Stepping`, the engine of an `Accelerator`, extends it for user-written loops.
 
     Args:
         strategy: a name or a Strategy.
         accelerator: "cpu", "gpu", "cuda", "mps" or "auto".
         precision: a name or a Precision; None leaves a given strategy's own.
-        devices: as of the Trainer.
-        num_nodes: machines.
+        devices: as for the Trainer.
+        num_nodes: number of machines.
     """
 
     checker: Checker | None = None
-    """In debug mode, compares what ranks bring to a collective before each."""
+    """In debug mode, checks before each collective that all ranks pass matching inputs."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Engine:
         self._backward_hooks: BackwardHooks | None = None
         """Called around `manual_backward`."""
         self._went_backward = True
-        """`manual_backward` was called in this batch; True as well where nothing depends on it."""
+        """`manual_backward` was called in this batch; also True when it makes no difference."""
         self._needs_manual_backward = False
         """A plain `loss.backward()` would lack what `manual_backward` does, and the user was not warned of it yet."""
         self.told_of_rest = False
@@ -130,12 +130,12 @@ class Engine:
 
     # steps ------------------------------------------------------------------------------------------------------------
     def begin_automatic(self) -> None:
-        """The loop goes backward and steps from here on."""
+        """Switches to automatic optimisation: the loop calls backward and step."""
         self._manual, self._before_step, self._backward_hooks = False, None, None
         self._went_backward, self._needs_manual_backward = True, False
 
     def begin_manual(self, hooks: BackwardHooks, before_step: Callable[[Optimizer], Any] | None) -> None:
-        """The module goes backward and steps from here on.
+        """Switches to manual optimisation: the module calls backward and step.
 
         Args:
             hooks: called around `manual_backward`.
@@ -146,7 +146,7 @@ class Engine:
         self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
 
     def begin_step(self) -> None:
-        """What may step optimizers begins: `stepped` says afterwards whether one did."""
+        """Call before code that may step optimizers; afterwards `stepped` says whether any did."""
         self.stepped = False
         self._went_backward = not self._needs_manual_backward
 
@@ -190,7 +190,7 @@ class Engine:
         prepared.optimizer.zero_grad(set_to_none)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward of a loss as it is, scaled for the precision, and by the rank's samples where a batch is uneven."""
+        """Runs backward without dividing the loss; scales for the precision, and weights a rank of an uneven batch."""
         self._went_backward = True
         hooks, weight = self._backward_hooks, self.window.weight
         # A rank without a sample runs the step for the others: no hook is called, but backward is the module's own.
@@ -214,7 +214,7 @@ class Engine:
         return nullcontext() if context is None else context()
 
     def check_collectives(self, checker: Checker) -> None:
-        """Compares from here on, before each collective, what the ranks bring to it."""
+        """Checks from here on, before each collective, that all ranks pass matching inputs."""
         self.checker = checker
 
     # collectives ------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Engine:
         return self.strategy.ranks.broadcast(obj, src)
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:
-        """Names optimizers' parameters that no module has any more: they would be stepped without effect."""
+        """Raises if an optimizer holds only parameters that no module owns: its steps would have no effect."""
         from leyden.strategies.errors import ConfigurationError
 
         known = {id(p) for module in modules for p in module.parameters()}

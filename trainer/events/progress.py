@@ -48,7 +48,7 @@ class Progress:
         phase: what was done last; see the table.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.
-        skipped: a scaler skipped the step of that window, or its validation is one at a stop: no scheduler follows.
+        skipped: a scaler skipped the step of that window, or the run's stop triggered the validation.
         validation_due: a validation belongs to the window that was closed last.
         validations: validation passes done (the sanity check does not count).
         validation_batches: batches of these passes: the step under which loggers are given a validation step's values.
@@ -86,13 +86,13 @@ class Progress:
 
     # counting ---------------------------------------------------------------------------------------------------------
     def count_batch(self, samples: int) -> None:
-        """A batch is done, of so many samples on all ranks."""
+        """Counts a finished batch; `samples` is its size over all ranks."""
         self.batch += 1
         self.batches += 1
         self.samples += samples
 
     def count_window(self, stepped: bool) -> None:
-        """A window is closed; `stepped` is false where a scaler skipped its step."""
+        """Counts a closed window; `stepped` is False if a scaler skipped its step."""
         self.global_step += 1
         self.stepped += stepped
 
@@ -102,34 +102,34 @@ class Progress:
 
     # from phase to phase ----------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
-        """The epoch's first hook is over."""
+        """Records that the epoch's first hook has run."""
         self.phase = "settled"
 
     def end_window(self, ended: bool, validation_due: bool, skipped: bool) -> None:
-        """A window's step is done, and what follows it is not (see the attributes for the arguments)."""
+        """Records that a window has stepped, and that its validation and schedulers are to come."""
         self.phase, self.ended, self.validation_due, self.skipped = "stepped", ended, validation_due, skipped
 
     def begin_validation(self) -> None:
-        """A validation starts, from which the next interval in time counts."""
+        """Records the time at which a validation starts, for intervals in time."""
         self.seconds_at_validation = self.seconds
 
     def count_validation(self, batches: int) -> None:
-        """A validation pass is done; with it, so many validation batches are."""
+        """Records a finished validation pass; `batches` is the total of all passes."""
         self.phase = "validated"
         self.validations += 1
         self.validation_batches = batches
 
     def end_validation(self) -> None:
-        """The validation that belongs to the window is over; or none does."""
+        """Records that the window's validation is done, or that it has none."""
         self.phase, self.validation_due = "validated", False
 
     def settle(self) -> None:
-        """All that follows a window is done."""
+        """Records that everything after the window's step is done."""
         self.phase = "settled"
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block a validation runs that belongs to no window: a resume steps no scheduler after it."""
+        """The context of a validation that belongs to no window: a resume steps no scheduler after it."""
         before, self.skipped = self.skipped, True
         try:
             yield
@@ -137,11 +137,11 @@ class Progress:
             self.skipped, self.phase = before, "settled"
 
     def cut_short(self) -> None:
-        """The epoch is over before its last batch."""
+        """Records that the epoch ended before its last batch."""
         self.cut = True
 
     def end_epoch(self, complete: bool) -> None:
-        """The epoch's hooks are over, but the closing ones; a limit interrupted one that is not complete."""
+        """Records that the epoch's hooks have run, but not the closing ones; `complete` if no limit cut it."""
         self.phase = "epoch_end" if complete else "paused"
 
     def next_epoch(self) -> None:
@@ -165,7 +165,7 @@ class Progress:
 
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:
-        """Goes to where another run stood. A window inside which that was saved is repeated, so it is exact again."""
+        """Continues from a saved position. One inside a window repeats that window, so the result is exact."""
         Progress.__init__(self, **{**saved.to_dict(), "exact": True})
 
     def to_dict(self) -> dict[str, Any]:

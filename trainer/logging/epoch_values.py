@@ -181,7 +181,7 @@ def over_ranks(strategy: Strategy) -> EpochValues | None:
 
 
 def combined(entry: Entry, told: Sequence[list[float]]) -> Value | None:
-    """One value of what several ranks logged under an entry's name, by its `reduce_fx`."""
+    """Combines what the ranks logged for an entry into one value, by its `reduce_fx`."""
     reduction = entry.reduce_fx
     if isinstance(reduction, Reduced):
         warnings.warn(
@@ -207,7 +207,7 @@ def value_of_this_rank(entry: Entry) -> Value | None:
 
 
 def _numbers(own: Mapping[Key, Entry]) -> list[float]:
-    """What the entries hold, each as its length and so many numbers; with one read-back."""
+    """Flattens the entries into (length, numbers …), with one read-back from the device."""
     values: list[Value] = []
     lengths: list[int] = []
     for entry in own.values():

@@ -37,7 +37,7 @@ class LogStates:
 
 
 def merged_logs(states: Sequence[dict[str, Any]], empty: bool) -> dict[str, Any]:
-    """The sums of logged values of all ranks as those of one; `empty` for a rank beside that one."""
+    """Adds the sums of logged values of all ranks; `empty` gives neutral sums, for ranks other than 0."""
     entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for state in states:
         for entry in state["entries"]:

@@ -51,17 +51,17 @@ class Logs:
 
     # where the run stands ---------------------------------------------------------------------------------------------
     def begin_loader(self, index: int | None) -> None:
-        """An evaluation reads a loader, whose index is added to the names; None where it is the only one."""
+        """Begins an evaluation loader. Names get its index as a suffix; None for the only loader."""
         self.dataloader_idx, self._tick = index, -1
 
     def end_loader(self, stage: str) -> None:
-        """It has been read to its end."""
+        """Ends the evaluation loader."""
         if self._tick == -1:
             self.note_idle(stage)
         self.dataloader_idx = None
 
     def note_idle(self, stage: str) -> None:
-        """This rank had no batch of the loader that is read."""
+        """Notes that this rank got no batch from the current loader."""
         self._idle.add((stage, -1 if self.dataloader_idx is None else self.dataloader_idx))
 
     def begin_batch(self, batch: Any, number: int, batch_idx: int) -> None:
@@ -144,7 +144,7 @@ class Logs:
             entry.add(value.detach() if enable_graph and isinstance(value, Tensor) else value, batch_size)
 
     def show(self, values: Mapping[str, Value]) -> None:
-        """Makes values visible to callbacks that were not logged by the module and that loggers have already."""
+        """Shows callbacks values that the module did not log and that loggers already have."""
         self._epoch_values.update({name: (value, False, False) for name, value in values.items()})
 
     def _open(self, name: str, options: tuple[Any, ...], batch_size: Any) -> Entry:
@@ -181,7 +181,7 @@ class Logs:
         )
 
     def _check_one_loader(self, entry: Entry, metric: Any) -> None:
-        """Each loader's value would be that of all of them."""
+        """Refuses one metric shared by several loaders: each would report the value over all of them."""
         others = (other for other in self._entries.values() if other.metric is metric and other.group == entry.group)
         if any(other.loader != entry.loader and LOADER_SUFFIX in other.name for other in others):
             own = entry.name.partition(LOADER_SUFFIX)[0]
@@ -236,7 +236,7 @@ class Logs:
         }
 
     def names_since(self, group: str, tick: int) -> set[str]:
-        """The names of epoch values that were logged with a batch after that number."""
+        """The names of epoch values logged with a batch numbered above `tick`."""
         found = (entry for entry in self._entries.values() if entry.group == group and entry.has_batch)
         return {entry.epoch_name for entry in found if entry.on_epoch and entry.tick > tick}
 

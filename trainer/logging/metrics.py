@@ -153,7 +153,7 @@ def _parts(metric: Metric) -> Iterable[Metric]:
 
 
 def _synced_parts(metric: Metric) -> list[Metric]:
-    """Those that have a state, and were not told to keep it to themselves."""
+    """The parts that have a state and sync_on_compute=True."""
     return [part for part in _parts(metric) if part._defaults and part.sync_on_compute]
 
 

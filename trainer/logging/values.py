@@ -90,12 +90,12 @@ def as_tensor(value: Value) -> Tensor:
 
 
 def sum_dtype(tensor: Tensor) -> torch.dtype:
-    """float64, which an epoch of float32 values does not wear out; Apple's GPUs have none."""
+    """float64, so that a long epoch of float32 values loses no precision; float32 on Apple's GPUs."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
 
 
 class Nans:
-    """The losses that are nan, each with the step since when.
+    """The losses that are nan, each with the step at which that began.
 
     They are seen in values that were read back for a logger or a bar anyway, and reported at the end of the run.
     """

@@ -63,7 +63,7 @@ class FitLoop:
         self.num_batches: int | None = 0 if run.arguments.limit_train_batches == 0 else None
         """Batches in an epoch, as limited; None where the loader does not know."""
         self.closes_epoch = False
-        """The closing callbacks of an epoch's end run, for which it is still the current one."""
+        """True while the closing callbacks of an epoch's end run; for them it is still the current epoch."""
         self.step: Step
         self._iterator: Iterator[Any] | None = None
         self._settles = False
@@ -71,9 +71,9 @@ class FitLoop:
         self._logs_every: int | None = None
         """Steps from one of the loggers' rows to the next; 0 or None where they get none."""
         self._listens_start = self._is_watched = False
-        """Something hears of a batch's start, of its end."""
+        """Some hook listens for the start of a batch, for its end."""
         self._cut = False
-        """Somebody wants the epoch to end here (a hook returned -1, or a step that draws its batches found no more)."""
+        """The epoch should end here: a hook returned -1, or a step that draws its own batches ran out."""
         self._window_start = 0
         """Index in the epoch of the first batch of the open window, or of the last one."""
         self._former_ended = True
@@ -89,7 +89,7 @@ class FitLoop:
 
     # the way through a fit --------------------------------------------------------------------------------------------
     def run(self, restored: Unclaimed | None = None) -> None:
-        """Trains until a limit is reached or somebody asks it to stop; `limit_train_batches=0` checks sanity only.
+        """Trains until a limit or a request ends it. With `limit_train_batches=0` it only runs the sanity check.
 
         Args:
             restored: the states of a resumed run, which the loop takes back when its loaders are there.
@@ -225,7 +225,7 @@ class FitLoop:
         self.engine.window.weigh(1.0, idle=False)
 
     def _is_declined(self, batch: Any, batch_idx: int) -> bool:
-        """Fires `on_train_batch_start`; true if it ends the epoch here, and not only where the open window closes."""
+        """Fires `on_train_batch_start`; True if the epoch ends now, not when the window closes."""
         if batch is NOTHING or self.hooks.fire_all("on_train_batch_start", batch, batch_idx) != -1:
             return False
         self._cut = True
@@ -310,7 +310,7 @@ class FitLoop:
             next(iterator, None)
 
     def _limit_of_unknown(self) -> int | None:
-        """The most batches that are read of a loader without a length; None for all."""
+        """The maximum number of batches to read from a loader of unknown length; None for no limit."""
         limit = self.arguments.limit_train_batches
         return limit if self.num_batches is None and isinstance(limit, int) else None
 
@@ -351,7 +351,7 @@ class FitLoop:
         return self.num_batches is not None and 0 < self.progress.batch < self.num_batches
 
     def _close_short_window(self) -> None:
-        """The loader ended before its length said: the batches of the open window count by their true number."""
+        """The loader ended before its reported length: averages the open window over the batches it really had."""
         window = self.engine.window
         window.close_early()
         self.strategy.sync_gradients()
@@ -382,7 +382,7 @@ class FitLoop:
         return length if self.num_batches is None else min(length, self.num_batches - self.progress.batch)
 
     def _end_window(self, is_last: bool) -> bool:
-        """Ends a window after its step; returns whether the epoch ends with it, also because the ranks agree on it."""
+        """Ends a window after its step; returns whether the epoch ends here, be it at another rank's request."""
         if self._agreement is not None:
             self._cut = self._agreement.read(self._cut)
         is_last = is_last or self._cut
@@ -461,7 +461,7 @@ class FitLoop:
             self.num_batches = self._run.loaders.limited(self.cursor.length)
 
     def _is_read_to_end(self) -> bool:
-        """True if the epoch that is over was not broken off by a limit or a hook."""
+        """True if no limit and no hook ended the last epoch early."""
         assert self.cursor is not None
         is_limited = self.num_batches != self.cursor.length or self.progress.batch == self._limit_of_unknown()
         return not is_limited and not self.progress.cut
@@ -474,7 +474,7 @@ class FitLoop:
         return self._resumable()
 
     def _resumable(self) -> Progress:
-        """The progress, but inside an accumulation window that of its start, which a resume repeats."""
+        """The current progress, or that at the start of the open window, which a resume repeats."""
         if not self.engine.window.is_open:
             return self.progress
         samples = self.count.window_samples if self.accumulation is not None else self.progress.samples

@@ -67,7 +67,7 @@ class Run:
         compiled: the `torch.compile` wrapper around the module; None without one.
         loaders: the data.
         logs: what has been logged.
-        state: what is going on.
+        state: the current stage.
         transfer: moves a batch to the device; None until set-up, and where there is nothing to do.
         should_stop: somebody asked the run to end.
         origin: what the run starts from, in words.
@@ -112,7 +112,7 @@ class Run:
         hooks: Hooks,
         starts_anew: bool,
     ) -> Run:
-        """The run that follows this one: what is not named here it takes over.
+        """The next run. Everything that is not passed here is carried over.
 
         Args:
             stage: the method that was called.
@@ -136,7 +136,7 @@ class Run:
         )
 
     def take_over(self, module: TrainModule, found: Mapping[str, Any]) -> None:
-        """Becomes what the run was on ranks that were forked or spawned from here.
+        """Adopts the final state of the run on ranks that were forked or spawned from this process.
 
         Args:
             module: what ran.
@@ -299,7 +299,7 @@ class Run:
 
     # what it does -----------------------------------------------------------------------------------------------------
     def ask_to_stop(self, asked: bool = True) -> None:
-        """Ends the fit where the open window closes; False takes the wish back."""
+        """Ends the fit where the open window closes; False withdraws the request."""
         self.should_stop = asked
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -327,7 +327,7 @@ class Run:
     def announce(self) -> None:
         """Prints the five lines, once the training data is loaded.
 
-        All ranks get to know the folder that the first one writes to.
+        Rank 0 broadcasts the folder that its loggers write to.
         """
         ranks, silent = self.strategy.ranks, self.arguments.barebones
         if ranks.world_size > 1 and not silent:
