@@ -145,7 +145,7 @@ def an_accumulation_of_none(folder: Path) -> None:
     GradientAccumulation(0)
 
 
-@mistake(r"give a dict as \{0: 4\}")
+@mistake(r"give a dict such as \{0: 4\}")
 def a_schedule_that_is_a_number(folder: Path) -> None:
     GradientAccumulationScheduler(4)  # type: ignore[arg-type]
 

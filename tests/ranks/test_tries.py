@@ -128,7 +128,7 @@ def test_around_the_fit_of_a_trainer_that_starts_its_ranks(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     told = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
     assert told == ["RANK 0 4 8"] * 2 + ["RANK 1 4 8"] * 2
-    assert done.stderr.count("started anew") == 1 and "Traceback" not in done.stderr
+    assert done.stderr.count("All ranks restart with") == 1 and "Traceback" not in done.stderr
 
 
 def test_a_function_that_fits_nowhere_ends_all_ranks(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from leyden.strategies.fsdp.strategy import FSDPStrategy
 @pytest.mark.parametrize(("device", "backend"), [("cuda:0", "cpu:gloo,cuda:nccl"), ("cpu", "gloo")])
 def test_what_waits_on_the_cpu_has_a_backend_there(kind: Any, device: str, backend: str) -> None:
     """In every run, since the group lasts as long as the process, and a later run may offload."""
-    assert kind(devices=[torch.device(device)]).default_backend == backend
+    assert kind(devices=[torch.device(device)]).ranks.default_backend == backend
 
 
 def on_a_group_without_the_cpu() -> str:
