@@ -212,7 +212,7 @@ def _check_ranges(kind: Any, saved: SavedState, now: Mapping[str, Any]) -> None:
         if abs(largest) > torch.finfo(torch.float32).max:
             raise StateError(saved.path(key), f"is {brief(largest)}, which float32 cannot hold")
         # A schedule may end a rounding error below zero.
-        if key in ("lr", "initial_lr"):
+        if key in ("lr", "initial_lr", "weight_decay"):
             continue
         try:
             kind([nn.Parameter(torch.zeros(1, 1))], **{key: value})

@@ -11,7 +11,6 @@ from leyden.strategies.errors import ConfigurationError
 if TYPE_CHECKING:
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.loops.counters import Count
-    from leyden.trainer.run.loaders import Transfer
     from leyden.trainer.run.state import Run
 
 
@@ -22,21 +21,22 @@ class Draws(Iterator[tuple[Any, int, int]]):
         batches: those that are left of the epoch, each with whether it is the last one.
         progress: whose batch is drawn next.
         count: counts each batch.
-        transfer: brings a batch to the device; None where it stays as it is.
+        bring: returns what was drawn as the batch on the device.
     """
 
     def __init__(
-        self, batches: Iterator[tuple[Any, bool]], progress: Progress, count: Count, transfer: Transfer | None
+        self, batches: Iterator[tuple[Any, bool]], progress: Progress, count: Count, bring: Callable[[Any], Any]
     ) -> None:
-        self._batches, self._progress, self._count, self._transfer = batches, progress, count, transfer
+        self._batches, self._progress, self._count, self._bring = batches, progress, count, bring
         self.is_last = progress.ended or progress.cut
         """The epoch's last batch has been drawn."""
 
     def __next__(self) -> tuple[Any, int, int]:
-        batch, self.is_last = next(self._batches)
+        drawn, self.is_last = next(self._batches)
         index = self._progress.batch
+        batch = self._bring(drawn)
         self._count.batch(batch)
-        return (batch if self._transfer is None else self._transfer(batch, 0)), index, 0
+        return batch, index, 0
 
 
 def draws_itself(training_step: Callable[..., Any]) -> bool:

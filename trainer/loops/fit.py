@@ -128,6 +128,9 @@ class FitLoop:
             self._note_listeners()
             if self.progress.phase == "epoch_start":
                 self._begin_epoch()
+            elif self.progress.phase == "paused":
+                # A limit had interrupted this epoch, which goes on.
+                self.progress.settle()
             complete = self._drawn_epoch() if draws else self._epoch()
             if not complete:
                 self._validate_at_stop()
@@ -187,7 +190,7 @@ class FitLoop:
     def _drawn_epoch(self) -> bool:
         """As `_epoch`, by a `training_step(dataloader_iter)` that draws its batches itself: each call is a window."""
         progress, window = self.progress, self.engine.window
-        draws = Draws(self._batches(), progress, self.count, self._run.transfer)
+        draws = Draws(self._batches(), progress, self.count, self._bring)
         while not draws.is_last:
             self._window_start = batch_idx = progress.batch
             window.open(length=1)
@@ -199,6 +202,7 @@ class FitLoop:
             except StopIteration:
                 # The step drew past the end: what it had drawn for this turn is dropped, and the epoch is over.
                 window.abandon()
+                self._end_share()
                 self._cut = True
                 return True
             window.end_batch()
@@ -207,6 +211,7 @@ class FitLoop:
             self._end_batch(outputs, draws, batch_idx)
             outputs = None
             self.logs.end_batch()
+            self._end_share()
             self._follow_window(is_last)
             if self._cut or self._stops():
                 return is_last
@@ -219,6 +224,13 @@ class FitLoop:
         self.engine.window.weigh(share.weight(self.strategy.data_size), share.idle)
         transfer = self._run.transfer
         return batch if transfer is None or batch is NOTHING else transfer(batch, 0)
+
+    def _bring(self, drawn: Any) -> Any:
+        """Returns the batch that a step draws itself, on the device."""
+        if self.count.shares:
+            return self._begin_share(*drawn)
+        transfer = self._run.transfer
+        return drawn if transfer is None else transfer(drawn, 0)
 
     def _end_share(self) -> None:
         self.engine.end_batch()

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class SavedLoop(Protocol):
     """What saving asks of a `FitLoop`."""
 
+    progress: Progress
+
     def progress_to_save(self) -> Progress:
         """The progress that a checkpoint of now holds."""
 
@@ -66,6 +68,9 @@ def save(
             "Call it where trainer.window.closes is true and the step is done (on_train_batch_end), or give "
             "exact=False."
         )
+    if loop is not None and loop.progress is not run.progress:
+        # The loop of an earlier fit: this one has none yet.
+        loop = None
     strategy = run.strategy
     ranks = Peers(strategy, path, trainer.saves_on_each_node)
     home = _home(trainer, Path(os.path.abspath(path)))

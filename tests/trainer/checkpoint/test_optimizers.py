@@ -170,6 +170,15 @@ def test_flags_and_schedulers_own_entries_come_from_the_saved_groups(tmp_path: P
     assert group["param_names"] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_an_option_that_a_schedule_ended_a_rounding_error_below_zero_resumes(option: str, tmp_path: Path) -> None:
+    module = build("AdamW", torch.float32)
+    optimizer, loaded = O.AdamW(module.parameters()), O.AdamW(module.parameters())
+    optimizer.param_groups[0][option] = -1e-18
+    from_named(loaded, save(tmp_path / "c", module, optimizer).optimizers()[0], module)
+    assert loaded.param_groups[0][option] == -1e-18
+
+
 def test_parameters_outside_the_module_have_names_too(tmp_path: Path) -> None:
     module, outside = nn.Linear(2, 1), nn.Parameter(torch.ones(3))
     optimizer = O.SGD([{"params": list(module.parameters())}, {"params": [outside]}], lr=0.1, momentum=0.9)

@@ -230,6 +230,18 @@ def test_a_step_that_draws_two_batches(Tiny: Any, fit: Any, batches: Any, count:
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
+def test_a_step_that_draws_gets_batches_of_the_global_size(Tiny: Any, fit: Any) -> None:
+    class Drawing(Tiny):
+        def training_step(self, dataloader_iter: Any) -> Any:
+            batch, _, _ = next(dataloader_iter)
+            self.trained.append(len(batch))
+            return self(batch).mean()
+
+    module = Drawing()
+    trainer = fit(module, DataLoader(torch.ones(10, 2), batch_size=2), global_batch_size=4)
+    assert module.trained == [4, 4, 2] and trainer.progress.samples == 10
+
+
 # DataModule -----------------------------------------------------------------------------------------------------------
 class Numbers(DataModule):
     """All hooks, recorded."""

@@ -150,3 +150,29 @@ def test_the_current_epoch_is_over_when_its_hooks_are(Tiny: Any, fit: Any, batch
     assert module.current_epoch == trainer.current_epoch == 2
     trainer.fit(module, batches(2), ckpt_path="current", max_epochs=3)
     assert module.seen[5:] == [("module", 2), ("closing", 2), ("end", 3)]
+
+
+def test_an_epoch_that_a_limit_interrupted_twice_ends_where_the_second_limit_is(
+    Tiny: Any, fit: Any, batches: Any, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    """A checkpoint of the resumed epoch says that its windows are settled, so that a resume from it ends the epoch."""
+
+    class Ends(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ended: list[int] = []
+
+        def on_train_epoch_end(self) -> None:
+            self.ended.append(self.trainer.global_step)
+
+    class SaveAt5(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "five")
+
+    first = fit(Ends(), batches(8), max_steps=3)
+    first.save_checkpoint(tmp_path / "three")
+    Trainer(**quiet, max_steps=7, callbacks=SaveAt5()).fit(Ends(), batches(8), ckpt_path=tmp_path / "three")
+    module = Ends()
+    Trainer(**quiet, max_steps=5).fit(module, batches(8), ckpt_path=tmp_path / "five")
+    assert module.ended == [5]

@@ -6,6 +6,7 @@ import argparse
 import collections
 import dataclasses
 import enum
+import json
 import math
 import threading
 import types
@@ -349,3 +350,31 @@ def test_a_class_that_no_attribute_has_is_found_in_what_is_composed(tmp_path: Pa
     ):
         trainer(tmp_path, epochs=2).fit(module, datamodule=Data(), ckpt_path=path)
     assert module.loaded == types.SimpleNamespace(x=1.0)
+
+
+def test_a_second_fit_that_fails_in_setup_saves_its_own_progress(tmp_path: Path) -> None:
+    class FailsLater(Callback):
+        def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+            if trainer.last_checkpoint is not None:
+                trainer.save_checkpoint(tmp_path / "second")
+                raise RuntimeError("no second time")
+
+    class Net(TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return self.net(batch[0]).mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    trainer = Trainer(accelerator="cpu", max_epochs=1, barebones=True, callbacks=FailsLater())
+    module, loader = Net(), DataLoader(TensorDataset(torch.ones(4, 1)))
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(tmp_path / "first")
+    with pytest.raises(RuntimeError, match="no second time"):
+        trainer.fit(module, loader)
+    steps = [json.loads((tmp_path / name / "progress.json").read_text())["global_step"] for name in ("first", "second")]
+    assert steps == [4, 0] and trainer.global_step == 0
