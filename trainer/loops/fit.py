@@ -109,12 +109,8 @@ class FitLoop:
         self.load_training_data()
         self.validation.load()
         self.validation.set_interval(self.num_batches)
-        self._settles = (
-            self.validation.loop is not None
-            or bool(run.schedulers)
-            or bool(run.profiler)
-            or self._agreement is not None
-        )
+        followers = (self.validation.loop, run.profiler, self._agreement)
+        self._settles = bool(run.schedulers) or any(part is not None for part in followers)
         run.announce()
         self.hooks.fire_all("on_train_start")
         self.clock.start()
@@ -129,7 +125,6 @@ class FitLoop:
             if self.progress.phase == "epoch_start":
                 self._begin_epoch()
             elif self.progress.phase == "paused":
-                # A limit had interrupted this epoch, which goes on.
                 self.progress.settle()
             complete = self._drawn_epoch() if draws else self._epoch()
             if not complete:
@@ -222,15 +217,15 @@ class FitLoop:
         """Notes what the ranks have of the global batch, and returns this rank's batch on the device."""
         self.engine.begin_batch(share)
         self.engine.window.weigh(share.weight(self.strategy.data_size), share.idle)
-        transfer = self._run.transfer
-        return batch if transfer is None or batch is NOTHING else transfer(batch, 0)
+        return self._on_device(batch)
 
     def _bring(self, drawn: Any) -> Any:
         """Returns the batch that a step draws itself, on the device."""
-        if self.count.shares:
-            return self._begin_share(*drawn)
+        return self._begin_share(*drawn) if self.count.shares else self._on_device(drawn)
+
+    def _on_device(self, batch: Any) -> Any:
         transfer = self._run.transfer
-        return drawn if transfer is None else transfer(drawn, 0)
+        return batch if transfer is None or batch is None or batch is NOTHING else transfer(batch, 0)
 
     def _end_share(self) -> None:
         self.engine.end_batch()
@@ -280,16 +275,11 @@ class FitLoop:
     def _skip(self, batch_idx: int) -> Any:
         """This rank has no sample of the global batch: it takes part in the others' step, and no hook is called."""
         assert self.cursor is not None
-        cursor, transfer = self.cursor, self._run.transfer
-
-        def filler() -> Any:
-            batch = cursor.filler()
-            return batch if transfer is None or batch is None else transfer(batch, 0)
-
+        cursor = self.cursor
         self.logs.end_batch()
         if batch_idx == 0:
             self.logs.note_idle("train")
-        self.step.skip(filler, batch_idx)
+        self.step.skip(lambda: self._on_device(cursor.filler()), batch_idx)
         return None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
