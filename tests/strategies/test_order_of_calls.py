@@ -18,6 +18,7 @@ LISTED = re.findall(r"^    (\[?)([a-z_]+)\]?(?: |$)", inspect.getdoc(Strategy) o
 ORDER = [name for _, name in LISTED]
 ALWAYS = [name for optional, name in LISTED if not optional]
 FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce"}
+"""Collectives of Lightning's contract that pass on to `strategy.ranks`, where alone they can be overridden."""
 WITHIN = {"loss_to_backward", "mean_items", "skip_items", "clip_parameters", "forward"}
 """Methods that other methods call."""
 ANY_TIME = {
@@ -49,7 +50,7 @@ def recorded(calls: list[str]) -> type[Strategy]:
 
         return method
 
-    return type("Recorded", (Strategy,), {name: recorder(name) for name in methods()})
+    return type("Recorded", (Strategy,), {name: recorder(name) for name in methods() - FOR_USERS})
 
 
 class Net(TrainModule):
