@@ -1,10 +1,6 @@
 """The names of `accelerate.tracking`, for scripts that import from there."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.absent import lacking
 from leyden.trainer.accelerator.tracking import (
     CometMLTracker,
     GeneralTracker,
@@ -14,7 +10,4 @@ from leyden.trainer.accelerator.tracking import (
 )
 
 __all__ = ["CometMLTracker", "GeneralTracker", "MLflowTracker", "TensorBoardTracker", "WandBTracker"]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name)
+__getattr__ = lacking(__name__)

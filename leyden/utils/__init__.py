@@ -1,11 +1,7 @@
 """The names of `accelerate.utils`, for scripts that import from there: only the import's first word changes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from leyden.strategies.batch import batch_size_of as find_batch_size
-from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.absent import lacking
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from leyden.trainer.accelerator.memory import find_executable_batch_size, release_memory
@@ -90,7 +86,4 @@ __all__ = [
     "tqdm",
     "wait_for_everyone",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name)
+__getattr__ = lacking(__name__)

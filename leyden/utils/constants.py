@@ -1,13 +1,6 @@
 """The names of `accelerate.utils.constants`, for scripts that import from there: an import of one says what to use."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from leyden.trainer.accelerator.absent import attribute
+from leyden.trainer.accelerator.absent import lacking
 
 __all__ = []
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name)
+__getattr__ = lacking(__name__)

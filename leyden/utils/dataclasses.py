@@ -1,60 +1,6 @@
-"""The names of `accelerate.utils.dataclasses`, for scripts that import from there."""
+"""The names of `accelerate.utils.dataclasses`, for scripts that import from there: all those of `leyden.utils`."""
 
-from __future__ import annotations
+from leyden.trainer.accelerator.absent import lacking
+from leyden.utils import *  # noqa: F403
 
-from typing import Any
-
-from leyden.trainer.accelerator.absent import attribute
-from leyden.utils import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DDPCommunicationHookType,
-    DeepSpeedPlugin,
-    DistributedDataParallelKwargs,
-    DistributedType,
-    DynamoBackend,
-    FP8RecipeKwargs,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    LoggerType,
-    MSAMPRecipeKwargs,
-    PrecisionType,
-    ProfileKwargs,
-    ProjectConfiguration,
-    RNGType,
-    TERecipeKwargs,
-    TorchDynamoPlugin,
-)
-
-__all__ = [
-    "AORecipeKwargs",
-    "AutocastKwargs",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "PrecisionType",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "TERecipeKwargs",
-    "TorchDynamoPlugin",
-]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name)
+__getattr__ = lacking(__name__)

@@ -1,14 +1,6 @@
-"""The names of `accelerate.utils.memory`, for scripts that import from there."""
+"""The names of `accelerate.utils.memory`, for scripts that import from there: all those of `leyden.utils`."""
 
-from __future__ import annotations
+from leyden.trainer.accelerator.absent import lacking
+from leyden.utils import *  # noqa: F403
 
-from typing import Any
-
-from leyden.trainer.accelerator.absent import attribute
-from leyden.utils import find_executable_batch_size, release_memory
-
-__all__ = ["find_executable_batch_size", "release_memory"]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name)
+__getattr__ = lacking(__name__)

@@ -1,14 +1,6 @@
-"""The names of `accelerate.utils.random`, for scripts that import from there."""
+"""The names of `accelerate.utils.random`, for scripts that import from there: all those of `leyden.utils`."""
 
-from __future__ import annotations
+from leyden.trainer.accelerator.absent import lacking
+from leyden.utils import *  # noqa: F403
 
-from typing import Any
-
-from leyden.trainer.accelerator.absent import attribute
-from leyden.utils import set_seed, synchronize_rng_states
-
-__all__ = ["set_seed", "synchronize_rng_states"]
-
-
-def __getattr__(name: str) -> Any:
-    return attribute(__name__, name)
+__getattr__ = lacking(__name__)

@@ -153,8 +153,13 @@ PACKAGES = (
 DEVICES = ("cuda", "mps", "xpu", "npu", "mlu", "musa", "hpu", "sdaa", "neuron")
 
 
+def lacking(module: str) -> Callable[[str], Callable[[], bool]]:
+    """Returns the `__getattr__` of a module of Accelerate's names: see `attribute`."""
+    return functools.partial(attribute, module)
+
+
 def attribute(module: str, name: str) -> Callable[[], bool]:
-    """The `__getattr__` of the modules that carry Accelerate's names, for a name that they lack.
+    """Answers for a name that a module of Accelerate's names lacks.
 
     Args:
         module: such as `leyden.utils`.
