@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from manual import result_of
+from models import result_of
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

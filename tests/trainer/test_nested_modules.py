@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import numbered
 from torch import Tensor, nn
 
 from leyden import LeydenError, TrainModule
@@ -44,18 +45,18 @@ class Whole(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_modules_inside_a_module_log_and_know_the_run(fit: Any, batches: Any) -> None:
+def test_modules_inside_a_module_log_and_know_the_run(fit: Any) -> None:
     module = Whole()
-    trainer = fit(module, batches(2), max_epochs=2)
+    trainer = fit(module, numbered(2), max_epochs=2)
     for part in (module.body[0], module.head):
         assert part.seen == [(0, 0), (0, 1), (1, 2), (1, 3)]
         assert part.trainer is trainer
     assert {"out_step", "out_epoch"} <= trainer.callback_metrics.keys()
 
 
-def test_after_the_run_modules_inside_a_module_log_nothing(fit: Any, batches: Any) -> None:
+def test_after_the_run_modules_inside_a_module_log_nothing(fit: Any) -> None:
     module = Whole()
-    trainer = fit(module, batches(1))
+    trainer = fit(module, numbered(1))
     before = trainer.callback_metrics
     module.head(torch.ones(1, 2))
     assert trainer.callback_metrics == before

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import Tiny
+from samples import numbered
 
 from leyden import ConfigurationError, Trainer
 from leyden.trainer.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 
-def test_the_simple_profiler_counts_calls(Tiny: Any, fit: Any, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_simple_profiler_counts_calls(fit: Any, capfd: pytest.CaptureFixture[str]) -> None:
     profiler = SimpleProfiler()
-    fit(Tiny(), batches(4), batches(2), profiler=profiler, num_sanity_val_steps=0)
+    fit(Tiny(), numbered(4), numbered(2), profiler=profiler, num_sanity_val_steps=0)
     counts = {name: len(times) for name, times in profiler.durations.items()}
     assert counts["training_step"] == 4 and counts["validation_step"] == 2 and counts["on_validation_start"] == 1
     assert all(seconds >= 0 for times in profiler.durations.values() for seconds in times)
@@ -23,27 +25,27 @@ def test_the_simple_profiler_counts_calls(Tiny: Any, fit: Any, batches: Any, cap
     assert any(line.split()[:2] == ["training_step", "4"] for line in lines)
 
 
-def test_a_profiler_changes_nothing(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_profiler_changes_nothing(fit: Any) -> None:
     plain, profiled = Tiny(), Tiny()
-    fit(plain, batches(3), batches(2))
-    fit(profiled, batches(3), batches(2), profiler="simple")
+    fit(plain, numbered(3), numbered(2))
+    fit(profiled, numbered(3), numbered(2), profiler="simple")
     assert profiled.trained == plain.trained and bool((profiled.net.weight == plain.net.weight).all())
 
 
-def test_traces_name_the_clearing_of_gradients(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+def test_traces_name_the_clearing_of_gradients(fit: Any, tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, "labels")
-    fit(Tiny(), batches(6), profiler=profiler)
+    fit(Tiny(), numbered(6), profiler=profiler)
     assert any("Optimizer.zero_grad" in path.read_text() for path in tmp_path.rglob("*.json"))
 
 
-def test_the_advanced_profiler_shows_functions(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
-    fit(Tiny(), batches(2), batches(1), profiler=AdvancedProfiler(tmp_path, "report"))
+def test_the_advanced_profiler_shows_functions(fit: Any, tmp_path: Path) -> None:
+    fit(Tiny(), numbered(2), numbered(1), profiler=AdvancedProfiler(tmp_path, "report"))
     text = (tmp_path / "fit-report.txt").read_text()
     assert "training_step\n" in text and "validation_step\n" in text and "cumulative" in text and "linear" in text
 
 
-def test_the_pytorch_profiler_writes_a_trace(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
-    fit(Tiny(), batches(8), profiler="pytorch")
+def test_the_pytorch_profiler_writes_a_trace(fit: Any, tmp_path: Path) -> None:
+    fit(Tiny(), numbered(8), profiler="pytorch")
     [trace] = [path for path in tmp_path.rglob("*") if ".pt.trace.json" in path.name]
     raw = gzip.decompress(trace.read_bytes()) if trace.suffix == ".gz" else trace.read_bytes()
     events = json.loads(raw)["traceEvents"]
@@ -54,14 +56,14 @@ def test_the_pytorch_profiler_writes_a_trace(Tiny: Any, fit: Any, batches: Any, 
     assert sum(str(name).startswith("ProfilerStep#") for name in names) >= 3
 
 
-def test_the_pytorch_profiler_in_evaluation(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+def test_the_pytorch_profiler_in_evaluation(quiet: Any, tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path / "traces", "table")
-    Trainer(**quiet, profiler=profiler).test(Tiny(), batches(8), verbose=False)
+    Trainer(**quiet, profiler=profiler).test(Tiny(), numbered(8), verbose=False)
     assert len([*(tmp_path / "traces").glob("*.pt.trace.json*")]) == 1
     assert "test_step" in (tmp_path / "traces" / "test-table.txt").read_text()
 
 
-def test_a_profiler_of_ones_own(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_profiler_of_ones_own(fit: Any) -> None:
     class Own(Profiler):
         def __init__(self) -> None:
             super().__init__()
@@ -78,7 +80,7 @@ def test_a_profiler_of_ones_own(Tiny: Any, fit: Any, batches: Any) -> None:
             return ""
 
     profiler = Own()
-    fit(Tiny(), batches(5), profiler=profiler, accumulate_grad_batches=2)
+    fit(Tiny(), numbered(5), profiler=profiler, accumulate_grad_batches=2)
     assert profiler.calls.count("training_step") == 5 and profiler.steps == 3
     with profiler.profile("mine"):
         pass
@@ -93,11 +95,11 @@ def test_actions_end_in_order() -> None:
         profiler.stop("outer")
 
 
-def test_a_profiler_closes_when_the_run_fails(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+def test_a_profiler_closes_when_the_run_fails(fit: Any, tmp_path: Path) -> None:
     class Failing(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise ValueError("x")
 
     with pytest.raises(ValueError, match="x"):
-        fit(Failing(), batches(1), profiler=PyTorchProfiler(tmp_path, "table"))
-    fit(Tiny(), batches(1), profiler=PyTorchProfiler(tmp_path, "table"))
+        fit(Failing(), numbered(1), profiler=PyTorchProfiler(tmp_path, "table"))
+    fit(Tiny(), numbered(1), profiler=PyTorchProfiler(tmp_path, "table"))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import Tiny
+from samples import numbered
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,33 +32,33 @@ from leyden.callbacks.silent import SilentLogger
 
 # how much is read -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("limit", "count"), [(1.0, 8), (0.5, 4), (0.3, 2), (3, 3), (100, 8), (1, 1)])
-def test_limit_train_batches(Tiny: Any, fit: Any, batches: Any, limit: Any, count: int) -> None:
+def test_limit_train_batches(fit: Any, limit: Any, count: int) -> None:
     module = Tiny()
-    trainer = fit(module, batches(8), limit_train_batches=limit, max_epochs=2)
+    trainer = fit(module, numbered(8), limit_train_batches=limit, max_epochs=2)
     assert module.trained == [*range(count)] * 2
     assert trainer.num_training_batches == count and trainer.global_step == 2 * count
 
 
 @pytest.mark.parametrize(("limit", "count"), [(1.0, 4), (0.5, 2), (3, 3), (0, 0), (0.0, 0)])
-def test_limit_val_batches(Tiny: Any, fit: Any, batches: Any, limit: Any, count: int) -> None:
+def test_limit_val_batches(fit: Any, limit: Any, count: int) -> None:
     module = Tiny()
-    trainer = fit(module, batches(2), batches(4), limit_val_batches=limit, num_sanity_val_steps=0)
+    trainer = fit(module, numbered(2), numbered(4), limit_val_batches=limit, num_sanity_val_steps=0)
     assert module.validated == [*range(count)]
     assert trainer.num_val_batches == ([count] if count else [])
     assert trainer.enable_validation == (count > 0)
 
 
-def test_limit_test_and_predict_batches(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_limit_test_and_predict_batches(quiet: Any) -> None:
     trainer = Trainer(**quiet, limit_test_batches=0.5, limit_predict_batches=3)
-    [values] = trainer.test(Tiny(), batches(8), verbose=False)
+    [values] = trainer.test(Tiny(), numbered(8), verbose=False)
     assert values == {"seen": 1.5} and trainer.num_test_batches == [4]
-    outputs = trainer.predict(Tiny(), batches(8))
+    outputs = trainer.predict(Tiny(), numbered(8))
     assert [float(o) for o in outputs or []] == [0.0, 2.0, 4.0] and trainer.num_predict_batches == [3]
 
 
 @pytest.mark.parametrize(("amount", "count"), [(3, 3), (0.25, 2)])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int, shuffle: bool) -> None:
+def test_overfit_batches(fit: Any, amount: Any, count: int, shuffle: bool) -> None:
     data = torch.arange(8.0).repeat_interleave(2).view(8, 2)
     module = Tiny()
     loader = DataLoader(data, batch_size=1, shuffle=True)  # type: ignore[arg-type]
@@ -73,12 +75,12 @@ def test_overfit_batches(Tiny: Any, fit: Any, amount: Any, count: int, shuffle: 
 
 
 @pytest.mark.parametrize(("given", "count"), [(True, 1), (3, 3)])
-def test_fast_dev_run(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, given: Any, count: int) -> None:
+def test_fast_dev_run(quiet: Any, tmp_path: Path, given: Any, count: int) -> None:
     quiet = {**quiet, "logger": CSVLogger(), "enable_checkpointing": True}
     checkpoint = ModelCheckpoint(monitor="never logged")
     trainer = Trainer(**quiet, fast_dev_run=given, max_epochs=9, callbacks=[checkpoint, EarlyStopping("never logged")])
     module = Tiny()
-    trainer.fit(module, batches(8), batches(8))
+    trainer.fit(module, numbered(8), numbered(8))
     assert module.trained == [*range(count)] == module.validated
     assert trainer.fast_dev_run and [type(logger) for logger in trainer.loggers] == [SilentLogger]
     assert [*tmp_path.iterdir()] == []
@@ -88,7 +90,7 @@ def test_fast_dev_run(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, given
     ("logger", "count"), [(True, 1), (CSVLogger(), 1), ([CSVLogger(), CSVLogger(name="b")], 2), (False, 0), ([], 0)]
 )
 def test_in_a_fast_dev_run_what_is_logged_by_hand_goes_nowhere(
-    Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, logger: Any, count: int
+    quiet: Any, tmp_path: Path, logger: Any, count: int
 ) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -105,20 +107,20 @@ def test_in_a_fast_dev_run_what_is_logged_by_hand_goes_nowhere(
             self.log("x", 1.0)
             return super().training_step(batch, batch_idx)
 
-    Trainer(**{**quiet, "logger": logger}, fast_dev_run=True).fit(Logging(), batches(2))
+    Trainer(**{**quiet, "logger": logger}, fast_dev_run=True).fit(Logging(), numbered(2))
     assert [*tmp_path.iterdir()] == []
 
 
-def test_barebones(Tiny: Any, tmp_path: Path, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_barebones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     module = Tiny()
     trainer = Trainer(barebones=True, max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
-    trainer.fit(module, batches(3), batches(2))
+    trainer.fit(module, numbered(3), numbered(2))
     assert trainer.barebones and trainer.callbacks == [] and trainer.global_step == 3
     assert module.validated == [0, 1]
     assert capfd.readouterr().out == "" and [*tmp_path.iterdir()] == []
 
 
-def test_a_sanity_check_leaves_no_trace(Tiny: Any, fit: Any) -> None:
+def test_a_sanity_check_leaves_no_trace(fit: Any) -> None:
     from torchmetrics import MeanMetric
 
     class Drawing(Tiny):
@@ -159,14 +161,14 @@ def test_a_sanity_check_leaves_no_trace(Tiny: Any, fit: Any) -> None:
     assert trainer.callback_metrics == plain.callback_metrics
 
 
-def test_a_sanity_check_leaves_the_generators_of_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_sanity_check_leaves_the_generators_of_loaders(fit: Any) -> None:
     def validated(steps: int) -> list[float]:
         module, generator = Tiny(), torch.Generator().manual_seed(2)
         with pytest.warns(UserWarning, match="shuffles"):
             fit(
                 module,
-                batches(1),
-                DataLoader(batches(8), batch_size=None, shuffle=True, generator=generator),  # type: ignore[arg-type]
+                numbered(1),
+                DataLoader(numbered(8), batch_size=None, shuffle=True, generator=generator),  # type: ignore[arg-type]
                 num_sanity_val_steps=steps,
             )
         return module.validated[-8:]
@@ -175,19 +177,19 @@ def test_a_sanity_check_leaves_the_generators_of_loaders(Tiny: Any, fit: Any, ba
 
 
 @pytest.mark.parametrize(("steps", "count"), [(0, 0), (2, 2), (9, 4), (-1, 4)])
-def test_num_sanity_val_steps(Tiny: Any, fit: Any, batches: Any, steps: int, count: int) -> None:
+def test_num_sanity_val_steps(fit: Any, steps: int, count: int) -> None:
     module = Tiny()
-    trainer = fit(module, batches(1), batches(4), num_sanity_val_steps=steps, max_steps=0)
+    trainer = fit(module, numbered(1), numbered(4), num_sanity_val_steps=steps, max_steps=0)
     assert module.validated == [*range(count)]
     assert trainer.num_sanity_val_batches == [count]
 
 
-def test_no_sanity_check_without_validation(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_no_sanity_check_without_validation(fit: Any) -> None:
     calls: list[str] = []
     callback = LambdaCallback(on_sanity_check_start=lambda trainer, module: calls.append("start"))
-    fit(Tiny(), batches(1), batches(4), limit_val_batches=0, callbacks=callback)
+    fit(Tiny(), numbered(1), numbered(4), limit_val_batches=0, callbacks=callback)
     assert calls == []
-    fit(Tiny(), batches(1), batches(4), callbacks=callback)
+    fit(Tiny(), numbered(1), numbered(4), callbacks=callback)
     assert calls == ["start"]
 
 
@@ -205,8 +207,8 @@ def test_no_sanity_check_without_validation(Tiny: Any, fit: Any, batches: Any) -
         ({"max_epochs": 3, "accumulate_grad_batches": 3}, 6, 3),
     ],
 )
-def test_the_end_of_a_run(Tiny: Any, fit: Any, batches: Any, arguments: Any, steps: int, epoch: int) -> None:
-    trainer = fit(Tiny(), batches(4), **arguments)
+def test_the_end_of_a_run(fit: Any, arguments: Any, steps: int, epoch: int) -> None:
+    trainer = fit(Tiny(), numbered(4), **arguments)
     assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
 
 
@@ -231,48 +233,48 @@ class Stop(Callback):
         ({"accumulate_grad_batches": 2}, 2),
     ],
 )
-def test_should_stop(Tiny: Any, fit: Any, batches: Any, arguments: Any, steps: int) -> None:
-    trainer = fit(Tiny(), batches(4), max_epochs=5, callbacks=Stop(2), **arguments)
+def test_should_stop(fit: Any, arguments: Any, steps: int) -> None:
+    trainer = fit(Tiny(), numbered(4), max_epochs=5, callbacks=Stop(2), **arguments)
     assert trainer.global_step == steps
     assert trainer.should_stop
 
 
-def test_max_time_ends_between_two_windows(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_max_time_ends_between_two_windows(fit: Any) -> None:
     module = Tiny()
-    trainer = fit(module, batches(10), max_time={"microseconds": 1}, max_epochs=None, accumulate_grad_batches=4)
+    trainer = fit(module, numbered(10), max_time={"microseconds": 1}, max_epochs=None, accumulate_grad_batches=4)
     assert len(module.trained) in (0, 4) and not trainer.window.is_open
-    assert fit(Tiny(), batches(3), max_time="00:01:00:00", max_epochs=2).global_step == 6
+    assert fit(Tiny(), numbered(3), max_time="00:01:00:00", max_epochs=2).global_step == 6
 
 
-def test_a_timer_ends_a_run(Tiny: Any, fit: Any, batches: Any) -> None:
-    assert fit(Tiny(), batches(10), callbacks=Timer({"microseconds": 1}, verbose=False)).global_step == 1
+def test_a_timer_ends_a_run(fit: Any) -> None:
+    assert fit(Tiny(), numbered(10), callbacks=Timer({"microseconds": 1}, verbose=False)).global_step == 1
 
 
-def test_fit_takes_its_own_end_and_begins_anew(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_fit_takes_its_own_end_and_begins_anew(quiet: Any) -> None:
     trainer, module = Trainer(**quiet, max_epochs=1), Tiny()
-    trainer.fit(module, batches(2), max_epochs=3)
+    trainer.fit(module, numbered(2), max_epochs=3)
     assert (trainer.global_step, trainer.max_epochs) == (6, 3)
-    trainer.fit(module, batches(2), max_steps=1)
+    trainer.fit(module, numbered(2), max_steps=1)
     assert (trainer.global_step, trainer.max_steps) == (1, 1)
-    trainer.fit(module, batches(2))
+    trainer.fit(module, numbered(2))
     assert (trainer.global_step, trainer.max_epochs, trainer.max_steps) == (2, 1, -1)
     # 9 steps of 0.1 times the mean of each batch.
     assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 * (3 + 0 + 1)))
 
 
-def test_a_thousand_epochs_where_nothing_ends_a_run(quiet: Any, Tiny: Any, batches: Any) -> None:
+def test_a_thousand_epochs_where_nothing_ends_a_run(quiet: Any) -> None:
     trainer = Trainer(**quiet)
-    trainer.fit(Tiny(), batches(1), None)
+    trainer.fit(Tiny(), numbered(1), None)
     assert trainer.max_epochs == 1000 == trainer.global_step
 
 
-def test_estimated_stepping_batches(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_estimated_stepping_batches(fit: Any) -> None:
     class Asking(Tiny):
         loaded = 0
 
         def train_dataloader(self) -> Any:
             self.loaded += 1
-            return batches(10)
+            return numbered(10)
 
         def configure_optimizers(self) -> Any:
             self.estimate = self.trainer.estimated_stepping_batches
@@ -291,7 +293,7 @@ def test_estimated_stepping_batches(Tiny: Any, fit: Any, batches: Any) -> None:
 
 
 # what a run tells of itself -------------------------------------------------------------------------------------------
-def test_properties(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+def test_properties(quiet: Any, tmp_path: Path) -> None:
     logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("x")
     quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}
     trainer = Trainer(
@@ -321,7 +323,7 @@ def test_properties(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None
         def predict_step(self, batch: Any, batch_idx: int) -> None:
             assert self.trainer.predicting and not self.trainer.evaluating
 
-    module, loaders = Looking(), [batches(3), batches(1), batches(1), batches(1)]
+    module, loaders = Looking(), [numbered(3), numbered(1), numbered(1), numbered(1)]
     trainer.fit(module, *loaders[:2])
     assert trainer.train_dataloader is loaders[0] and trainer.val_dataloaders is loaders[1]
     assert trainer.test_dataloaders is trainer.predict_dataloaders is None
@@ -351,7 +353,7 @@ def test_properties(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None
     assert trainer.state.stage is None and not trainer.training
 
 
-def test_five_lines(Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_five_lines(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(**{**quiet, "max_epochs": 1, "precision": "bf16"}, accumulate_grad_batches=3)
     trainer.fit(Tiny(), DataLoader(torch.zeros(8, 2), batch_size=2))  # type: ignore[arg-type]
     lines = capfd.readouterr().out.splitlines()
@@ -375,7 +377,7 @@ ENDS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", ENDS)
 def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
-    name: str, Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]
+    name: str, quiet: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
     class Seen(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -386,7 +388,7 @@ def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
     keeps = ModelCheckpoint(monitor="seen", mode="max")
     callbacks = [keeps, *([arguments["callbacks"]] if "callbacks" in arguments else [])]
     trainer = Trainer(**{**quiet, "max_epochs": 5, "enable_checkpointing": True, **arguments, "callbacks": callbacks})
-    trainer.fit(Seen(), batches(2))
+    trainer.fit(Seen(), numbered(2))
     out = capfd.readouterr().out
     assert re.search(rf"^ended       {reason}, after 0:00:\d\d$", out, re.MULTILINE), out
     if name not in ("time", "no batches"):
@@ -396,36 +398,36 @@ def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
 
 
 # evaluation -----------------------------------------------------------------------------------------------------------
-def test_what_validate_and_test_return(Tiny: Any, quiet: Any, batches: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_validate_and_test_return(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
     class Logging(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("loss", batch.mean())
             self.log("own", float(dataloader_idx), add_dataloader_idx=False) if not dataloader_idx else None
 
     trainer, module = Trainer(**quiet), Logging()
-    assert trainer.validate(module, batches(3)) == [{"loss": 1.0, "own": 0.0}]
+    assert trainer.validate(module, numbered(3)) == [{"loss": 1.0, "own": 0.0}]
     assert "loss" in capfd.readouterr().out
-    assert trainer.validate(dataloaders=[DataLoader(batches(n), batch_size=None) for n in (3, 2)], verbose=False) == [
+    assert trainer.validate(dataloaders=[DataLoader(numbered(n), batch_size=None) for n in (3, 2)], verbose=False) == [
         {"loss/dataloader_idx_0": 1.0, "own": 0.0},
         {"loss/dataloader_idx_1": 0.5},
     ]
     assert capfd.readouterr().out == ""
     assert trainer.callback_metrics["loss/dataloader_idx_1"] == 0.5
-    assert trainer.test(module, batches(3), verbose=False) == [{"seen": 1.0}]
+    assert trainer.test(module, numbered(3), verbose=False) == [{"seen": 1.0}]
 
 
-def test_predict(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_predict(quiet: Any) -> None:
     trainer, module = Trainer(**quiet), Tiny()
-    one = trainer.predict(module, batches(3, size=2))
+    one = trainer.predict(module, numbered(3, size=2))
     assert torch.equal(torch.cat(one or []), torch.tensor([0.0, 0, 2, 2, 4, 4]).view(6, 1))
-    several = trainer.predict(module, [DataLoader(batches(n), batch_size=None) for n in (1, 2)])
+    several = trainer.predict(module, [DataLoader(numbered(n), batch_size=None) for n in (1, 2)])
     assert [[float(o) for o in outputs] for outputs in several or []] == [[0.0], [0.0, 2.0]]
-    assert trainer.predict(module, batches(3), return_predictions=False) is None
+    assert trainer.predict(module, numbered(3), return_predictions=False) is None
     assert module.net.weight.grad is None and module.training
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-def test_inference_mode(Tiny: Any, quiet: Any, batches: Any, inference_mode: bool) -> None:
+def test_inference_mode(quiet: Any, inference_mode: bool) -> None:
     seen: list[tuple[bool, bool, bool]] = []
 
     class Looking(Tiny):
@@ -433,21 +435,21 @@ def test_inference_mode(Tiny: Any, quiet: Any, batches: Any, inference_mode: boo
             seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.training))
 
     module = Looking()
-    Trainer(**quiet, inference_mode=inference_mode).test(module, batches(1))
+    Trainer(**quiet, inference_mode=inference_mode).test(module, numbered(1))
     assert seen == [(inference_mode, False, False)]
     assert module.training and torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-def test_evaluation_gives_each_part_its_mode_back(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_evaluation_gives_each_part_its_mode_back(fit: Any) -> None:
     module = Tiny()
     module.frozen = nn.Sequential(nn.Dropout()).eval()
-    fit(module, batches(2), batches(1))
+    fit(module, numbered(2), numbered(1))
     assert module.training and not module.frozen.training and not module.frozen[0].training
 
 
 # torch's switches -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("given", "during"), [(True, (True, False)), ("warn", (True, True)), (False, (False, False))])
-def test_deterministic_during_the_run_alone(Tiny: Any, fit: Any, batches: Any, given: Any, during: Any) -> None:
+def test_deterministic_during_the_run_alone(fit: Any, given: Any, during: Any) -> None:
     seen: list[Any] = []
 
     def look(trainer: Any, module: Any) -> None:
@@ -456,7 +458,7 @@ def test_deterministic_during_the_run_alone(Tiny: Any, fit: Any, batches: Any, g
         )
 
     variable = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    fit(Tiny(), batches(1), deterministic=given, callbacks=LambdaCallback(on_train_start=look))
+    fit(Tiny(), numbered(1), deterministic=given, callbacks=LambdaCallback(on_train_start=look))
     assert seen == [during]
     assert not torch.are_deterministic_algorithms_enabled()
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == variable
@@ -465,22 +467,22 @@ def test_deterministic_during_the_run_alone(Tiny: Any, fit: Any, batches: Any, g
         raise ValueError
 
     with pytest.raises(ValueError):
-        fit(Tiny(), batches(1), deterministic=given, callbacks=LambdaCallback(on_train_start=fail))
+        fit(Tiny(), numbered(1), deterministic=given, callbacks=LambdaCallback(on_train_start=fail))
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_benchmark_and_detect_anomaly_during_the_run_alone(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_benchmark_and_detect_anomaly_during_the_run_alone(fit: Any) -> None:
     seen: list[bool] = []
     callback = LambdaCallback(
         on_train_start=lambda trainer, module: seen.extend([torch.backends.cudnn.benchmark, torch.is_anomaly_enabled()])
     )
     before = torch.backends.cudnn.benchmark
-    fit(Tiny(), batches(1), benchmark=not before, detect_anomaly=True, callbacks=callback)
+    fit(Tiny(), numbered(1), benchmark=not before, detect_anomaly=True, callbacks=callback)
     assert seen == [not before, True]
     assert torch.backends.cudnn.benchmark == before and not torch.is_anomaly_enabled()
 
 
-def test_detect_anomaly_names_the_operation(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_detect_anomaly_names_the_operation(fit: Any) -> None:
     class Bad(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             # The loss is finite, and its gradient is not.
@@ -488,14 +490,14 @@ def test_detect_anomaly_names_the_operation(Tiny: Any, fit: Any, batches: Any) -
 
     with warnings.catch_warnings(), pytest.raises(RuntimeError, match="returned nan"):
         warnings.simplefilter("ignore")
-        fit(Bad(), batches(2, start=1), detect_anomaly=True)
+        fit(Bad(), numbered(2, start=1), detect_anomaly=True)
     module = Bad()
-    fit(module, batches(1, start=1))
+    fit(module, numbered(1, start=1))
     assert bool(module.net.weight.isnan().all())
 
 
 # errors ---------------------------------------------------------------------------------------------------------------
-def test_out_of_memory_says_where_and_what_to_try(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_out_of_memory_says_where_and_what_to_try(fit: Any) -> None:
     class Large(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             if self.global_step == 3:
@@ -503,7 +505,7 @@ def test_out_of_memory_says_where_and_what_to_try(Tiny: Any, fit: Any, batches: 
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        fit(Large(), batches(5, size=4))
+        fit(Large(), numbered(5, size=4))
     message = str(caught.value)
     for part in (
         *("step 3", "epoch 0", "batch 3", "(4, 2) float32", "tried to allocate 1 GiB", "smaller batch_size"),
@@ -512,7 +514,7 @@ def test_out_of_memory_says_where_and_what_to_try(Tiny: Any, fit: Any, batches: 
         assert part in message
 
 
-def test_an_error_reaches_everyone_once(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_an_error_reaches_everyone_once(fit: Any) -> None:
     told: list[Any] = []
 
     class Failing(Tiny):
@@ -524,11 +526,11 @@ def test_an_error_reaches_everyone_once(Tiny: Any, fit: Any, batches: Any) -> No
 
     callback = LambdaCallback(on_exception=lambda trainer, module, error: told.append(type(error)))
     with pytest.raises(ZeroDivisionError, match=r"^mine(\n|$)"):
-        fit(Failing(), batches(1), callbacks=callback)
+        fit(Failing(), numbered(1), callbacks=callback)
     assert told == [ZeroDivisionError, "fit"]
 
 
-def test_print_and_init_module(Tiny: Any, quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_print_and_init_module(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(**quiet, precision="64-true")
     trainer.print("a", "b", sep="-")
     assert capfd.readouterr().out == "a-b\n"
@@ -537,7 +539,7 @@ def test_print_and_init_module(Tiny: Any, quiet: Any, capfd: pytest.CaptureFixtu
     assert module.net.weight.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
 
 
-def test_configure_callbacks(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_configure_callbacks(quiet: Any) -> None:
     calls: list[str] = []
 
     class Say(Callback):
@@ -552,13 +554,13 @@ def test_configure_callbacks(Tiny: Any, quiet: Any, batches: Any) -> None:
             return [Say("module's")]
 
     trainer = Trainer(**quiet, max_epochs=1, callbacks=[Say("trainer's"), Timer()])
-    trainer.fit(Own(), batches(1))
+    trainer.fit(Own(), numbered(1))
     assert calls == ["module's"]
-    trainer.fit(Tiny(), batches(1))
+    trainer.fit(Tiny(), numbered(1))
     assert calls == ["module's", "trainer's"]
 
 
-def test_callbacks_that_are_added_and_taken_out_between_runs(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_callbacks_that_are_added_and_taken_out_between_runs(quiet: Any) -> None:
     heard: list[str] = []
 
     class Named(Callback):
@@ -581,29 +583,29 @@ def test_callbacks_that_are_added_and_taken_out_between_runs(Tiny: Any, quiet: A
     first, second, replaced = Named("first"), Named("second"), Own("replaced")
     trainer = Trainer(**quiet, max_epochs=1, callbacks=[first, replaced])
     trainer.callbacks.append(second)
-    trainer.fit(Bringing(), batches(1))
+    trainer.fit(Bringing(), numbered(1))
     assert heard == ["first", "second", "the module's"]
     heard.clear()
     trainer.callbacks.remove(first)
-    trainer.fit(Tiny(), batches(1))
+    trainer.fit(Tiny(), numbered(1))
     assert heard == ["replaced", "second"]
 
 
-def test_a_trainer_that_runs_is_not_run_again(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_trainer_that_runs_is_not_run_again(fit: Any) -> None:
     class Nested(Tiny):
         def on_train_epoch_end(self) -> None:
             with pytest.raises(LeydenError, match=r"Trainer.validate was called while this Trainer's fit runs"):
-                self.trainer.validate(self, batches(1))
+                self.trainer.validate(self, numbered(1))
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("epoch", float(self.current_epoch))
             return super().training_step(batch, batch_idx)
 
-    trainer = fit(Nested(), batches(1), max_epochs=2)
+    trainer = fit(Nested(), numbered(1), max_epochs=2)
     assert trainer.callback_metrics["epoch"] == 1.0
 
 
-def test_callbacks_by_their_order(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_callbacks_by_their_order(fit: Any) -> None:
     calls: list[str] = []
 
     def make(name: str, rank: int) -> Callback:
@@ -614,14 +616,14 @@ def test_callbacks_by_their_order(Tiny: Any, fit: Any, batches: Any) -> None:
         def on_train_epoch_end(self) -> None:
             calls.append("module")
 
-    fit(Own(), batches(1), callbacks=[make("last", 200), make("late", 5), make("early", -1), make("plain", 0)])
+    fit(Own(), numbered(1), callbacks=[make("last", 200), make("late", 5), make("early", -1), make("plain", 0)])
     assert calls == ["early", "plain", "late", "module", "last"]
 
 
-def test_a_run_leaves_the_random_numbers_of_the_plain_loop(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_run_leaves_the_random_numbers_of_the_plain_loop(fit: Any) -> None:
     module = Tiny()
     torch_state, python_state = torch.get_rng_state(), random.getstate()
-    fit(module, batches(3), batches(2))
+    fit(module, numbered(3), numbered(2))
     assert torch.equal(torch_state, torch.get_rng_state()) and python_state == random.getstate()
 
 
@@ -658,35 +660,35 @@ def test_a_compiled_module(backend: str, quiet: Any) -> None:
 
 
 # what Lightning's users set and read on a Trainer ---------------------------------------------------------------------
-def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(quiet: Any) -> None:
     trainer = Trainer(**quiet, max_epochs=1)
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(Tiny(), batches(2))
+    trainer.fit(Tiny(), numbered(2))
     assert trainer.global_step == 6 == 2 * (trainer.max_epochs or 0)
-    trainer.fit(Tiny(), batches(2), max_epochs=1)
+    trainer.fit(Tiny(), numbered(2), max_epochs=1)
     assert trainer.global_step == 2 and trainer.max_epochs == 1
-    trainer.fit(Tiny(), batches(2))
+    trainer.fit(Tiny(), numbered(2))
     assert trainer.global_step == 6
 
     class Shortens(Tiny):
         def on_train_epoch_start(self) -> None:
             self.trainer.fit_loop.max_epochs = 2
 
-    trainer.fit(Shortens(), batches(2))
+    trainer.fit(Shortens(), numbered(2))
     assert trainer.global_step == 4
     trainer.max_steps = 1
-    trainer.fit(Tiny(), batches(2))
+    trainer.fit(Tiny(), numbered(2))
     assert trainer.global_step == 1 == trainer.fit_loop.max_steps
 
 
-def test_min_epochs_set_on_fit_loop_keep_a_run_from_stopping(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_min_epochs_set_on_fit_loop_keep_a_run_from_stopping(quiet: Any) -> None:
     class Stops(Tiny):
         def on_train_start(self) -> None:
             self.trainer.should_stop = True
 
     trainer = Trainer(**quiet, max_epochs=4)
     trainer.fit_loop.min_epochs, trainer.fit_loop.min_steps = 1, 5
-    trainer.fit(Stops(), batches(2))
+    trainer.fit(Stops(), numbered(2))
     assert trainer.global_step == 5 and (trainer.min_epochs, trainer.min_steps) == (1, 5)
 
 
@@ -702,25 +704,23 @@ def test_an_impossible_limit_is_refused_where_it_is_set(quiet: Any, name: str, v
     assert getattr(limits, name) == before
 
 
-def test_log_dir_without_a_logger_is_the_root(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+def test_log_dir_without_a_logger_is_the_root(fit: Any, tmp_path: Path) -> None:
     class Looks(Tiny):
         def on_train_start(self) -> None:
             assert self.trainer.log_dir == str(tmp_path)
 
-    assert fit(Looks(), batches(1)).log_dir == str(tmp_path)
+    assert fit(Looks(), numbered(1)).log_dir == str(tmp_path)
 
 
-def test_a_tilde_is_the_home_folder(
-    Tiny: Any, quiet: Any, batches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tilde_is_the_home_folder(quiet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     trainer = Trainer(**{**quiet, "default_root_dir": "~/runs", "enable_checkpointing": True}, max_epochs=1)
-    trainer.fit(Tiny(), batches(1))
+    trainer.fit(Tiny(), numbered(1))
     assert trainer.default_root_dir == str(tmp_path / "runs")
     saved = trainer.save_checkpoint("~/saved")
     assert saved == tmp_path / "saved" and saved.is_dir()
-    trainer.test(Tiny(), batches(1), ckpt_path="~/saved", verbose=False)
+    trainer.test(Tiny(), numbered(1), ckpt_path="~/saved", verbose=False)
     assert trainer.ckpt_path == str(saved)
     assert type(Tiny.load_from_checkpoint("~/saved")) is Tiny
     assert ModelCheckpoint("~/mine").dirpath == str(tmp_path / "mine")
@@ -728,7 +728,7 @@ def test_a_tilde_is_the_home_folder(
     assert {path.name for path in tmp_path.iterdir()} == {"runs", "saved"}
 
 
-def test_ckpt_path_is_what_the_last_run_began_from(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_ckpt_path_is_what_the_last_run_began_from(quiet: Any) -> None:
     trainer, seen = Trainer(**{**quiet, "enable_checkpointing": True}, max_epochs=1), []
 
     class Looks(Tiny):
@@ -736,16 +736,16 @@ def test_ckpt_path_is_what_the_last_run_began_from(Tiny: Any, quiet: Any, batche
             seen.append(self.trainer.ckpt_path)
 
     assert trainer.ckpt_path is None
-    trainer.fit(Looks(), batches(1))
+    trainer.fit(Looks(), numbered(1))
     best = trainer.checkpoint_callbacks[0].best_model_path
-    trainer.test(Looks(), batches(1), ckpt_path="best", verbose=False)
+    trainer.test(Looks(), numbered(1), ckpt_path="best", verbose=False)
     assert trainer.ckpt_path == best
-    trainer.fit(Looks(), batches(1), ckpt_path="last", max_epochs=2)
-    trainer.predict(Looks(), batches(1))
+    trainer.fit(Looks(), numbered(1), ckpt_path="last", max_epochs=2)
+    trainer.predict(Looks(), numbered(1))
     assert trainer.ckpt_path is None and seen == [None, best, best, None]
 
 
-def test_another_logger_may_be_assigned_between_runs(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+def test_another_logger_may_be_assigned_between_runs(quiet: Any, tmp_path: Path) -> None:
     first, second = CSVLogger(tmp_path, "first"), CSVLogger(tmp_path, "second")
     trainer = Trainer(**{**quiet, "logger": first}, max_epochs=1, log_every_n_steps=1)
     trainer.logger = second
@@ -756,19 +756,19 @@ def test_another_logger_may_be_assigned_between_runs(Tiny: Any, quiet: Any, batc
             self.log("x", 1.0)
             return super().training_step(batch, batch_idx)
 
-    trainer.fit(Logging(), batches(2))
+    trainer.fit(Logging(), numbered(2))
     assert not (tmp_path / "first").exists() and Path(second.metrics_file_path).exists()
     trainer.loggers = [first, second]
-    trainer.fit(Logging(), batches(2))
+    trainer.fit(Logging(), numbered(2))
     assert (tmp_path / "first").exists() and trainer.logger is first
     trainer.logger = None
-    trainer.fit(Logging(), batches(2))
+    trainer.fit(Logging(), numbered(2))
     assert trainer.loggers == [] and trainer.logger is None
     with pytest.raises(ConfigurationError, match=r"trainer\.logger: use .*; a str is none"):
         trainer.logger = "csv"  # type: ignore[assignment]
 
 
-def test_a_logger_may_be_assigned_in_setup_and_not_later(Tiny: Any, fit: Any, batches: Any, tmp_path: Path) -> None:
+def test_a_logger_may_be_assigned_in_setup_and_not_later(fit: Any, tmp_path: Path) -> None:
     mine = CSVLogger(tmp_path)
 
     class Assigns(Tiny):
@@ -780,25 +780,23 @@ def test_a_logger_may_be_assigned_in_setup_and_not_later(Tiny: Any, fit: Any, ba
             with pytest.raises(LeydenError, match="assigned within a run: assign it before"):
                 self.trainer.logger = None
 
-    assert fit(Assigns(), batches(1)).logger is mine
+    assert fit(Assigns(), numbered(1)).logger is mine
     assert mine.log_dir is not None and Path(mine.log_dir).is_relative_to(tmp_path)
 
 
-def test_a_logger_assigned_in_a_fast_dev_run_writes_nothing(
-    Tiny: Any, quiet: Any, batches: Any, tmp_path: Path
-) -> None:
+def test_a_logger_assigned_in_a_fast_dev_run_writes_nothing(quiet: Any, tmp_path: Path) -> None:
     trainer = Trainer(**quiet, fast_dev_run=True)
     trainer.logger = TensorBoardLogger(tmp_path)
-    trainer.fit(Tiny(), batches(1))
+    trainer.fit(Tiny(), numbered(1))
     assert type(trainer.logger) is SilentLogger and [*tmp_path.iterdir()] == []
 
 
-def test_a_trainer_may_be_assigned_to_a_module(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_a_trainer_may_be_assigned_to_a_module(quiet: Any) -> None:
     module, trainer = Tiny(), Trainer(**quiet, max_epochs=1)
     module.trainer = trainer
     assert module.trainer is trainer and module.global_step == 0
     module.trainer = None
     with pytest.raises(LeydenError, match="not attached"):
         _ = module.trainer
-    trainer.fit(module, batches(1))
+    trainer.fit(module, numbered(1))
     assert module.trainer is trainer

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch._dynamo
+from models import QUIET, Line
 from torch import nn
 
-from leyden import Accelerator, ConfigurationError, Trainer, TrainModule
+from leyden import Accelerator, ConfigurationError, Trainer
 from leyden.callbacks import GradientAccumulation
 from leyden.strategies import SingleDeviceStrategy
 from leyden.trainer.launched import VARIABLES, LaunchSettings, filled_by_launch
@@ -48,24 +47,11 @@ def test_the_scripts_own_arguments_stand(capsys: pytest.CaptureFixture[str]) -> 
     assert Trainer(strategy=SingleDeviceStrategy()).precision == "32-true"
 
 
-class Squares(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).pow(2).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 def test_a_module_is_compiled_where_the_launch_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def graphs() -> int:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-        Trainer(max_steps=2, **quiet).fit(Squares(), [torch.ones(2, 2)] * 2)
+        Trainer(max_steps=2, **QUIET).fit(Line(), [torch.ones(2, 2)] * 2)
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     assert graphs() == 0

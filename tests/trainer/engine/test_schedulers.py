@@ -10,6 +10,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from models import Tiny
+from samples import numbered
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -64,7 +66,7 @@ FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_configure_optimizers(Tiny: Any, fit: Any, batches: Any, form: str) -> None:
+def test_every_form_of_configure_optimizers(fit: Any, form: str) -> None:
     make, optimizers, schedulers = FORMS[form]
 
     class Configured(Tiny):
@@ -76,7 +78,7 @@ def test_every_form_of_configure_optimizers(Tiny: Any, fit: Any, batches: Any, f
             return self(batch).mean()
 
     module = Configured()
-    trainer = fit(module, batches(3), max_epochs=2)
+    trainer = fit(module, numbered(3), max_epochs=2)
     assert (len(trainer.optimizers), len(trainer.lr_scheduler_configs)) == (optimizers, schedulers)
     # One global step per window, however many optimizers step in it.
     assert trainer.global_step == 6
@@ -99,7 +101,7 @@ def scaled(precision: str) -> Any:
         ({"interval": "epoch", "frequency": 2}, [0, 1]),
     ],
 )
-def test_when_schedulers_step(Tiny: Any, fit: Any, batches: Any, options: Any, counts: list[int]) -> None:
+def test_when_schedulers_step(fit: Any, options: Any, counts: list[int]) -> None:
     class Scheduled(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -112,12 +114,12 @@ def test_when_schedulers_step(Tiny: Any, fit: Any, batches: Any, options: Any, c
             self.counts.append(self.lr_schedulers().last_epoch)
 
     module = Scheduled()
-    trainer = fit(module, batches(5), max_epochs=2, accumulate_grad_batches=2)
+    trainer = fit(module, numbered(5), max_epochs=2, accumulate_grad_batches=2)
     assert module.counts == counts
     assert trainer.lr_scheduler_configs[0].scheduler is module.lr_schedulers()
 
 
-def test_no_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_no_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
     class Overflowing(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -134,7 +136,7 @@ def test_no_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, batches: 
             self.rates.append(self.lr_schedulers().last_epoch)
 
     module = Overflowing()
-    trainer = fit(module, batches(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
+    trainer = fit(module, numbered(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
     assert module.rates == [1, 1, 1, 2, 3]
     assert (trainer.global_step, trainer.progress.stepped) == (5, 3)
     assert trainer.strategy.precision.scaler.get_scale() == 2.0
@@ -150,9 +152,7 @@ def test_no_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, batches: 
         ({"interval": "step", "frequency": 4}, [2.0, 4.0]),
     ],
 )
-def test_plateau_schedulers_step_after_validation(
-    Tiny: Any, fit: Any, batches: Any, options: Any, values: list[float]
-) -> None:
+def test_plateau_schedulers_step_after_validation(fit: Any, options: Any, values: list[float]) -> None:
     seen: list[float] = []
 
     class Watching(ReduceLROnPlateau):
@@ -175,12 +175,12 @@ def test_plateau_schedulers_step_after_validation(
             self.log("value", float(self.validations))
 
     module = Plateau()
-    trainer = fit(module, batches(4), batches(1), max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0)
+    trainer = fit(module, numbered(4), numbered(1), max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0)
     assert seen == values
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1 or len(values) == 1
 
 
-def test_no_plateau_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_no_plateau_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
     class Overflowing(Tiny):
         stepped: ClassVar[list[int]] = []
 
@@ -199,12 +199,12 @@ def test_no_plateau_scheduler_steps_when_the_scaler_skips(Tiny: Any, fit: Any, b
             super().lr_scheduler_step(scheduler, metric)
 
     module = Overflowing()
-    trainer = fit(module, batches(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
+    trainer = fit(module, numbered(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
     assert module.stepped == [2, 4, 5]
     assert trainer.progress.stepped == 3
 
 
-def test_a_plateau_scheduler_that_is_not_strict(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_plateau_scheduler_that_is_not_strict(fit: Any) -> None:
     class Lenient(Tiny):
         def configure_optimizers(self) -> Any:
             optimizer = sgd(self)
@@ -212,10 +212,10 @@ def test_a_plateau_scheduler_that_is_not_strict(Tiny: Any, fit: Any, batches: An
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
     with pytest.warns(UserWarning, match="monitors 'nothing', which has not been logged"):
-        assert fit(Lenient(), batches(2)).global_step == 2
+        assert fit(Lenient(), numbered(2)).global_step == 2
 
 
-def test_a_scheduler_of_ones_own_and_lr_scheduler_step(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_scheduler_of_ones_own_and_lr_scheduler_step(fit: Any) -> None:
     class Own:
         calls: ClassVar[list[Any]] = []
 
@@ -235,7 +235,7 @@ def test_a_scheduler_of_ones_own_and_lr_scheduler_step(Tiny: Any, fit: Any, batc
             self.log("stepping", 1.0)
             scheduler.step(self.global_step)
 
-    trainer = fit(Stepping(), batches(3))
+    trainer = fit(Stepping(), numbered(3))
     assert Own.calls == [1, 2, 3]
     assert trainer.lr_scheduler_configs[0].name == "mine" and "stepping" in trainer.callback_metrics
 
@@ -251,7 +251,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_several_optimizers_step_once_per_window(Tiny: Any, fit: Any, batches: Any, accumulate: int) -> None:
+def test_several_optimizers_step_once_per_window(fit: Any, accumulate: int) -> None:
     net = Two()
 
     class Several(Tiny):
@@ -265,7 +265,7 @@ def test_several_optimizers_step_once_per_window(Tiny: Any, fit: Any, batches: A
         def configure_optimizers(self) -> Any:
             return [Adam(self.net.first.parameters(), 0.1), SGD(self.net.second.parameters(), 0.1)]
 
-    data, module = batches(7, size=2), Several()
+    data, module = numbered(7, size=2), Several()
     trainer = fit(module, data, accumulate_grad_batches=accumulate)
     optimizers = [Adam(net.first.parameters(), 0.1), SGD(net.second.parameters(), 0.1)]
     for start in range(0, 7, accumulate):
@@ -281,7 +281,7 @@ def test_several_optimizers_step_once_per_window(Tiny: Any, fit: Any, batches: A
     assert trainer.global_step == -(-7 // accumulate)
 
 
-def test_toggled_optimizers_in_manual_optimisation(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_toggled_optimizers_in_manual_optimisation(fit: Any) -> None:
     class Adversaries(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -304,13 +304,13 @@ def test_toggled_optimizers_in_manual_optimisation(Tiny: Any, fit: Any, batches:
             return [sgd(self.net.first), sgd(self.net.second)]
 
     module = Adversaries()
-    trainer = fit(module, batches(2, size=2))
+    trainer = fit(module, numbered(2, size=2))
     assert module.seen[:3] == [[True, False], [True, False], [False, True]]
     assert trainer.global_step == 2
 
 
 def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(
-    Tiny: Any, fit: Any, batches: Any
+    fit: Any,
 ) -> None:
     class Shared(Tiny):
         def __init__(self) -> None:
@@ -340,12 +340,12 @@ def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(
             return [sgd(self.net.first), sgd(self.net.second), sgd(self.net.second)]
 
     module = Shared()
-    fit(module, batches(1))
+    fit(module, numbered(1))
     of_first, of_second, of_all = [True, True, False, False], [False, False, True, False], [True, True, True, False]
     assert module.seen == [of_first, of_second, of_first, of_all, of_second, of_all]
 
 
-def test_manual_steps_count_when_an_optimizer_stepped(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_manual_steps_count_when_an_optimizer_stepped(fit: Any) -> None:
     clipped: list[Any] = []
 
     class Manual(Tiny):
@@ -364,13 +364,13 @@ def test_manual_steps_count_when_an_optimizer_stepped(Tiny: Any, fit: Any, batch
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             clipped.append("before")
 
-    trainer = fit(Manual(), batches(6, start=1))
+    trainer = fit(Manual(), numbered(6, start=1))
     assert trainer.global_step == 3
     assert len(clipped) == 6 and clipped[1] == "before" and float(clipped[0]) > 1e-3
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_overridden_optimizer_hooks(Tiny: Any, fit: Any, batches: Any, precision: str) -> None:
+def test_overridden_optimizer_hooks(fit: Any, precision: str) -> None:
     calls: list[Any] = []
 
     class Overriding(Tiny):
@@ -398,7 +398,7 @@ def test_overridden_optimizer_hooks(Tiny: Any, fit: Any, batches: Any, precision
 
 @pytest.mark.parametrize(("algorithm", "weight"), [("norm", 1 - 0.1 * 0.5 / 2**0.5), ("value", 1 - 0.1 * 0.5)])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_clipping(Tiny: Any, fit: Any, batches: Any, algorithm: str, weight: float, precision: str) -> None:
+def test_clipping(fit: Any, algorithm: str, weight: float, precision: str) -> None:
     module = Tiny()
     fit(
         module,
@@ -411,7 +411,7 @@ def test_clipping(Tiny: Any, fit: Any, batches: Any, algorithm: str, weight: flo
     assert torch.allclose(module.net.weight, torch.full((1, 2), weight))
 
 
-def test_a_clipping_of_ones_own_sees_true_gradients_and_logs(Tiny: Any, fit: Any) -> None:
+def test_a_clipping_of_ones_own_sees_true_gradients_and_logs(fit: Any) -> None:
     norms: list[float] = []
 
     class Clipping(Tiny):
@@ -429,14 +429,14 @@ def test_a_clipping_of_ones_own_sees_true_gradients_and_logs(Tiny: Any, fit: Any
     assert float(trainer.callback_metrics["norm"]) == pytest.approx(32**0.5, rel=1e-3)
 
 
-def test_accumulation_by_epoch(Tiny: Any, fit: Any, batches: Any) -> None:
-    trainer = fit(Tiny(), batches(6), max_epochs=4, callbacks=GradientAccumulation({1: 4, 3: 6}))
+def test_accumulation_by_epoch(fit: Any) -> None:
+    trainer = fit(Tiny(), numbered(6), max_epochs=4, callbacks=GradientAccumulation({1: 4, 3: 6}))
     assert trainer.global_step == 6 + 2 + 2 + 1
     assert trainer.accumulate_grad_batches == 6
 
 
 @pytest.mark.parametrize("of_tensors", [True, False])
-def test_items_weigh_the_window(Tiny: Any, fit: Any, of_tensors: bool) -> None:
+def test_items_weigh_the_window(fit: Any, of_tensors: bool) -> None:
     class Weighted(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             count = len(batch)
@@ -450,7 +450,7 @@ def test_items_weigh_the_window(Tiny: Any, fit: Any, of_tensors: bool) -> None:
     assert torch.allclose(whole.net.weight, 1 - 0.1 * rows.mean(0))
 
 
-def test_hooks_see_the_loss_as_it_is(Tiny: Any, fit: Any) -> None:
+def test_hooks_see_the_loss_as_it_is(fit: Any) -> None:
     seen: list[Any] = []
 
     class Watching(Tiny):
@@ -464,7 +464,7 @@ def test_hooks_see_the_loss_as_it_is(Tiny: Any, fit: Any) -> None:
     assert seen == [2.0, (2.0, False)] * 4
 
 
-def test_a_closure_optimizer(Tiny: Any, fit: Any) -> None:
+def test_a_closure_optimizer(fit: Any) -> None:
     class Newton(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -487,7 +487,7 @@ def test_a_closure_optimizer(Tiny: Any, fit: Any) -> None:
     assert float(module(torch.tensor([[1.0, 2.0]]))) == pytest.approx(5.0, abs=1e-2)
 
 
-def test_a_scaler_that_keeps_skipping(Tiny: Any, fit: Any) -> None:
+def test_a_scaler_that_keeps_skipping(fit: Any) -> None:
     class Bad(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return self(batch).mean() * float("nan")
@@ -496,7 +496,7 @@ def test_a_scaler_that_keeps_skipping(Tiny: Any, fit: Any) -> None:
         fit(Bad(), [torch.ones(1, 2)] * 50, precision="16-mixed")
 
 
-def test_skips_are_counted_by_window_where_there_are_several_optimizers(Tiny: Any, fit: Any) -> None:
+def test_skips_are_counted_by_window_where_there_are_several_optimizers(fit: Any) -> None:
     class Bad(Tiny):
         def configure_optimizers(self) -> Any:
             return [sgd(self), sgd(self)]
@@ -508,14 +508,14 @@ def test_skips_are_counted_by_window_where_there_are_several_optimizers(Tiny: An
     assert trainer.global_step == 32
 
 
-def test_a_frozen_module_is_named(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_frozen_module_is_named(fit: Any) -> None:
     module = Tiny()
     module.freeze()
     assert not module.training and not module.net.weight.requires_grad
     with pytest.raises(ConfigurationError, match="leave at least one parameter trainable"), pytest.warns(UserWarning):
-        fit(module, batches(1))
+        fit(module, numbered(1))
     module.unfreeze()
-    assert module.training and fit(module, batches(1)).global_step == 1
+    assert module.training and fit(module, numbered(1)).global_step == 1
 
 
 class Replaced(SGD):
@@ -534,7 +534,7 @@ def patched(module: nn.Module) -> SGD:
 
 
 @pytest.mark.parametrize("make", [lambda module: Replaced(module.parameters(), 0.1), patched], ids=["class", "object"])
-def test_an_optimizers_own_zero_grad_is_the_one_that_is_called(Tiny: Any, fit: Any, batches: Any, make: Any) -> None:
+def test_an_optimizers_own_zero_grad_is_the_one_that_is_called(fit: Any, make: Any) -> None:
     class Configured(Tiny):
         def configure_optimizers(self) -> Any:
             return make(self)
@@ -543,12 +543,12 @@ def test_an_optimizers_own_zero_grad_is_the_one_that_is_called(Tiny: Any, fit: A
             return self.net.weight.sum()
 
     module = Configured()
-    fit(module, batches(3), max_epochs=1)
+    fit(module, numbered(3), max_epochs=1)
     # Gradients of 1, 1.5 and 1.75, where torch's own would have left 1 each time.
     torch.testing.assert_close(module.net.weight, torch.full_like(module.net.weight, 1 - 0.1 * (1 + 1.5 + 1.75)))
 
 
-def test_gradients_of_parameters_that_come_later_are_cleared_too(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_gradients_of_parameters_that_come_later_are_cleared_too(fit: Any) -> None:
     class Growing(Tiny):
         def configure_optimizers(self) -> Any:
             self.late = nn.Parameter(torch.zeros(()))
@@ -560,13 +560,13 @@ def test_gradients_of_parameters_that_come_later_are_cleared_too(Tiny: Any, fit:
             return self.late + 0 * self(batch).mean()
 
     module = Growing()
-    fit(module, batches(4), max_epochs=1)
+    fit(module, numbered(4), max_epochs=1)
     # The gradient of batch 0 is there at the first step (batch 1) with that of batch 1; from then on each counts alone.
     assert module.late.item() == -(2 + 1 + 1)
 
 
 # what Lightning's scripts do in manual optimisation -------------------------------------------------------------------
-def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(fit: Any) -> None:
     class ByHand(Tiny):
         def __init__(self, as_dict: bool) -> None:
             super().__init__()
@@ -587,7 +587,7 @@ def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(Tiny: Any, 
             return [optimizer], [scheduler]
 
     for as_dict in (True, False):
-        trainer = fit(ByHand(as_dict), batches(3))
+        trainer = fit(ByHand(as_dict), numbered(3))
         assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
 
 
@@ -605,9 +605,7 @@ class Asks(SGD):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
 @pytest.mark.parametrize("automatic", [True, False])
-def test_arguments_of_step_reach_the_optimizer(
-    Tiny: Any, fit: Any, batches: Any, precision: str, automatic: bool
-) -> None:
+def test_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automatic: bool) -> None:
     class Stepping(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -629,11 +627,11 @@ def test_arguments_of_step_reach_the_optimizer(
         def configure_optimizers(self) -> Any:
             return Asks(self.parameters())
 
-    trainer = fit(Stepping(), batches(2), precision=scaled(precision))
+    trainer = fit(Stepping(), numbered(2), precision=scaled(precision))
     assert trainer.optimizers[0].asked == [3, 3]
 
 
-def test_optimizers_come_wrapped_or_bare_by_either_name(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_optimizers_come_wrapped_or_bare_by_either_name(fit: Any) -> None:
     class Asking(Tiny):
         def on_train_start(self) -> None:
             [bare] = self.trainer.optimizers
@@ -641,12 +639,12 @@ def test_optimizers_come_wrapped_or_bare_by_either_name(Tiny: Any, fit: Any, bat
             assert wrapped.optimizer is bare and self.optimizers(use_pl_optimizer=True) is wrapped
             assert self.optimizers(use_pl_optimizer=False) is bare is self.optimizers(False)
 
-    assert fit(Asking(), batches(1)).global_step == 1
+    assert fit(Asking(), numbered(1)).global_step == 1
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_what_is_logged_in_a_plateau_scheduler_step_reaches_the_loggers(
-    Tiny: Any, fit: Any, batches: Any, tmp_path: Path, interval: str
+    fit: Any, tmp_path: Path, interval: str
 ) -> None:
     class Logging(Tiny):
         calls = 0
@@ -666,7 +664,7 @@ def test_what_is_logged_in_a_plateau_scheduler_step_reaches_the_loggers(
             scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "interval": interval, "monitor": "value"}
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    trainer = fit(Logging(), batches(3), batches(2), max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    trainer = fit(Logging(), numbered(3), numbered(2), max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=1)
     with Path(trainer.log_dir, "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = {

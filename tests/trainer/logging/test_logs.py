@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import Tiny
+from samples import numbered
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -42,29 +44,29 @@ def numbers(values: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     "kind", [float, int, torch.tensor, lambda v: torch.tensor([v]), lambda v: torch.tensor(int(v))]
 )
-def test_levels_and_reductions(Tiny: Any, fit: Any, batches: Any, options: Any, expected: Any, kind: Any) -> None:
+def test_levels_and_reductions(fit: Any, options: Any, expected: Any, kind: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("x", kind(batch.mean().item()), **options)
             return self(batch).mean()
 
-    trainer = fit(Logging(), batches(3, start=1))
+    trainer = fit(Logging(), numbered(3, start=1))
     assert numbers(trainer.callback_metrics) == expected
     # The bare name of a forked value is for callbacks alone.
     assert set(trainer.logged_metrics) == set(expected) - ({"x"} if len(expected) > 1 else set())
     assert trainer.progress_bar_metrics == {}
 
 
-def test_a_reduction_that_is_written_in_the_call(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_reduction_that_is_written_in_the_call(fit: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
             return self(batch).mean()
 
-    assert numbers(fit(Logging(), batches(3)).callback_metrics) == {"x": 3.0}
+    assert numbers(fit(Logging(), numbered(3)).callback_metrics) == {"x": 3.0}
 
 
-def test_means_are_weighted_by_samples(Tiny: Any, fit: Any) -> None:
+def test_means_are_weighted_by_samples(fit: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("by size", batch.mean(), on_step=False, on_epoch=True)
@@ -76,7 +78,7 @@ def test_means_are_weighted_by_samples(Tiny: Any, fit: Any) -> None:
     assert numbers(trainer.callback_metrics) == {"by size": 2.0, "by hand": 3.0, "flag": 0.25}
 
 
-def test_a_value_is_kept_as_it_was(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_value_is_kept_as_it_was(fit: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             value = torch.tensor(1.0)
@@ -88,11 +90,11 @@ def test_a_value_is_kept_as_it_was(Tiny: Any, fit: Any, batches: Any) -> None:
             return self(batch).mean()
 
     module = Logging()
-    trainer = fit(module, batches(1))
+    trainer = fit(module, numbered(1))
     assert trainer.callback_metrics["x"] == 1.0 and module.graphs == [True, False]
 
 
-def test_epochs_do_not_mix(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_epochs_do_not_mix(fit: Any) -> None:
     seen: list[dict[str, float]] = []
 
     class Logging(Tiny):
@@ -106,7 +108,7 @@ def test_epochs_do_not_mix(Tiny: Any, fit: Any, batches: Any) -> None:
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             seen.append(numbers(trainer.callback_metrics))
 
-    fit(Logging(), batches(3), max_epochs=3, callbacks=Closing())
+    fit(Logging(), numbered(3), max_epochs=3, callbacks=Closing())
     assert seen == [{"x": 1.0}, {"x": 2.0}, {"x": 3.0}]
 
 
@@ -135,7 +137,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
 @pytest.mark.parametrize("hook", [*HOOKS, *REFUSED])
-def test_logging_in_every_hook(Tiny: Any, fit: Any, batches: Any, hook: str, owner: str) -> None:
+def test_logging_in_every_hook(fit: Any, hook: str, owner: str) -> None:
     options: dict[str, Any] = {}
 
     def from_module(self: Any, *args: Any) -> None:
@@ -148,7 +150,7 @@ def test_logging_in_every_hook(Tiny: Any, fit: Any, batches: Any, hook: str, own
         on_module = owner == "module" and hook != "on_sanity_check_start"
         module = type("Logging", (Tiny,), {hook: from_module} if on_module else {})()
         callback = type("Watching", (Callback,), {} if on_module else {hook: from_callback})()
-        return fit(module, batches(2), batches(2), callbacks=callback)  # type: ignore[no-any-return]
+        return fit(module, numbered(2), numbered(2), callbacks=callback)  # type: ignore[no-any-return]
 
     if hook in REFUSED:
         with pytest.raises(ConfigurationError, match=rf"self\.log cannot be called in {hook}"):
@@ -166,7 +168,7 @@ def test_logging_in_every_hook(Tiny: Any, fit: Any, batches: Any, hook: str, own
         assert numbers(run().callback_metrics) == {"x": 2.0, "x_step": 2.0, "x_epoch": 2.0}
 
 
-def test_who_is_given_what(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_who_is_given_what(quiet: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("bar", batch.mean(), prog_bar=True, logger=False)
@@ -179,7 +181,7 @@ def test_who_is_given_what(Tiny: Any, quiet: Any, batches: Any) -> None:
             self.log("val", batch.mean())
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=2)
-    trainer.fit(Logging(), batches(5), batches(3))
+    trainer.fit(Logging(), numbered(5), numbered(3))
     assert numbers(trainer.progress_bar_metrics) == {"bar": 4.0, "both_step": 4.0, "both_epoch": 2.0}
     common = [{key: value for key, value in row.items() if key not in ("step", "epoch")} for row in rows(trainer)]
     assert common == [
@@ -192,7 +194,7 @@ def test_who_is_given_what(Tiny: Any, quiet: Any, batches: Any) -> None:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3]), (50, [])])
-def test_log_every_n_steps(Tiny: Any, quiet: Any, batches: Any, every: int, steps: list[int]) -> None:
+def test_log_every_n_steps(quiet: Any, every: int, steps: list[int]) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("x", batch.mean())
@@ -202,18 +204,18 @@ def test_log_every_n_steps(Tiny: Any, quiet: Any, batches: Any, every: int, step
             self.log("val", batch.mean(), on_step=True, on_epoch=True)
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=every)
-    trainer.fit(Logging(), batches(3), batches(1))
+    trainer.fit(Logging(), numbered(3), numbered(1))
     assert [row["step"] for row in rows(trainer) if "x" in row] == steps
 
 
-def test_steps_of_a_validation_count_on_from_pass_to_pass(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+def test_steps_of_a_validation_count_on_from_pass_to_pass(quiet: Any, tmp_path: Path) -> None:
     class Logging(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=False)
 
     def run(epochs: int, **options: Any) -> Trainer:
         trainer = Trainer(**{**quiet, "logger": CSVLogger(tmp_path)}, max_epochs=epochs, log_every_n_steps=1)
-        trainer.fit(Logging(), batches(2), batches(3), **options)
+        trainer.fit(Logging(), numbered(2), numbered(3), **options)
         return trainer
 
     path = run(1).save_checkpoint(tmp_path / "one")
@@ -221,7 +223,7 @@ def test_steps_of_a_validation_count_on_from_pass_to_pass(Tiny: Any, quiet: Any,
 
 
 @pytest.mark.parametrize("count", [3, 250])
-def test_every_step_of_an_evaluation_is_logged(count: int, Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_every_step_of_an_evaluation_is_logged(count: int, quiet: Any) -> None:
     class Logging(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=True)
@@ -230,26 +232,26 @@ def test_every_step_of_an_evaluation_is_logged(count: int, Tiny: Any, quiet: Any
             self.log("test", batch.mean(), on_step=True)
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1)
-    trainer.fit(Logging(), batches(1), batches(count))
+    trainer.fit(Logging(), numbered(1), numbered(count))
     found = [(row["step"], row["val_step"]) for row in rows(trainer) if "val_step" in row]
     assert found == [(number + 1, number) for number in range(count)]
     assert rows(trainer)[-1]["val_epoch"] == (count - 1) / 2
-    trainer.test(dataloaders=batches(count), verbose=False)
+    trainer.test(dataloaders=numbered(count), verbose=False)
     assert [row["test_step"] for row in rows(trainer) if "test_step" in row] == [*range(count)]
 
 
-def test_the_rows_of_a_loader_hold_no_values_of_another(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_the_rows_of_a_loader_hold_no_values_of_another(quiet: Any) -> None:
     class Logging(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=False)
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1)
-    trainer.validate(Logging(), [DataLoader(part, None) for part in (batches(1), batches(2, start=5))], verbose=False)
+    trainer.validate(Logging(), [DataLoader(part, None) for part in (numbered(1), numbered(2, start=5))], verbose=False)
     names = ("val/dataloader_idx_0", "val/dataloader_idx_1")
     assert [[row.get(name) for name in names] for row in rows(trainer)] == [[0.0, None], [None, 5.0], [None, 6.0]]
 
 
-def test_a_value_logged_as_step_is_the_loggers_step(Tiny: Any, quiet: Any, batches: Any, tmp_path: Path) -> None:
+def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     class Logging(Tiny):
@@ -262,7 +264,7 @@ def test_a_value_logged_as_step_is_the_loggers_step(Tiny: Any, quiet: Any, batch
 
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
     trainer = Trainer(**{**quiet, "logger": loggers}, max_epochs=1, log_every_n_steps=1)
-    trainer.fit(Logging(), batches(2))
+    trainer.fit(Logging(), numbered(2))
     assert rows(trainer) == [
         {"step": 0.0, "epoch": 0.0, "x": 0.0},
         {"step": 10.0, "epoch": 0.0, "x": 1.0},
@@ -274,7 +276,7 @@ def test_a_value_logged_as_step_is_the_loggers_step(Tiny: Any, quiet: Any, batch
     assert "step" not in events.Tags()["scalars"]
 
 
-def test_a_step_that_is_no_number_is_refused(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_a_step_that_is_no_number_is_refused(quiet: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("step", float("nan"))
@@ -282,13 +284,11 @@ def test_a_step_that_is_no_number_is_refused(Tiny: Any, quiet: Any, batches: Any
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
     with pytest.raises(ConfigurationError, match=r"self.log\('step', nan\): .* log a finite number"):
-        trainer.fit(Logging(), batches(1))
+        trainer.fit(Logging(), numbered(1))
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(
-    late: bool, Tiny: Any, quiet: Any, batches: Any, tmp_path: Path
-) -> None:
+def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(late: bool, quiet: Any, tmp_path: Path) -> None:
     """What the hook logs after its save goes into a row of its own, so that none is written twice and none is lost."""
 
     class Saving(Tiny):
@@ -308,7 +308,7 @@ def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(
         module = Saving()
         module.saves = saves
         trainer = Trainer(**{**quiet, "logger": CSVLogger(tmp_path)}, max_epochs=1, log_every_n_steps=1)
-        trainer.fit(module, batches(4), **options)
+        trainer.fit(module, numbered(4), **options)
         return rows(trainer)
 
     def values(found: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
@@ -324,7 +324,7 @@ def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(
         assert values(resumed, "late") == [(1, 0.0), (3, 20.0), (4, 30.0)]
 
 
-def test_manual_optimisation_logs_each_step_once(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_manual_optimisation_logs_each_step_once(quiet: Any) -> None:
     class Logging(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -337,12 +337,12 @@ def test_manual_optimisation_logs_each_step_once(Tiny: Any, quiet: Any, batches:
                 self.optimizers().step()
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
-    trainer.fit(Logging(), batches(6))
+    trainer.fit(Logging(), numbered(6))
     assert [(row["step"], row["x"]) for row in rows(trainer)] == [(1, 2.0), (2, 5.0)]
 
 
 # metrics --------------------------------------------------------------------------------------------------------------
-def test_metric_objects(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_metric_objects(fit: Any) -> None:
     from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
     class Logging(Tiny):
@@ -367,7 +367,7 @@ def test_metric_objects(Tiny: Any, fit: Any, batches: Any) -> None:
             self.counts.append(self.sum._update_count + self.several["a"]._update_count)
 
     module = Logging()
-    trainer = fit(module, batches(3), batches(4), max_epochs=2)
+    trainer = fit(module, numbered(3), numbered(4), max_epochs=2)
     # Reset between epochs, so the second one's values are its own.
     assert module.counts == [0, 0]
     assert numbers(trainer.callback_metrics) == {
@@ -380,7 +380,7 @@ def test_metric_objects(Tiny: Any, fit: Any, batches: Any) -> None:
     }
 
 
-def test_a_collection_that_shares_states(Tiny: Any, quiet: Any) -> None:
+def test_a_collection_that_shares_states(quiet: Any) -> None:
     from torchmetrics import MetricCollection
     from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryPrecision
 
@@ -402,7 +402,7 @@ def test_a_collection_that_shares_states(Tiny: Any, quiet: Any) -> None:
         assert values == pytest.approx(expected) and len(values) == 3
 
 
-def test_a_metric_of_several_numbers_is_refused(Tiny: Any, quiet: Any) -> None:
+def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
     from torchmetrics.classification import MulticlassAccuracy
 
     class Logging(Tiny):
@@ -419,7 +419,7 @@ def test_a_metric_of_several_numbers_is_refused(Tiny: Any, quiet: Any) -> None:
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_metric_of_several_loaders(Tiny: Any, quiet: Any, batches: Any, apart: bool) -> None:
+def test_a_metric_of_several_loaders(quiet: Any, apart: bool) -> None:
     from torchmetrics import MeanMetric
 
     class Logging(Tiny):
@@ -433,14 +433,14 @@ def test_a_metric_of_several_loaders(Tiny: Any, quiet: Any, batches: Any, apart:
             self.log("mean", mean, add_dataloader_idx=apart)
 
     trainer = Trainer(**quiet)
-    loaders = [DataLoader(batches(2, start=start), batch_size=None) for start in (0, 8)]  # type: ignore[arg-type]
+    loaders = [DataLoader(numbered(2, start=start), batch_size=None) for start in (0, 8)]  # type: ignore[arg-type]
     values = trainer.test(Logging(), loaders, verbose=False)
     assert values == (
         [{"mean/dataloader_idx_0": 0.5}, {"mean/dataloader_idx_1": 8.5}] if apart else [{"mean": 4.5}, {"mean": 4.5}]
     )
 
 
-def test_one_metric_for_the_values_of_several_loaders_is_refused(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> None:
     from torchmetrics import MeanMetric
 
     class Logging(Tiny):
@@ -453,49 +453,49 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(Tiny: Any, quie
             self.log("mean", self.mean)
 
     with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
-        Trainer(**quiet).test(Logging(), [DataLoader(batches(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
+        Trainer(**quiet).test(Logging(), [DataLoader(numbered(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_batches_without_a_sample_have_no_mean(Tiny: Any, fit: Any, batches: Any, kind: Any) -> None:
+def test_batches_without_a_sample_have_no_mean(fit: Any, kind: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("none", kind(3.0), on_step=False, on_epoch=True, batch_size=0)
             self.log("some", kind(3.0), on_step=False, on_epoch=True, batch_size=batch_idx)
             return self(batch).mean()
 
-    values = numbers(fit(Logging(), batches(2)).callback_metrics)
+    values = numbers(fit(Logging(), numbered(2)).callback_metrics)
     assert math.isnan(values["none"]) and values["some"] == 3.0
 
 
 @pytest.mark.parametrize("size", [-1, "2", (2,)])
-def test_a_batch_size_that_is_none(Tiny: Any, fit: Any, batches: Any, size: Any) -> None:
+def test_a_batch_size_that_is_none(fit: Any, size: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("x", 3.0, on_epoch=True, batch_size=size)
 
     with pytest.raises(ConfigurationError, match="give the number of samples, from 0"):
-        fit(Logging(), batches(2))
+        fit(Logging(), numbered(2))
 
 
-def test_log_dict(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_log_dict(fit: Any) -> None:
     class Logging(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log_dict({"a": 1.0, "b": torch.tensor(2)}, prog_bar=True)
             return self(batch).mean()
 
-    assert numbers(fit(Logging(), batches(1)).progress_bar_metrics) == {"a": 1.0, "b": 2.0}
+    assert numbers(fit(Logging(), numbered(1)).progress_bar_metrics) == {"a": 1.0, "b": 2.0}
 
 
-def test_without_a_trainer_nothing_is_logged(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_without_a_trainer_nothing_is_logged(fit: Any) -> None:
     module = Tiny()
     module.log("x", 1.0)
-    trainer = fit(module, batches(1))
+    trainer = fit(module, numbered(1))
     module.log("x", 1.0)
     assert trainer.callback_metrics == {}
 
 
-def test_numpy_numbers_are_taken(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_numpy_numbers_are_taken(fit: Any) -> None:
     np = pytest.importorskip("numpy")
 
     class Logging(Tiny):
@@ -503,4 +503,4 @@ def test_numpy_numbers_are_taken(Tiny: Any, fit: Any, batches: Any) -> None:
             self.log_dict({"a": np.float32(1.5), "b": np.array(2), "c": np.array([3.0])})
             return self(batch).mean()
 
-    assert numbers(fit(Logging(), batches(1)).callback_metrics) == {"a": 1.5, "b": 2.0, "c": 3.0}
+    assert numbers(fit(Logging(), numbered(1)).callback_metrics) == {"a": 1.5, "b": 2.0, "c": 3.0}

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import Tiny
+from samples import numbered
 from torch.utils.data import DataLoader, IterableDataset
 
 from leyden import Callback, CombinedLoader, DataModule, Trainer
@@ -55,9 +57,9 @@ def weights_of_plain_loop(batches: list[Any], accumulate: int, epochs: int = 1) 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("kind", [Stream, Sized, list])
-def test_the_last_window_of_an_epoch(Tiny: Any, fit: Any, batches: Any, kind: Any, accumulate: int) -> None:
+def test_the_last_window_of_an_epoch(fit: Any, kind: Any, accumulate: int) -> None:
     module = Tiny()
-    data = batches(10) if kind is list else DataLoader(kind(10), batch_size=1)
+    data = numbered(10) if kind is list else DataLoader(kind(10), batch_size=1)
     lengths: list[tuple[int, int]] = []
 
     class Watching(Tiny):
@@ -69,11 +71,11 @@ def test_the_last_window_of_an_epoch(Tiny: Any, fit: Any, batches: Any, kind: An
     assert trainer.num_training_batches == (10 if kind is not Stream else float("inf"))
     assert trainer.global_step == 2 * -(-10 // accumulate)
     assert [true for true, _ in lengths] == ([4, 4, 2] if accumulate == 4 else [1] * 10) * 2
-    assert torch.allclose(module.net.weight, weights_of_plain_loop(batches(10), accumulate, epochs=2))
+    assert torch.allclose(module.net.weight, weights_of_plain_loop(numbered(10), accumulate, epochs=2))
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])
-def test_a_limit_of_a_loader_without_length(Tiny: Any, fit: Any, limit: Any) -> None:
+def test_a_limit_of_a_loader_without_length(fit: Any, limit: Any) -> None:
     module = Tiny()
     trainer = fit(module, DataLoader(Stream(5)), limit_train_batches=limit, max_epochs=2, accumulate_grad_batches=2)
     assert module.trained == [*range(3 if limit == 3 else 5)] * 2
@@ -81,7 +83,7 @@ def test_a_limit_of_a_loader_without_length(Tiny: Any, fit: Any, limit: Any) -> 
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_loader_that_is_shorter_than_it_says(Tiny: Any, fit: Any, batches: Any, accumulate: int) -> None:
+def test_a_loader_that_is_shorter_than_it_says(fit: Any, accumulate: int) -> None:
     class Scheduled(Tiny):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
@@ -89,17 +91,17 @@ def test_a_loader_that_is_shorter_than_it_says(Tiny: Any, fit: Any, batches: Any
 
     module = Scheduled()
     with pytest.warns(UserWarning, match="says that it has 8 batches and ended after 6: give it the right length"):
-        trainer = fit(module, Lying(batches(6), 8), batches(1), max_epochs=2, accumulate_grad_batches=accumulate)
+        trainer = fit(module, Lying(numbered(6), 8), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate)
     assert trainer.global_step == 2 * -(-6 // accumulate)
-    assert torch.allclose(module.net.weight, weights_of_plain_loop(batches(6), accumulate, epochs=2))
+    assert torch.allclose(module.net.weight, weights_of_plain_loop(numbered(6), accumulate, epochs=2))
     # The epochs end as all do: each is validated, and counted by schedulers.
     assert module.validated_at == [6, 12]
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_loader_that_is_longer_than_it_says(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_loader_that_is_longer_than_it_says(fit: Any) -> None:
     module = Tiny()
-    fit(module, Lying(batches(6), 4), batches(1), max_epochs=2)
+    fit(module, Lying(numbered(6), 4), numbered(1), max_epochs=2)
     assert module.trained == [0, 1, 2, 3] * 2 and module.validated_at == [4, 8]
 
 
@@ -115,7 +117,7 @@ def first(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [*MODES, "sequential", "a plain dict"])
-def test_combined_loaders_in_training(Tiny: Any, fit: Any, batches: Any, mode: Any) -> None:
+def test_combined_loaders_in_training(fit: Any, mode: Any) -> None:
     seen: list[Any] = []
 
     class Combined(Tiny):
@@ -127,7 +129,7 @@ def test_combined_loaders_in_training(Tiny: Any, fit: Any, batches: Any, mode: A
             seen.append((first(batch["a"]), first(batch["b"])))
             return self(batch["a"]).mean()
 
-    parts = {name: DataLoader(batches(count), batch_size=None) for name, count in (("a", 3), ("b", 2))}
+    parts = {name: DataLoader(numbered(count), batch_size=None) for name, count in (("a", 3), ("b", 2))}
     trainer = fit(Combined(), parts if mode == "a plain dict" else CombinedLoader(parts, mode), max_epochs=2)
     if mode == "sequential":
         expected: Any = [(0, 0, 0), (1, 1, 0), (2, 2, 0), (0, 0, 1), (1, 1, 1)]
@@ -138,26 +140,26 @@ def test_combined_loaders_in_training(Tiny: Any, fit: Any, batches: Any, mode: A
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_combined_loaders_in_evaluation(Tiny: Any, quiet: Any, batches: Any, mode: Any) -> None:
+def test_combined_loaders_in_evaluation(quiet: Any, mode: Any) -> None:
     seen: list[Any] = []
 
     class Combined(Tiny):
         def test_step(self, batch: Any, batch_idx: int) -> None:
             seen.append((first(batch[0]), first(batch[1])))
 
-    parts = [DataLoader(batches(count), batch_size=None) for count in (3, 2)]
+    parts = [DataLoader(numbered(count), batch_size=None) for count in (3, 2)]
     Trainer(**quiet).test(Combined(), CombinedLoader(parts, mode))
     assert seen == MODES[mode]
 
 
-def test_a_sequential_loader_in_evaluation_keeps_its_limits(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_a_sequential_loader_in_evaluation_keeps_its_limits(quiet: Any) -> None:
     seen: list[Any] = []
 
     class Combined(Tiny):
         def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             seen.append((first(batch), dataloader_idx))
 
-    parts = [DataLoader(batches(count), batch_size=None) for count in (3, 2)]
+    parts = [DataLoader(numbered(count), batch_size=None) for count in (3, 2)]
     trainer = Trainer(**quiet)
     trainer.test(Combined(), CombinedLoader(parts, "sequential", limits=[1, None]))
     assert seen == [(0, 0), (0, 1), (1, 1)]
@@ -171,7 +173,7 @@ def test_a_sequential_loader_in_evaluation_keeps_its_limits(Tiny: Any, quiet: An
 )
 @pytest.mark.parametrize("sized", [True, False])
 def test_minus_one_ends_the_epoch_after_its_window(
-    Tiny: Any, fit: Any, batches: Any, accumulate: int, end_at: int, trained: int, sized: bool
+    fit: Any, accumulate: int, end_at: int, trained: int, sized: bool
 ) -> None:
     class Ending(Tiny):
         def __init__(self) -> None:
@@ -188,9 +190,9 @@ def test_minus_one_ends_the_epoch_after_its_window(
         def on_train_epoch_end(self) -> None:
             self.ends += 1
 
-    module, data = Ending(), batches(6)
+    module, data = Ending(), numbered(6)
     trainer = fit(
-        module, data if sized else DataLoader(Stream(6)), batches(1), max_epochs=2, accumulate_grad_batches=accumulate
+        module, data if sized else DataLoader(Stream(6)), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate
     )
     assert module.trained == [*range(trained)] * 2
     assert (module.ends, trainer.current_epoch) == (2, 2)
@@ -200,19 +202,19 @@ def test_minus_one_ends_the_epoch_after_its_window(
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_minus_one_validates_once(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_minus_one_validates_once(fit: Any) -> None:
     class Ending(Tiny):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == 4 else None
 
     module = Ending()
-    fit(module, batches(6), batches(1), max_epochs=2, val_check_interval=2)
+    fit(module, numbered(6), numbered(1), max_epochs=2, val_check_interval=2)
     assert module.validated_at == [2, 4, 6, 8]
 
 
 # a step that draws by itself ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("count", "steps"), [(4, 2), (5, 2)])
-def test_a_step_that_draws_two_batches(Tiny: Any, fit: Any, batches: Any, count: int, steps: int) -> None:
+def test_a_step_that_draws_two_batches(fit: Any, count: int, steps: int) -> None:
     class Drawing(Tiny):
         def training_step(self, dataloader_iter: Any) -> Any:
             (one, _, _), (two, _, _) = next(dataloader_iter), next(dataloader_iter)
@@ -224,13 +226,13 @@ def test_a_step_that_draws_two_batches(Tiny: Any, fit: Any, batches: Any, count:
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
 
     module = Drawing()
-    trainer = fit(module, batches(count), batches(1), max_epochs=2)
+    trainer = fit(module, numbered(count), numbered(1), max_epochs=2)
     assert module.trained == [(0, 1), (2, 3)] * 2 and trainer.global_step == 2 * steps
     assert len(module.validated_at) == 2
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_step_that_draws_gets_batches_of_the_global_size(Tiny: Any, fit: Any) -> None:
+def test_a_step_that_draws_gets_batches_of_the_global_size(fit: Any) -> None:
     class Drawing(Tiny):
         def training_step(self, dataloader_iter: Any) -> Any:
             batch, _, _ = next(dataloader_iter)
@@ -270,7 +272,7 @@ class Numbers(DataModule):
         self.calls.append(type(exception))
 
 
-def test_a_datamodule_serves_every_stage(Tiny: Any, quiet: Any) -> None:
+def test_a_datamodule_serves_every_stage(quiet: Any) -> None:
     trainer, module, data = Trainer(**quiet, max_epochs=1), Tiny(), Numbers(2)
     trainer.fit(module, datamodule=data)
     assert module.trained == [0, 1] and trainer.datamodule is data and data.trainer is trainer
@@ -283,7 +285,7 @@ def test_a_datamodule_serves_every_stage(Tiny: Any, quiet: Any) -> None:
     assert data.hparams == {"count": 2}
 
 
-def test_a_datamodule_hears_of_errors(Tiny: Any, quiet: Any) -> None:
+def test_a_datamodule_hears_of_errors(quiet: Any) -> None:
     class Failing(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise KeyError("x")
@@ -294,7 +296,7 @@ def test_a_datamodule_hears_of_errors(Tiny: Any, quiet: Any) -> None:
     assert data.calls[-2:] == [KeyError, ("teardown", "fit")]
 
 
-def test_a_datamodule_of_data_sets(Tiny: Any, quiet: Any) -> None:
+def test_a_datamodule_of_data_sets(quiet: Any) -> None:
     rows = torch.arange(12.0).repeat_interleave(2).view(12, 2)
     data = DataModule.from_datasets(rows[:8], val_dataset=[rows[8:10], rows[10:]], test_dataset=rows[8:], batch_size=2)  # type: ignore[arg-type]
 
@@ -313,7 +315,7 @@ def test_a_datamodule_of_data_sets(Tiny: Any, quiet: Any) -> None:
     assert trainer.global_step == 2
 
 
-def test_the_state_of_a_datamodule(Tiny: Any, quiet: Any, tmp_path: Any) -> None:
+def test_the_state_of_a_datamodule(quiet: Any, tmp_path: Any) -> None:
     class Stateful(Numbers):
         position = 0
 
@@ -333,7 +335,7 @@ def test_the_state_of_a_datamodule(Tiny: Any, quiet: Any, tmp_path: Any) -> None
 
 
 # transfer -------------------------------------------------------------------------------------------------------------
-def test_the_transfer_hooks(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_the_transfer_hooks(quiet: Any) -> None:
     calls: list[Any] = []
 
     class Moving(Tiny):
@@ -353,7 +355,7 @@ def test_the_transfer_hooks(Tiny: Any, quiet: Any, batches: Any) -> None:
             self.validated.append(first(batch))
 
     module, trainer = Moving(), Trainer(**quiet, max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(module, batches(2), [DataLoader(batches(1), batch_size=None) for _ in range(2)])
+    trainer.fit(module, numbered(2), [DataLoader(numbered(1), batch_size=None) for _ in range(2)])
     assert module.trained == [10, 20] and module.validated == [10, 10]
     each = [[("before", index), ("move", "cpu"), ("after", index)] for index in (0, 0, 0, 1)]
     assert calls == [call for part in each for call in part]
@@ -368,7 +370,7 @@ def test_the_transfer_hooks(Tiny: Any, quiet: Any, batches: Any) -> None:
     assert module.trained == [1000]
 
 
-def test_a_batch_of_any_structure_is_converted(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_batch_of_any_structure_is_converted(fit: Any) -> None:
     class Nested(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             assert batch["x"][0].dtype == torch.float64 and batch["n"].dtype == torch.int64 and batch["s"] == "a"
@@ -377,13 +379,13 @@ def test_a_batch_of_any_structure_is_converted(Tiny: Any, fit: Any, batches: Any
     fit(Nested(), [{"x": [torch.ones(1, 2)], "n": torch.arange(2), "s": "a"}], precision="64-true")
 
 
-def test_nothing_is_drawn_beyond_a_limit(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_nothing_is_drawn_beyond_a_limit(fit: Any) -> None:
     """Not even to look whether a batch is the last: whoever draws next finds it."""
     drawn: list[float] = []
 
     class Untold:
         def __iter__(self) -> Iterator[Any]:
-            for batch in batches(5):
+            for batch in numbered(5):
                 drawn.append(float(batch[0, 0]))
                 yield batch
 
@@ -393,9 +395,7 @@ def test_nothing_is_drawn_beyond_a_limit(Tiny: Any, fit: Any, batches: Any) -> N
 
 
 @pytest.mark.parametrize("at", [0, 1, 2, 5, 8, 9])
-def test_samples_count_once_where_a_resume_repeats_a_window(
-    Tiny: Any, fit: Any, quiet: Any, tmp_path: Path, at: int
-) -> None:
+def test_samples_count_once_where_a_resume_repeats_a_window(fit: Any, quiet: Any, tmp_path: Path, at: int) -> None:
     """Saved after any batch of windows of 4, 4 and 2: the final counters are those of a run that was not stopped."""
     batches = [torch.full((size, 2), 1.0) for size in (3, 1, 2, 2, 3, 1, 1, 2, 3, 2)]
 

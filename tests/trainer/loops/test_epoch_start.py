@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Tiny
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -42,7 +43,7 @@ def loader_of(data: Shifted, workers: int = 0) -> DataLoader[Tensor]:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_order_and_the_data_are_those_of_the_plain_loop(Tiny: Any, fit: Any, workers: int) -> None:
+def test_the_order_and_the_data_are_those_of_the_plain_loop(fit: Any, workers: int) -> None:
     data, plain = Shifted(), []
     torch.manual_seed(1)
     for epoch in range(2):
@@ -66,7 +67,7 @@ class SavesFirst(Callback):
 
 
 @pytest.mark.parametrize("end", [{}, {"limit_train_batches": 3}])
-def test_a_resume_goes_on_in_the_order_that_followed_from_the_hook(Tiny: Any, quiet: Any, end: Any) -> None:
+def test_a_resume_goes_on_in_the_order_that_followed_from_the_hook(quiet: Any, end: Any) -> None:
     def run(path: str | None) -> tuple[list[float], list[float]]:
         torch.manual_seed(1 if path is None else 50)
         module, data = Tiny(), Shifted()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from manual import result_of
+from models import result_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule

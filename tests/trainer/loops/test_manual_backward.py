@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from samples import numbered
 from torch import Tensor, nn
 
 from leyden import Callback, TrainModule
@@ -56,16 +57,16 @@ class Listener(Callback):
         self.calls.append("after")
 
 
-def test_manual_backward_calls_the_hooks_of_backward(fit: Any, batches: Any) -> None:
+def test_manual_backward_calls_the_hooks_of_backward(fit: Any) -> None:
     module, listener = Manual(), Listener()
-    fit(module, batches(1, start=1), callbacks=[listener])
+    fit(module, numbered(1, start=1), callbacks=[listener])
     assert module.calls == [("before", 2.0, True), ("after", 1.0, 1.0), ("before", 2.0, False), ("after", 2.0, 2.0)]
     assert listener.calls == ["before", "after"] * 2
 
 
-def test_manual_backward_runs_the_modules_own_backward_on_the_scaled_loss(fit: Any, batches: Any) -> None:
+def test_manual_backward_runs_the_modules_own_backward_on_the_scaled_loss(fit: Any) -> None:
     module = WithBackward()
-    fit(module, batches(1, start=1), precision=MixedPrecision("16", init_scale=4.0))
+    fit(module, numbered(1, start=1), precision=MixedPrecision("16", init_scale=4.0))
     assert module.calls == [
         ("before", 2.0, True),
         ("backward", 8.0, (None,), {"retain_graph": True}),

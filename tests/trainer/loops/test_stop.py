@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import Tiny
+from samples import numbered
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -107,26 +109,24 @@ def test_a_run_stopped_inside_an_epoch_is_validated_and_resumes_as_if_it_had_not
         ({"limit_val_batches": 0}, []),
     ],
 )
-def test_it_is_validated_once_and_where_validation_is_wanted(
-    Tiny: Any, fit: Any, batches: Any, arguments: Any, validated: list[int]
-) -> None:
+def test_it_is_validated_once_and_where_validation_is_wanted(fit: Any, arguments: Any, validated: list[int]) -> None:
     class Stop(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
             trainer.should_stop = trainer.global_step >= 2
 
     module = Tiny()
-    fit(module, batches(8), batches(1), callbacks=Stop(), max_epochs=3, **arguments)
+    fit(module, numbered(8), numbered(1), callbacks=Stop(), max_epochs=3, **arguments)
     assert module.validated_at == validated
 
 
-def test_limits_end_a_run_without_a_validation(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_limits_end_a_run_without_a_validation(fit: Any) -> None:
     module = Tiny()
-    fit(module, batches(8), batches(1), max_steps=3)
-    fit(module, batches(8), batches(1), max_time={"microseconds": 0})
+    fit(module, numbered(8), numbered(1), max_steps=3)
+    fit(module, numbered(8), numbered(1), max_time={"microseconds": 0})
     assert module.validated_at == []
 
 
-def test_the_current_epoch_is_over_when_its_hooks_are(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_the_current_epoch_is_over_when_its_hooks_are(fit: Any) -> None:
     class Looking(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -145,15 +145,15 @@ def test_the_current_epoch_is_over_when_its_hooks_are(Tiny: Any, fit: Any, batch
             module.seen.append(("closing", trainer.current_epoch))
 
     module = Looking()
-    trainer = fit(module, batches(2), callbacks=Closing(), max_epochs=2)
+    trainer = fit(module, numbered(2), callbacks=Closing(), max_epochs=2)
     assert module.seen == [("module", 0), ("closing", 0), ("module", 1), ("closing", 1), ("end", 2)]
     assert module.current_epoch == trainer.current_epoch == 2
-    trainer.fit(module, batches(2), ckpt_path="current", max_epochs=3)
+    trainer.fit(module, numbered(2), ckpt_path="current", max_epochs=3)
     assert module.seen[5:] == [("module", 2), ("closing", 2), ("end", 3)]
 
 
 def test_an_epoch_that_a_limit_interrupted_twice_ends_where_the_second_limit_is(
-    Tiny: Any, fit: Any, batches: Any, quiet: dict[str, Any], tmp_path: Path
+    fit: Any, quiet: dict[str, Any], tmp_path: Path
 ) -> None:
     """A checkpoint of the resumed epoch says that its windows are settled, so that a resume from it ends the epoch."""
 
@@ -170,9 +170,9 @@ def test_an_epoch_that_a_limit_interrupted_twice_ends_where_the_second_limit_is(
             if trainer.global_step == 5:
                 trainer.save_checkpoint(tmp_path / "five")
 
-    first = fit(Ends(), batches(8), max_steps=3)
+    first = fit(Ends(), numbered(8), max_steps=3)
     first.save_checkpoint(tmp_path / "three")
-    Trainer(**quiet, max_steps=7, callbacks=SaveAt5()).fit(Ends(), batches(8), ckpt_path=tmp_path / "three")
+    Trainer(**quiet, max_steps=7, callbacks=SaveAt5()).fit(Ends(), numbered(8), ckpt_path=tmp_path / "three")
     module = Ends()
-    Trainer(**quiet, max_steps=5).fit(module, batches(8), ckpt_path=tmp_path / "five")
+    Trainer(**quiet, max_steps=5).fit(module, numbered(8), ckpt_path=tmp_path / "five")
     assert module.ended == [5]

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from models import Tiny
+from samples import numbered
 from torch.utils.data import DataLoader, Sampler
 
 from leyden import Callback, Trainer
@@ -55,18 +57,18 @@ INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
 
 @pytest.mark.parametrize(("arguments", "at"), INTERVALS, ids=[str(arguments) for arguments, _ in INTERVALS])
 @pytest.mark.parametrize("sized", [True, False])
-def test_when_fit_validates(Tiny: Any, fit: Any, batches: Any, arguments: Any, at: list[int], sized: bool) -> None:
+def test_when_fit_validates(fit: Any, arguments: Any, at: list[int], sized: bool) -> None:
     if not sized and isinstance(arguments.get("val_check_interval"), float):
         pytest.skip("a fraction of an epoch whose length is not known is refused")
-    module, train = Tiny(), batches(6)
-    trainer = fit(module, train if sized else Unsized(train), batches(2), **{"max_epochs": 3, **arguments})
+    module, train = Tiny(), numbered(6)
+    trainer = fit(module, train if sized else Unsized(train), numbered(2), **{"max_epochs": 3, **arguments})
     assert module.validated_at == at
     # Two batches of the sanity check, and two of each validation.
     assert module.validated == [0, 1] * (len(at) + 1)
     assert trainer.progress.validations == len(at)
 
 
-def test_epochs_end_after_their_validation(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_epochs_end_after_their_validation(fit: Any) -> None:
     class Recording(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -79,7 +81,7 @@ def test_epochs_end_after_their_validation(Tiny: Any, fit: Any, batches: Any) ->
             self.calls.append("epoch over")
 
     module = Recording()
-    fit(module, batches(2), batches(1), max_epochs=2, num_sanity_val_steps=0)
+    fit(module, numbered(2), numbered(1), max_epochs=2, num_sanity_val_steps=0)
     assert module.calls == ["validated", "epoch over"] * 2
 
 
@@ -90,7 +92,7 @@ def several(*sizes: int, value: float = 1.0) -> list[DataLoader[Any]]:
     ]
 
 
-def test_several_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_several_loaders(fit: Any) -> None:
     class Several(Tiny):
         seen: list[tuple[int, int]]
 
@@ -114,7 +116,7 @@ def test_several_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
 
     module, watching = Several(), Watching()
     module.seen = []
-    trainer = fit(module, batches(1), several(4, 2, 3), num_sanity_val_steps=0, callbacks=watching)
+    trainer = fit(module, numbered(1), several(4, 2, 3), num_sanity_val_steps=0, callbacks=watching)
     assert module.seen == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 2)] == watching.ends
     assert trainer.num_val_batches == [2, 1, 2]
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
@@ -124,7 +126,7 @@ def test_several_loaders(Tiny: Any, fit: Any, batches: Any) -> None:
     }
 
 
-def test_the_values_of_a_loader_are_those_that_its_batches_logged(Tiny: Any, quiet: Any) -> None:
+def test_the_values_of_a_loader_are_those_that_its_batches_logged(quiet: Any) -> None:
     class Several(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log(f"own{dataloader_idx}", batch.mean(), add_dataloader_idx=False)
@@ -146,22 +148,22 @@ def test_the_values_of_a_loader_are_those_that_its_batches_logged(Tiny: Any, qui
         ]
 
 
-def test_a_dict_of_loaders_is_read_one_after_the_other(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_dict_of_loaders_is_read_one_after_the_other(fit: Any) -> None:
     class Several(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.validated.append((float(batch[0, 0]), dataloader_idx))
 
     module, (first, second) = Several(), several(2, 2)
-    fit(module, batches(1), {"a": first, "b": [second]}, num_sanity_val_steps=0)
+    fit(module, numbered(1), {"a": first, "b": [second]}, num_sanity_val_steps=0)
     assert module.validated == [(1.0, 0), (2.0, 1)]
 
 
-def test_a_shuffled_validation_loader_is_warned_of(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_shuffled_validation_loader_is_warned_of(fit: Any) -> None:
     with pytest.warns(UserWarning, match="validation loader shuffles: .* shuffle=False"):
-        fit(Tiny(), batches(1), DataLoader(torch.zeros(2, 2), shuffle=True))  # type: ignore[arg-type]
+        fit(Tiny(), numbered(1), DataLoader(torch.zeros(2, 2), shuffle=True))  # type: ignore[arg-type]
 
 
-def test_a_loader_without_its_step_is_warned_of(fit: Any, batches: Any) -> None:
+def test_a_loader_without_its_step_is_warned_of(fit: Any) -> None:
     from leyden import TrainModule
 
     class Plain(TrainModule):
@@ -176,7 +178,7 @@ def test_a_loader_without_its_step_is_warned_of(fit: Any, batches: Any) -> None:
             return None
 
     with pytest.warns(UserWarning, match="there is a val loader, and Plain has no validation_step"):
-        trainer = fit(Plain(), batches(2), batches(1))
+        trainer = fit(Plain(), numbered(2), numbered(1))
     assert trainer.global_step == 2 and trainer.num_val_batches == []
 
 
@@ -190,12 +192,12 @@ class OwnLoader:
         return several(2, 2)
 
 
-def test_a_limit_of_0_asks_for_no_loader_and_looks_at_none(Tiny: Any, fit: Any, quiet: Any, batches: Any) -> None:
+def test_a_limit_of_0_asks_for_no_loader_and_looks_at_none(fit: Any, quiet: Any) -> None:
     class Own(OwnLoader, Tiny):
         test_dataloader = predict_dataloader = OwnLoader.val_dataloader
 
     module = Own()
-    trainer = fit(module, batches(1), limit_val_batches=0)
+    trainer = fit(module, numbered(1), limit_val_batches=0)
     assert (trainer.num_val_batches, module.validated) == ([], [])
     none = Trainer(**quiet, limit_val_batches=0.0, limit_test_batches=0, limit_predict_batches=0)
     assert none.validate(module) == none.test(module) == none.predict(module) == []
@@ -203,7 +205,7 @@ def test_a_limit_of_0_asks_for_no_loader_and_looks_at_none(Tiny: Any, fit: Any, 
 
 
 @pytest.mark.parametrize("none", [[], (), {}])
-def test_an_empty_list_of_loaders_means_none(none: Any, Tiny: Any, fit: Any, quiet: Any, batches: Any) -> None:
+def test_an_empty_list_of_loaders_means_none(none: Any, fit: Any, quiet: Any) -> None:
     class Own(OwnLoader, Tiny):
         pass
 
@@ -212,29 +214,27 @@ def test_an_empty_list_of_loaders_means_none(none: Any, Tiny: Any, fit: Any, qui
             return none
 
     for module, given in ((Own(), none), (Empty(), None)):
-        trainer = fit(module, batches(2), given, val_check_interval=1)
+        trainer = fit(module, numbered(2), given, val_check_interval=1)
         assert (trainer.global_step, trainer.num_val_batches, module.validated) == (2, [], [])
         with pytest.warns(UserWarning, match=r"Trainer\.validate was given no loader, and runs nothing"):
             assert Trainer(**quiet).validate(module, given) == []
 
 
-def test_none_in_place_of_a_method_takes_it_away(
-    Tiny: Any, fit: Any, batches: Any, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_none_in_place_of_a_method_takes_it_away(fit: Any, recwarn: pytest.WarningsRecorder) -> None:
     class Own(OwnLoader, Tiny):
         pass
 
     module = Own()
     module.validation_step = module.on_train_start = None
-    fit(module, batches(1))
+    fit(module, numbered(1))
     other = Own()
     other.val_dataloader = None
-    assert fit(other, batches(1)).num_val_batches == []
+    assert fit(other, numbered(1)).num_val_batches == []
     assert not module.asked and not other.asked and other.validated == []
     assert "validation_step" not in " ".join(str(warning.message) for warning in recwarn)
 
 
-def test_a_limit_of_0_training_batches_leaves_the_sanity_check(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_limit_of_0_training_batches_leaves_the_sanity_check(fit: Any) -> None:
     class Own(Tiny):
         calls: ClassVar[list[str]] = []
 
@@ -252,15 +252,15 @@ def test_a_limit_of_0_training_batches_leaves_the_sanity_check(Tiny: Any, fit: A
             self.calls.append("end")
 
     module = Own()
-    trainer = fit(module, None, batches(4), limit_train_batches=0, enable_progress_bar=True, enable_checkpointing=True)
+    trainer = fit(module, None, numbered(4), limit_train_batches=0, enable_progress_bar=True, enable_checkpointing=True)
     assert (module.validated, module.trained, module.calls) == ([0, 1], [], ["end"])
     assert (trainer.num_training_batches, trainer.global_step, trainer.current_epoch) == (0, 0, 0)
-    trainer.fit(module, None, batches(4), ckpt_path="current")
+    trainer.fit(module, None, numbered(4), ckpt_path="current")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"limit_val_batches": 0}])
 def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
-    Tiny: Any, fit: Any, batches: Any, tmp_path: Path, arguments: Any
+    fit: Any, tmp_path: Path, arguments: Any
 ) -> None:
     class Killed(Tiny):
         def on_validation_start(self) -> None:
@@ -269,15 +269,15 @@ def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
     saves = ModelCheckpoint(tmp_path, every_n_train_steps=2)
     with pytest.raises(KeyboardInterrupt):
         options = {"val_check_interval": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
-        fit(Killed(), batches(4), batches(1), callbacks=saves, **options)
+        fit(Killed(), numbered(4), numbered(1), callbacks=saves, **options)
     module = Tiny()
     trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, **arguments)
-    trainer.fit(module, batches(4), batches(1) if arguments else None, ckpt_path=saves.best_model_path)
+    trainer.fit(module, numbered(4), numbered(1) if arguments else None, ckpt_path=saves.best_model_path)
     assert (trainer.global_step, module.validated) == (4, [])
 
 
 @pytest.mark.parametrize(("every", "loaded"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
-def test_reload_dataloaders_every_n_epochs(Tiny: Any, fit: Any, batches: Any, every: int, loaded: list[int]) -> None:
+def test_reload_dataloaders_every_n_epochs(fit: Any, every: int, loaded: list[int]) -> None:
     class Reloading(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -286,11 +286,11 @@ def test_reload_dataloaders_every_n_epochs(Tiny: Any, fit: Any, batches: Any, ev
 
         def train_dataloader(self) -> Any:
             self.trains.append(self.current_epoch)
-            return batches(2, start=10 * self.current_epoch)
+            return numbered(2, start=10 * self.current_epoch)
 
         def val_dataloader(self) -> Any:
             self.vals.append(self.current_epoch)
-            return batches(1, start=10 * self.current_epoch)
+            return numbered(1, start=10 * self.current_epoch)
 
     module = Reloading()
     fit(module, None, max_epochs=4, reload_dataloaders_every_n_epochs=every, num_sanity_val_steps=0)
@@ -300,7 +300,7 @@ def test_reload_dataloaders_every_n_epochs(Tiny: Any, fit: Any, batches: Any, ev
     assert module.trained == [10.0 * epoch + batch for epoch in latest for batch in (0, 1)]
 
 
-def test_evaluation_inside_fit_is_seen_by_a_checkpoint(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_evaluation_inside_fit_is_seen_by_a_checkpoint(fit: Any) -> None:
     class Logging(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("value", float(self.global_step))
@@ -308,8 +308,8 @@ def test_evaluation_inside_fit_is_seen_by_a_checkpoint(Tiny: Any, fit: Any, batc
     checkpoint = ModelCheckpoint(monitor="value", mode="max")
     fit(
         Logging(),
-        batches(4),
-        batches(1),
+        numbered(4),
+        numbered(1),
         val_check_interval=2,
         callbacks=checkpoint,
         enable_checkpointing=True,
@@ -317,7 +317,7 @@ def test_evaluation_inside_fit_is_seen_by_a_checkpoint(Tiny: Any, fit: Any, batc
     assert checkpoint.best_model_score == 4.0
 
 
-def test_samplers_of_every_evaluation_hear_the_epoch(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_samplers_of_every_evaluation_hear_the_epoch(quiet: Any) -> None:
     class Told(Sampler[int]):
         def __init__(self) -> None:
             self.epochs: list[int] = []
@@ -334,7 +334,7 @@ def test_samplers_of_every_evaluation_hear_the_epoch(Tiny: Any, quiet: Any, batc
     sampler = Told()
     loader = DataLoader(torch.ones(4, 2), sampler=sampler)  # type: ignore[arg-type]
     trainer = Trainer(**quiet, max_epochs=3)
-    trainer.fit(Tiny(), batches(2), loader)
+    trainer.fit(Tiny(), numbered(2), loader)
     # The sanity check, and one pass an epoch.
     assert sampler.epochs == [0, 0, 1, 2]
     trainer.test(Tiny(), loader, verbose=False)

@@ -6,6 +6,8 @@ import warnings
 from typing import Any
 
 import pytest
+from models import Tiny
+from samples import numbered
 
 from leyden import Callback, ConfigurationError, DataModule, Trainer, TrainModule
 from leyden.callbacks import LambdaCallback, ModelCheckpoint, Timer
@@ -30,12 +32,12 @@ class Heard(Callback):
         self.notes.append(f"{self.name} teardown")
 
 
-def test_a_callback_added_in_a_setup_takes_part(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_a_callback_added_in_a_setup_takes_part(quiet: Any) -> None:
     notes: list[str] = []
     third = Heard("c", notes)
     first = Heard("a", notes, Heard("b", notes, third))
     trainer = Trainer(**quiet, max_epochs=1, callbacks=[first])
-    trainer.fit(Tiny(), batches(1))
+    trainer.fit(Tiny(), numbered(1))
     names = ("a", "b", "c")
     expected = [*(f"{name} setup fit" for name in names), *(f"{name} trains" for name in names)]
     assert notes == expected + [f"{name} teardown" for name in names]
@@ -43,11 +45,11 @@ def test_a_callback_added_in_a_setup_takes_part(Tiny: Any, quiet: Any, batches: 
     notes.clear()
     trainer.callbacks.remove(third)
     first.adds = None
-    trainer.fit(Tiny(), batches(1))
+    trainer.fit(Tiny(), numbered(1))
     assert notes[:3] == ["a setup fit", "b setup fit", "c setup fit"]
 
 
-def test_a_callback_removed_in_a_setup_takes_no_part(Tiny: Any, quiet: Any, batches: Any) -> None:
+def test_a_callback_removed_in_a_setup_takes_no_part(quiet: Any) -> None:
     notes: list[str] = []
     other = Heard("b", notes)
 
@@ -55,11 +57,11 @@ def test_a_callback_removed_in_a_setup_takes_no_part(Tiny: Any, quiet: Any, batc
         def setup(self, stage: str) -> None:
             self.trainer.callbacks.remove(other)
 
-    Trainer(**quiet, max_epochs=1, callbacks=[Heard("a", notes), other]).fit(Removes(), batches(1))
+    Trainer(**quiet, max_epochs=1, callbacks=[Heard("a", notes), other]).fit(Removes(), numbered(1))
     assert notes == ["a setup fit", "b setup fit", "a trains", "a teardown"]
 
 
-def test_what_is_added_and_no_callback_is_named(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_what_is_added_and_no_callback_is_named(fit: Any) -> None:
     class Adds(Tiny):
         def setup(self, stage: str) -> None:
             self.trainer.callbacks.append(Timer)  # type: ignore[arg-type]
@@ -67,7 +69,7 @@ def test_what_is_added_and_no_callback_is_named(Tiny: Any, fit: Any, batches: An
     with pytest.raises(
         ConfigurationError, match=r"trainer\.callbacks holds the class Timer: give an instance, Timer\(\)"
     ):
-        fit(Adds(), batches(1))
+        fit(Adds(), numbered(1))
 
 
 class Breaks(Callback):
@@ -86,14 +88,12 @@ class Breaks(Callback):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_theirs(
-    Tiny: Any, quiet: Any, batches: Any, fails: bool
-) -> None:
+def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_theirs(quiet: Any, fails: bool) -> None:
     notes: list[str] = []
 
     class Data(DataModule):
         def train_dataloader(self) -> Any:
-            return batches(2)
+            return numbered(2)
 
         def teardown(self, stage: str) -> None:
             raise ValueError("teardown of the data")
@@ -129,7 +129,7 @@ def test_one_that_raises_in_teardown_or_on_exception_keeps_nobody_else_from_thei
     assert trainer.state.stage is None
 
 
-def test_a_callback_logs_as_its_module_does(Tiny: Any, fit: Any, batches: Any) -> None:
+def test_a_callback_logs_as_its_module_does(fit: Any) -> None:
     class Logs(Callback):
         def on_train_batch_end(
             self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
@@ -142,7 +142,7 @@ def test_a_callback_logs_as_its_module_does(Tiny: Any, fit: Any, batches: Any) -
 
     callback = Logs()
     saving = ModelCheckpoint(monitor="score")
-    trainer = fit(Tiny(), batches(3), batches(2), callbacks=[callback, saving], enable_checkpointing=True)
+    trainer = fit(Tiny(), numbered(3), numbered(2), callbacks=[callback, saving], enable_checkpointing=True)
     found = {name: float(value) for name, value in trainer.callback_metrics.items()}
     assert found == {"first": 2.0, "second": 6.0, "score": 0.5}
     assert set(trainer.progress_bar_metrics) == {"first"}

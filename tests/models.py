@@ -1,0 +1,142 @@
+"""What many tests train: small modules, and the arguments of a quiet Trainer.
+
+A test uses the first of these that serves it. It writes a class of its own where that class says what the test is
+about, as a rule by overriding one method.
+
+| name | what it trains | for tests of |
+|---|---|---|
+| `Line` | one linear layer | anything that happens beside the step: callbacks, loggers, the command line |
+| `Tiny` | one weight per feature, all ones | which batches a run saw, and when; gradients computed by hand |
+| `Squares` | any net, towards zero | optimizers, schedulers, checkpoints: data needs no targets |
+| `Regression` | any net, from x to y | strategies and precisions |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leyden import TrainModule
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+}
+"""Arguments of a Trainer on the CPU that shows and writes nothing."""
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a test to which it does not matter."""
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def input_of(batch: Any) -> Any:
+    """The batch itself, or the first of its tensors."""
+    return batch[0] if isinstance(batch, (list, tuple)) else batch
+
+
+class Line(TrainModule):
+    """One linear layer, whose loss is the mean of its outputs. Logs nothing."""
+
+    def __init__(self, inputs: int = 2, outputs: int = 1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(inputs, outputs)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(input_of(batch)).mean()
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class Tiny(TrainModule):
+    """One weight per feature, all ones; notes the first number of each batch, and the batches before validations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(self.net.weight)
+        self.trained: list[float] = []
+        self.validated: list[float] = []
+        self.validated_at: list[int] = []
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.trained.append(float(batch.flatten()[0]))
+        return self(batch).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.validated.append(float(batch.flatten()[0]))
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("seen", batch.flatten()[0])
+
+    def on_validation_start(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated_at.append(self.trainer.progress.batches)
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self)
+
+
+class Squares(TrainModule):
+    """Trains the outputs of a net towards zero; logs their mean square as `loss` and `val_loss`.
+
+    Args:
+        net: takes a batch, or the first tensor of a batch (default: a linear layer from 2 to 1).
+        configure: returns what `configure_optimizers` returns, of this module.
+    """
+
+    def __init__(self, net: nn.Module | None = None, configure: Callable[[Any], Any] = sgd) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1) if net is None else net
+        self.configure = configure
+
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x)
+
+    def loss(self, batch: Any) -> Any:
+        return self(input_of(batch)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(input_of(batch))
+
+    def configure_optimizers(self) -> Any:
+        return self.configure(self)
+
+
+class Regression(Squares):
+    """Trains a net from x to y: its loss is the mean square error of a batch (x, y)."""
+
+    def loss(self, batch: Any) -> Any:
+        x, y = batch
+        return nn.functional.mse_loss(self(x), y)
+
+
+def result_of(module: TrainModule, loss: Tensor) -> Tensor | None:
+    """What a `training_step` for both modes returns: the loss, or None after a step in manual optimisation."""
+    if module.automatic_optimization:
+        return loss
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(loss)
+    optimizer.step()
+    return None
