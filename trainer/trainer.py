@@ -383,12 +383,12 @@ class Trainer(TrainerView):
         goal = resuming.settled(self, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
-            stack.push(lambda kind, error, trace: run.tear_down(error))
+            stack.push(lambda kind, error, trace: run.teardown(error))
             stack.enter_context(run.signals.caught_on(self.world_size))
             stack.enter_context(runtime_settings(self.arguments))
             result = None
             try:
-                restorer = self._set_up(run, goal)
+                restorer = self._setup(run, goal)
                 if stage == "fit":
                     self._fit = loop = FitLoop(run)
                     restored, self._kept = run.prepare_fit(restorer, goal, self._kept), None
@@ -459,13 +459,13 @@ class Trainer(TrainerView):
         """The hooks of a run whose callbacks are not known yet."""
         return Hooks((), self, module, TrainModule, profiler.wrap if profiler is not None else None)
 
-    def _set_up(self, run: Run, goal: resuming.Goal) -> Restorer:
+    def _setup(self, run: Run, goal: resuming.Goal) -> Restorer:
         """Everything up to the weights; returns what restores the rest of the checkpoint that the run resumes."""
-        run.gather()
+        run.begin()
         run.module._join(self, run.logs)
         if run.datamodule is not None:
             run.datamodule._join(self)
-        return run.set_up(*resuming.open_reader(self, goal), goal)
+        return run.setup(*resuming.open_reader(self, goal), goal)
 
     def _last_words(self, run: Run) -> str | None:
         """Why and where the fit ended; None after anything else."""

@@ -93,7 +93,7 @@ class ZeroEngine:
         )
 
     # from its making to its end ---------------------------------------------------------------------------------------
-    def set_up(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    def setup(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Makes the engine that trains a module, or keeps an earlier fit's; returns the optimizer that it steps."""
         if self.engine is not None and optimizers and self.engine.basic_optimizer is optimizers[0]:
             return list(optimizers)

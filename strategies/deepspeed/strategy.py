@@ -265,7 +265,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         [module] = modules
-        self.optimizers = self.zero.set_up(module, optimizers)
+        self.optimizers = self.zero.setup(module, optimizers)
         return self.optimizers
 
     def check_trained(self) -> None:

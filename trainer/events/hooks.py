@@ -163,7 +163,7 @@ class Hooks:
         self._module_loads = of_module("on_load_checkpoint")
         self._callbacks_load = [call for _, call in of_callbacks("on_load_checkpoint")]
 
-    def set_up(self, callbacks: Iterable[Callback], stage: str) -> None:
+    def setup(self, callbacks: Iterable[Callback], stage: str) -> None:
         """Calls `setup` of callbacks that others added in theirs."""
         for callback in callbacks:
             callback.setup(self._trainer, self._module, stage)

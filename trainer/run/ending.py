@@ -67,7 +67,7 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
         raise better from error
 
 
-def teardown(hooks: Hooks, datamodule: DataModule | None, stage: str, run_error: BaseException | None) -> None:
+def call_teardown(hooks: Hooks, datamodule: DataModule | None, stage: str, run_error: BaseException | None) -> None:
     """Calls everybody's `teardown`, the DataModule's first; one that raises keeps nobody else from theirs.
 
     Args:

@@ -19,7 +19,7 @@ from leyden.trainer.logging.values import Value
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
 from leyden.trainer.run.differences import check_module, check_optimizers
-from leyden.trainer.run.ending import teardown
+from leyden.trainer.run.ending import call_teardown
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders, transfer_of
 from leyden.trainer.run.restoring import Restorer, kept_state
@@ -185,8 +185,8 @@ class Run:
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
     # set-up and tear-down ---------------------------------------------------------------------------------------------
-    def gather(self) -> None:
-        """Finds out who takes part, and begins to measure."""
+    def begin(self) -> None:
+        """Configures the callbacks, has them listen, and starts the profiler."""
         self.callback_list.begin(self.module.configure_callbacks())
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
@@ -195,7 +195,7 @@ class Run:
         if debugging.is_debugging():
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.length(0))
 
-    def set_up(self, reader: Reader | None, origin: str, goal: Goal) -> Restorer:
+    def setup(self, reader: Reader | None, origin: str, goal: Goal) -> Restorer:
         """Sets up everybody, and loads the weights.
 
         Args:
@@ -220,7 +220,7 @@ class Run:
         if self.datamodule is not None:
             self.datamodule.setup(stage)
         self.hooks.fire_all("setup", stage)
-        self._set_up_added(stage)
+        self._setup_added(stage)
         with strategy.model_context():
             module.configure_model()
         # With the modules that it has made.
@@ -233,11 +233,11 @@ class Run:
         strategy.synchronize(module)
         return restorer
 
-    def _set_up_added(self, stage: str) -> None:
+    def _setup_added(self, stage: str) -> None:
         """Sets up callbacks that a `setup` added. From here on they take part, and those that it removed do not."""
         while added := self.callback_list.take_added():
             self.callback_list.join(self.module)
-            self.hooks.set_up(added, stage)
+            self.hooks.setup(added, stage)
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
         self.state.settle()
@@ -281,7 +281,7 @@ class Run:
         engine.check_parameters([module])
         check_optimizers(engine, module, self.schedulers)
 
-    def tear_down(self, error: BaseException | None) -> None:
+    def teardown(self, error: BaseException | None) -> None:
         """Ends the run for everybody.
 
         Args:
@@ -289,7 +289,7 @@ class Run:
         """
         assert self.state.stage is not None
         try:
-            teardown(self.hooks, self.datamodule, self.state.stage, error)
+            call_teardown(self.hooks, self.datamodule, self.state.stage, error)
         finally:
             self.engine.teardown()
             self.state = RunState()
