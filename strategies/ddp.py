@@ -124,11 +124,11 @@ class DDPStrategy(ProcessGroupStrategy):
             raise ConfigurationError(
                 "static_graph=True cannot be used with manual optimisation, where each step may have another graph."
             )
-        stepped = _Stepped(module, step_fn)
+        wrapped = _StepModule(module, step_fn)
         if self._manual:
-            stepped.register_forward_pre_hook(self._expect_no_backward)
+            wrapped.register_forward_pre_hook(self._expect_no_backward)
         more = {"find_unused_parameters": True} if self._manual else {}
-        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, stepped, **more)
+        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **more)
         self.before_forward = self._choose_sync
         self._sent = {id(p) for p in module.parameters() if p.requires_grad}
         return ddp
@@ -184,7 +184,8 @@ class DDPStrategy(ProcessGroupStrategy):
             loss, _ = read_loss(super().forward(step_fn, filler, extra))
             zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
         else:
-            zero = self._zero_loss(self.ddp)
+            with self.ddp.module.without_step():
+                zero = self.ddp()
         self.skip_items(window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
@@ -192,17 +193,6 @@ class DDPStrategy(ProcessGroupStrategy):
     def _graph_matters(self) -> bool:
         arguments = self.ddp_arguments
         return bool(arguments.get("find_unused_parameters") or arguments.get("static_graph"))
-
-    def _zero_loss(self, ddp: DistributedDataParallel) -> Tensor:
-        """A loss of 0 in place of a training step, which makes DDP send every bucket."""
-        stepped = ddp.module
-        step = stepped.forward
-        stepped.forward = stepped.zero
-        try:
-            loss: Tensor = ddp()
-        finally:
-            stepped.forward = step
-        return loss
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """Runs the step of manual optimisation: DDP sends buffers, and `backward` prepares it for gradients."""
@@ -337,7 +327,7 @@ def _without_sync(wrapped: Sequence[DistributedDataParallel]) -> Iterator[None]:
         yield
 
 
-class _Stepped(nn.Module):
+class _StepModule(nn.Module):
     """A module whose forward is its training step: what DDP wraps."""
 
     def __init__(self, module: nn.Module, step: Callable[..., Any]) -> None:
@@ -349,7 +339,16 @@ class _Stepped(nn.Module):
         if ignored:
             self._ddp_params_and_buffers_to_ignore = [f"module.{name}" for name in ignored]
 
-    def zero(self) -> Tensor:
+    @contextmanager
+    def without_step(self) -> Iterator[None]:
+        """Forward returns a loss of 0 within the block, which makes DDP send every bucket."""
+        step, self.forward = self.forward, self._zero
+        try:
+            yield
+        finally:
+            self.forward = step
+
+    def _zero(self) -> Tensor:
         trainable = (p for p in self.module.parameters() if p.requires_grad)
         return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.deepspeed.config import ZeroConfig
-from leyden.strategies.deepspeed.initialize import Called, Stepped, close_engine, import_deepspeed, make_engine
+from leyden.strategies.deepspeed.initialize import Called, StepModule, close_engine, import_deepspeed, make_engine
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
 from leyden.strategies.settings import RunSettings
@@ -38,7 +38,7 @@ class ZeroEngine:
         self.library: Any = None
         self.groups: list[list[Tensor]] = []
         self.is_reduced = False
-        self._root: type[Stepped] = Stepped
+        self._root: type[StepModule] = StepModule
         # The next backward of a user's own loop ends a window: gradients are complete after it.
         self._closes = True
         self._settings = RunSettings()

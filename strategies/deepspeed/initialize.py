@@ -84,7 +84,7 @@ def join_group(deepspeed: Any, number: int) -> None:
     deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
 
 
-class Stepped(nn.Module):
+class StepModule(nn.Module):
     """The engine's model: a call of it runs one step of the module, whichever that is.
 
     DeepSpeed's hooks are on its forward. They see the loss alone, so that the batch, and whatever else the step
@@ -112,25 +112,25 @@ class Stepped(nn.Module):
         return outputs
 
 
-class Called(Stepped):
+class Called(StepModule):
     """The engine's model if a loop calls the model itself."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
 
-def make_engine(deepspeed: Any, stepped: Stepped, config: dict[str, Any], optimizer: Optimizer | None) -> Any:
+def make_engine(deepspeed: Any, wrapped: StepModule, config: dict[str, Any], optimizer: Optimizer | None) -> Any:
     """DeepSpeed's engine of a module. All ranks call it.
 
     Raises:
         ConfigurationError: where DeepSpeed refuses the config.
     """
-    trained = [parameter for parameter in stepped.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     if config.get("activation_checkpointing"):
         # For modules that call deepspeed.checkpointing.checkpoint.
         deepspeed.checkpointing.configure(None, deepspeed_config=config)
     try:
-        engine = deepspeed.initialize(model=stepped, optimizer=optimizer, model_parameters=trained, config=config)[0]
+        engine = deepspeed.initialize(model=wrapped, optimizer=optimizer, model_parameters=trained, config=config)[0]
     except _refusals() as error:
         raise ConfigurationError(f"DeepSpeed refuses this config: {error}") from error
 

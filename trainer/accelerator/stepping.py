@@ -227,7 +227,6 @@ class Stepping(Engine):
             closure = None
         stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
         self._updates_scale = self.precision.may_skip
-        self.stepped = self.stepped or stepped
         if id(prepared) in self._counted or not self._counted:
             # Several optimizers step for one window, so the first one that steps a second time starts the next step.
             self._counted = {id(prepared)}

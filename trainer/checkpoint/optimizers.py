@@ -63,8 +63,8 @@ def to_named(optimizer: Optimizer, names: Names) -> dict[str, Any]:
     known = {"state", "param_groups"}
     extra = {key: value for key, value in plain.items() if key not in known}
     # An engine that steps copies of the parameters has their dtypes.
-    stepped: Mapping[Tensor, torch.dtype] = getattr(optimizer, "dtypes", {})
-    dtypes = {name: stepped.get(parameter, parameter.dtype) for name, parameter in parameters.items()}
+    master_dtypes: Mapping[Tensor, torch.dtype] = getattr(optimizer, "dtypes", {})
+    dtypes = {name: master_dtypes.get(parameter, parameter.dtype) for name, parameter in parameters.items()}
     lower = {name: dtype for name, dtype in dtypes.items() if dtype != torch.float32}
     return {
         "state": state,

@@ -61,7 +61,7 @@ class Engine:
         self.strategy: Strategy = find_strategy(strategy, accelerator, devices, num_nodes, plugin)
         self.window = Window()
         self.prepared_optimizers: list[PreparedOptimizer] = []
-        self.stepped = False
+        self.has_stepped = False
         """An optimizer stepped since `begin_step`."""
         self._manual = False
         self._before_step: Callable[[Optimizer], Any] | None = None
@@ -146,8 +146,8 @@ class Engine:
         self._needs_manual_backward = self.strategy.ranks.world_size > 1 or self.precision.scales_loss
 
     def begin_step(self) -> None:
-        """Call before code that may step optimizers; afterwards `stepped` says whether any did."""
-        self.stepped = False
+        """Call before code that may step optimizers; afterwards `has_stepped` says whether any did."""
+        self.has_stepped = False
         self._went_backward = not self._needs_manual_backward
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
@@ -170,7 +170,7 @@ class Engine:
             closure()
             closure = None
         stepped = strategy.step(optimizer, closure, **kwargs)
-        self.stepped = self.stepped or stepped
+        self.has_stepped = self.has_stepped or stepped
         return stepped
 
     def _warn_of_plain_backward(self) -> None:

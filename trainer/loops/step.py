@@ -37,13 +37,13 @@ class Step(ABC):
         self.progress = run.progress
         self.training_step = training_step
         self.takes_index = step_arguments(self.module.training_step)[0]
-        self.stepped = False
+        self.has_stepped = False
         """An optimizer stepped when the last window closed."""
 
     @property
     def was_skipped(self) -> bool:
         """There was something to step when the last window closed, and a gradient scaler skipped it."""
-        return bool(self.engine.prepared_optimizers) and not self.stepped
+        return bool(self.engine.prepared_optimizers) and not self.has_stepped
 
     @property
     @abstractmethod
@@ -231,7 +231,7 @@ class AutomaticStep(Step):
                 stepped = True
         if self.unscales:
             strategy.end_step()
-        self.stepped = stepped
+        self.has_stepped = stepped
         self.progress.count_window(stepped or not self.prepared)
         if stepped and self._run.schedulers:
             self.step_schedulers("step", self.progress.stepped)
@@ -248,7 +248,7 @@ class AutomaticStep(Step):
         self.engine.begin_step()
         with self.hooks.inside("optimizer_step"):
             self.module.optimizer_step(self.progress.epoch, batch_idx, prepared, closure)
-        return self.engine.stepped
+        return self.engine.has_stepped
 
     def _last_loss(self) -> Tensor | None:
         return read_loss(self.outputs)[0].detach() if self.outputs is not None else None
@@ -274,14 +274,14 @@ class AutomaticStep(Step):
             return self.strategy.ranks.reduce(read_loss(outputs)[0].detach())
 
         if self.own_step:
-            self.stepped = self._own_step(batch_idx, prepared, closure)
+            self.has_stepped = self._own_step(batch_idx, prepared, closure)
         else:
             self.engine.begin_step()
             prepared.step(closure)
-            self.stepped = self.engine.stepped
+            self.has_stepped = self.engine.has_stepped
         self.strategy.end_step()
-        self.progress.count_window(self.stepped)
-        if self.stepped:
+        self.progress.count_window(self.has_stepped)
+        if self.has_stepped:
             self.step_schedulers("step", self.progress.stepped)
         return first[0] if first else None
 
@@ -312,7 +312,7 @@ class ManualStep(Step):
 
     @property
     def is_counted(self) -> bool:
-        return self.stepped
+        return self.has_stepped
 
     def run(self, batch: Any, batch_idx: int) -> Any:
         self.engine.begin_step()
@@ -339,8 +339,8 @@ class ManualStep(Step):
     def close(self, batch_idx: int) -> None:
         """Schedulers are the module's own business here."""
         self.strategy.end_step()
-        self.stepped = self.engine.stepped
-        if self.stepped:
+        self.has_stepped = self.engine.has_stepped
+        if self.has_stepped:
             self.progress.count_window(stepped=True)
 
 
