@@ -62,7 +62,7 @@ class Strategy:
         [check_compiled]
         check_trained           in each epoch
         forward_backward        for each batch
-        [skip_batch]            in its place, on a rank without a sample of the global batch
+        [shadow_batch]          in its place, on a rank without a sample of the global batch
         [sync_gradients]        for each accumulation window
         [scale_gradients]
         before_step             for each optimizer
@@ -314,12 +314,12 @@ class Strategy:
             items = torch.full((), float(num_items), dtype=dtype, device=device)
         return self.ranks.reduce(items, reduction="mean")
 
-    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
-        """Takes the place of `forward_backward` on a rank without a sample in a global batch.
+    def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        """Shadows the other ranks' `forward_backward` on a rank without a sample in the global batch, as torch's Join.
 
-        It takes part in what the other ranks exchange for that batch, with a gradient of zero, and calls no hook. User
-        code that it runs leaves no trace: the caller discards what is logged, and restores buffers, metrics and random
-        numbers. Call `skip_items` between forward and backward.
+        It takes part in every exchange of that batch with a gradient of zero, and calls no hook. User code that it
+        runs leaves no trace: the caller discards what is logged, and restores buffers, metrics and random numbers. Call
+        `shadow_items` between forward and backward.
 
         Args:
             step_fn: as for `forward_backward`.
@@ -328,12 +328,12 @@ class Strategy:
             window: the window, as for `forward_backward`.
         """
         raise ConfigurationError(
-            f"{type(self).__name__} has {self.data_size} data ranks and no skip_batch, and a global batch has fewer "
+            f"{type(self).__name__} has {self.data_size} data ranks and no shadow_batch, and a global batch has fewer "
             "samples than ranks: write it, or give the loader drop_last=True."
         )
 
-    def skip_items(self, window: Window) -> None:
-        """Takes part in what `loss_to_backward` exchanges, for a rank without a sample: it has no items."""
+    def shadow_items(self, window: Window) -> None:
+        """Shadows the exchange of `loss_to_backward`, on a rank without a sample: it has no items."""
         if window.index == 0 and self.ranks.any(False):
             window.begin_items(0, _not_zero(self.mean_items(0)))
 

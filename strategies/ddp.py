@@ -176,7 +176,7 @@ class DDPStrategy(ProcessGroupStrategy):
             parameter.grad.div_(self.ranks.world_size)
             dist.all_reduce(parameter.grad)
 
-    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+    def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         assert self.ddp is not None
         self.ddp.require_backward_grad_sync = window.closes
         if self._graph_matters and filler is not None:
@@ -186,7 +186,7 @@ class DDPStrategy(ProcessGroupStrategy):
         else:
             with self.ddp.module.without_step():
                 zero = self.ddp()
-        self.skip_items(window)
+        self.shadow_items(window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
     @property

@@ -30,7 +30,7 @@ class Window:
             backward divides (see `Strategy.loss_to_backward`).
         weight: what this rank's mean loss of the current batch is multiplied by: its samples over the mean of all
             ranks.
-        idle: a rank has no sample of the current global batch, and calls `skip_batch`. All ranks know of it.
+        idle: some rank has no sample of the current global batch, and calls `shadow_batch`. All ranks know of it.
     """
 
     index: int = 0

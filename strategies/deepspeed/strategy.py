@@ -301,7 +301,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
         return run
 
-    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+    def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
             raise ConfigurationError(
                 "a rank without a single sample of its own cannot take part in a DeepSpeed run, whose engine reduces "
@@ -310,7 +310,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         loss, _ = self.zero.forward(self._in_precision(partial(step_fn, filler, *extra)), window.closes)
         # Not loss * 0, which is nan where the loss is.
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        self.skip_items(window)
+        self.shadow_items(window)
         self.engine.backward(zero)
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:

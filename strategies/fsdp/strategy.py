@@ -324,7 +324,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             self._set_sync(window.closes)
         self._averages = window.closes and bool(self._ignored)
 
-    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+    def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         if filler is None:
             raise ConfigurationError(
                 "a rank without a single sample of its own cannot take part in an FSDP run, which gathers parameters "
@@ -334,7 +334,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         loss, _ = read_loss(self.forward(step_fn, filler, extra))
         # Not loss * 0, which is nan where the loss is.
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        self.skip_items(window)
+        self.shadow_items(window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
     def _set_sync(self, enabled: bool) -> None:

@@ -137,10 +137,10 @@ class XLADDPStrategy(XLAStrategy):
         self._averaged.discard(id(optimizer))
         return super().step(optimizer, closure, **kwargs)
 
-    def skip_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+    def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         """Nothing is exchanged before the step, for which this rank's gradients must be there."""
         self._cut(window)
-        self.skip_items(window)
+        self.shadow_items(window)
         for module in self.modules:
             for parameter in module.parameters():
                 if parameter.requires_grad and parameter.grad is None:

@@ -512,7 +512,7 @@ def refuse(kind: str) -> str:
             with strategy.gradient_sync(False):
                 strategy.before_step(optimizer)
         elif kind == "filler":
-            strategy.skip_batch(module.training_step, None, (), Window())
+            strategy.shadow_batch(module.training_step, None, (), Window())
     except LeydenError as error:
         return str(error)
     return "nothing was refused"

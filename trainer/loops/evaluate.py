@@ -100,7 +100,7 @@ class EvaluationLoop:
                 engine.begin_batch(share)
             if batch is NOTHING:
                 if not run.strategy.replicates:
-                    self._keep_step(index, cursor, batch_idx)
+                    self._shadow(index, cursor, batch_idx)
                 engine.end_batch()
                 continue
             if transfer is not None:
@@ -125,8 +125,8 @@ class EvaluationLoop:
         logs.end_loader(self.stage)
         return True
 
-    def _keep_step(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
-        """Runs a batch that counts for nothing, since the other ranks' forward passes wait for this one."""
+    def _shadow(self, index: int, cursor: LoaderCursor, batch_idx: int) -> None:
+        """Shadows the other ranks' forward pass, which waits for this rank, with a batch that counts for nothing."""
         run = self._run
         filler = cursor.filler()
         if filler is None:

@@ -162,7 +162,7 @@ class FitLoop:
             logs.begin_batch(batch, progress.batches, batch_idx)
             if listens_start and self._is_declined(batch, batch_idx):
                 return True
-            outputs = self._skip(batch_idx) if batch is NOTHING else step.run(batch, batch_idx)
+            outputs = self._shadow(batch_idx) if batch is NOTHING else step.run(batch, batch_idx)
             window.end_batch()
             count(batch)
             if window.closes and (settles or is_last or self._cut):
@@ -272,14 +272,14 @@ class FitLoop:
         progress.begin_epoch()
         self.strategy.check_trained()
 
-    def _skip(self, batch_idx: int) -> Any:
-        """This rank has no sample of the global batch: it takes part in the others' step, and no hook is called."""
+    def _shadow(self, batch_idx: int) -> Any:
+        """Shadows the other ranks' step, as this rank has no sample of the global batch. No hook is called."""
         assert self.cursor is not None
         cursor = self.cursor
         self.logs.end_batch()
         if batch_idx == 0:
             self.logs.note_idle("train")
-        self.step.skip(lambda: self._on_device(cursor.filler()), batch_idx)
+        self.step.shadow(lambda: self._on_device(cursor.filler()), batch_idx)
         return None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:

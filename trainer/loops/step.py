@@ -55,8 +55,8 @@ class Step(ABC):
         """Does one batch; returns what `training_step` returned."""
 
     @abstractmethod
-    def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Takes part in a global batch of which this rank has no sample.
+    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        """Shadows the other ranks' step on a global batch of which this rank has no sample.
 
         Args:
             filler: gives a batch that may be run for it.
@@ -186,7 +186,7 @@ class AutomaticStep(Step):
             self.outputs = None
         return outputs
 
-    def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
         if self.closure_optimizer is not None:
             raise ConfigurationError(
                 f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank "
@@ -197,7 +197,7 @@ class AutomaticStep(Step):
                 self._zero_grad(batch_idx)
             extra = (batch_idx,) if self.takes_index else ()
             with without_trace(self.module, self._run.logs):
-                self.strategy.skip_batch(self.training_step, filler(), extra, self.window)
+                self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
             if self.window.closes:
                 self.close(batch_idx)
 
@@ -322,7 +322,7 @@ class ManualStep(Step):
         self.close(batch_idx)
         return outputs
 
-    def skip(self, filler: Callable[[], Any], batch_idx: int) -> None:
+    def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
         """Runs the step on a batch that does not count: only it knows how often it calls backward and steps."""
         batch = filler()
         if batch is None:
