@@ -23,8 +23,8 @@ from leyden.callbacks.early_stopping import MODES, missing_metric, validates, va
 from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
 from leyden.callbacks.timer import parse_duration
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import delete, identity
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.given import checks_names
@@ -238,8 +238,8 @@ class ModelCheckpoint(Callback):
             return self._given_dirpath
         return os.path.abspath(os.path.join(trainer.default_root_dir, "checkpoints"))
 
-    def _ranks(self, trainer: Trainer) -> Peers:
-        return Peers(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
+    def _ranks(self, trainer: Trainer) -> CheckpointRanks:
+        return CheckpointRanks(trainer.strategy, self.dirpath or "checkpoints", self.saves_on_each_node)
 
     def _make_folder(self) -> None:
         """Makes the folder at the start, so that a failure is reported now and not after the first epoch."""

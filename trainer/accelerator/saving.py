@@ -15,6 +15,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.accelerate_folder import AccelerateFolder, is_folder
 from leyden.trainer.accelerator.tracking import LoggerTracker
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.owners import (
     StateOwner,
@@ -24,7 +25,6 @@ from leyden.trainer.checkpoint.owners import (
     rank_path,
     read_rank,
 )
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.steppers import SCHEDULERS, Steppers, check_count
 from leyden.trainer.checkpoint.writer import CheckpointWriter
@@ -125,7 +125,7 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
         folder = checkpoint_folder(accelerator)
-        number = Peers(accelerator.strategy, folder).first(lambda: _free_number(folder, config.iteration))
+        number = CheckpointRanks(accelerator.strategy, folder).first(lambda: _free_number(folder, config.iteration))
         config.iteration = number
         return folder / f"checkpoint_{number}"
     if output_dir is None:
@@ -135,7 +135,7 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
         )
     path = Path(os.path.expanduser(os.fspath(output_dir)))
     _check_alike(accelerator, "save_state", path)
-    Peers(accelerator.strategy, path).first(lambda: _make_way(path))
+    CheckpointRanks(accelerator.strategy, path).first(lambda: _make_way(path))
     return path
 
 
@@ -178,7 +178,7 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
     for logger in _loggers(accelerator).values():
         logger.save()
     models = accelerator.bare_models
-    ranks = Peers(strategy, path)
+    ranks = CheckpointRanks(strategy, path)
     overwrite = ranks.first(lambda: is_checkpoint(path))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
         kept = _run_save_hooks(accelerator, models, writer)
@@ -271,7 +271,7 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ConfigurationError("load_state() needs a folder: load_state('path').")
     folder = checkpoint_folder(accelerator)
-    found = newest(folder, strict=True, ranks=Peers(accelerator.strategy, folder))
+    found = newest(folder, strict=True, ranks=CheckpointRanks(accelerator.strategy, folder))
     if found is None:
         raise CheckpointError(folder, "holds no checkpoint: save_state() writes one.")
     return found
@@ -297,7 +297,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
             )
         AccelerateFolder(path, accelerator, strict).load()
         return
-    reader = open_verified(path, Peers(accelerator.strategy, path))
+    reader = open_verified(path, CheckpointRanks(accelerator.strategy, path))
     steps, users = _read_user(reader, accelerator)
     schedulers, steppers = reader.state(SCHEDULERS), _steppers(accelerator)
     steppers.check(reader.path, schedulers, reader.optimizer_count(), UNLIKE)

@@ -2,7 +2,7 @@
 
 `owners.py` says how the parts of a run give their state, check it and take it back; `steppers.py` does so for
 optimizers and schedulers. `run/saving.py` and `accelerator/saving.py` name the parts. `writer.py` and `reader.py` write
-and read a checkpoint, `shards.py` plans sharded tensors, and `peers.py` and `nodes.py` coordinate processes and
-machines. `folder.py` finds the newest checkpoint in a folder, `optimizers.py` keys optimizer state by parameter name.
-`merge.py` and `foreign.py` serve other tools. The file formats are in `trainer/format`.
+and read a checkpoint, `shards.py` plans sharded tensors, and `checkpoint_ranks.py` and `nodes.py` coordinate processes
+and machines. `folder.py` finds the newest checkpoint in a folder, `optimizers.py` keys optimizer state by parameter
+name. `merge.py` and `foreign.py` serve other tools. The file formats are in `trainer/format`.
 """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState, brief
-from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format.safefile import memory_of
 from leyden.trainer.format.tensors import is_sharded
 
@@ -24,7 +24,7 @@ class Buffers:
         ranks: those that are compared. Every rank must call `state_dict`.
     """
 
-    def __init__(self, module: nn.Module, ranks: Peers) -> None:
+    def __init__(self, module: nn.Module, ranks: CheckpointRanks) -> None:
         self._module, self._ranks = module, ranks
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -8,14 +8,14 @@ import warnings
 from contextlib import suppress
 from pathlib import Path
 
-from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 
 
 def newest(
-    folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: Peers | None = None
+    folder: str | os.PathLike[str], *, depth: int = 0, strict: bool = False, ranks: CheckpointRanks | None = None
 ) -> Path | None:
     """Returns the newest checkpoint whose bytes all match their checksums, and warns of damaged ones that it skips.
 
@@ -34,7 +34,7 @@ def newest(
     """
     from leyden.trainer.checkpoint.reader import open_verified
 
-    ranks = Peers() if ranks is None else ranks
+    ranks = CheckpointRanks() if ranks is None else ranks
     damaged: list[CheckpointError] = []
     ranks.keep(lambda: _sweep(Path(folder), depth))
     for name, reason in ranks.first(lambda: _newest_first(Path(folder), depth)):

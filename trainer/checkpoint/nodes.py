@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import FileEntry
 from leyden.trainer.format.safefile import write_file
@@ -17,7 +17,7 @@ from leyden.trainer.format.safefile import write_file
 _PIECE = 16 * 1024 * 1024
 
 
-def is_shared(folder: str | os.PathLike[str], ranks: Peers) -> bool:
+def is_shared(folder: str | os.PathLike[str], ranks: CheckpointRanks) -> bool:
     """Returns True on every rank if all see the same folder: rank 0 puts a token there, and the others look for it.
 
     Raises:
@@ -43,7 +43,7 @@ def _leave_token(folder: Path) -> str:
     return name
 
 
-def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: Peers) -> None:
+def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: CheckpointRanks) -> None:
     """Sends the files that each rank wrote to the keepers of all other folders.
 
     Args:
@@ -78,7 +78,7 @@ def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: Peers) -> No
             raise CheckpointError(folder, f"is not whole on the machine of rank {rank}: {found[0]}.")
 
 
-def _pieces(path: Path, source: int, ranks: Peers, problems: list[str]) -> Iterator[bytes]:
+def _pieces(path: Path, source: int, ranks: CheckpointRanks, problems: list[str]) -> Iterator[bytes]:
     """Yields the bytes of a file of rank `source` on every rank; ends early if that rank cannot read it."""
     with ExitStack() as stack:
         file: BinaryIO | None = None

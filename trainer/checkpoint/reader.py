@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.saved_state import SavedState
-from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format import staging
 from leyden.trainer.format.codec import Classes, decode
 from leyden.trainer.format.errors import CheckpointError, NoCheckpointError, blame
@@ -338,7 +338,7 @@ def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> di
     }
 
 
-def open_verified(path: str | os.PathLike[str], ranks: Peers) -> CheckpointReader:
+def open_verified(path: str | os.PathLike[str], ranks: CheckpointRanks) -> CheckpointReader:
     """Opens a checkpoint for several ranks, of which each verifies a part; all of them raise, or none.
 
     Args:

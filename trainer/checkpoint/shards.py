@@ -22,7 +22,7 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment
-from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.shard_table import Sizes, Table, Want, file_name
 from leyden.trainer.format.tensors import dtype_named, is_sharded, local_part
@@ -101,7 +101,7 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
 
 
 def plan(
-    tensors: Mapping[str, Tensor], stem: str, ranks: Peers
+    tensors: Mapping[str, Tensor], stem: str, ranks: CheckpointRanks
 ) -> tuple[dict[str, Table], dict[str, dict[str, Tensor]]]:
     """Agrees with the other ranks on who writes which shard; rank 0 writes tensors that are not sharded.
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.fragment import Fragment
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.trainer.checkpoint.nodes import ship
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.format import staging
 from leyden.trainer.format.codec import encode
 from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
@@ -87,7 +87,7 @@ class CheckpointWriter:
         path: str | os.PathLike[str],
         *,
         overwrite: bool = False,
-        ranks: Peers | None = None,
+        ranks: CheckpointRanks | None = None,
         home: tuple[Path, int] | None = None,
     ) -> None:
         # Absolute, since user code may change the working directory before the commit.
@@ -98,7 +98,7 @@ class CheckpointWriter:
         self._plan: dict[str, str] = {}
         self._open = False
         self._heartbeat: staging.Heartbeat | None = None
-        self._ranks = Peers() if ranks is None else ranks
+        self._ranks = CheckpointRanks() if ranks is None else ranks
         self._folder = self._ranks.keep(self._begin)
         self._open = True
         if self._ranks.size > 1:
@@ -134,7 +134,7 @@ class CheckpointWriter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             # Reported before anything is removed: the others may still be writing, and have stopped once they answer.
-            self._ranks.tell(error)
+            self._ranks.report(error)
         self.abort()
 
     @property

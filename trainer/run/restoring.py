@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import Unclaimed, rank_file, rank_path, read_rank, saved_ranks
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.steppers import SCHEDULERS
 from leyden.trainer.data.places import check_loaders
@@ -79,7 +79,7 @@ class Restorer:
     def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
         run, parts = self._run, self._parts
         strategy, file = run.strategy, rank_path(reader, run.strategy)
-        owners = rank_owners(run, Peers(strategy))
+        owners = rank_owners(run, CheckpointRanks(strategy))
         states = read_rank(reader, strategy, owners, like)
         self._rank = Unclaimed(file, states, owners, NEEDED)
         if states["loader"] is not None:
@@ -137,7 +137,7 @@ class Restorer:
 
 def kept_state(run: Run, states: Mapping[str, Any]) -> Unclaimed:
     """The states of this Trainer's last fit, which continues from memory: `ckpt_path="current"`."""
-    return Unclaimed("this run's own state", states, rank_owners(run, Peers()))
+    return Unclaimed("this run's own state", states, rank_owners(run, CheckpointRanks()))
 
 
 def _check_same_place(loader: SavedState, progress: Progress | None) -> None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.owners import saved_ranks
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
@@ -111,7 +111,7 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
         return None, "anew"
     if goal.continues:
         return None, f"where the last fit ended (epoch {trainer.progress.epoch}, step {trainer.progress.global_step})"
-    ranks = Peers(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
+    ranks = CheckpointRanks(trainer.strategy, trainer.checkpoint_folder, trainer.saves_on_each_node)
     path = _find(trainer, goal, ranks)
     if path is None:
         return None, "anew (there is no checkpoint yet)"
@@ -147,7 +147,7 @@ def settle_nodes(trainer: Trainer) -> None:
     """
     for callback in trainer.checkpoint_callbacks if trainer.strategy.ranks.num_nodes > 1 else ():
         folder = callback.folder_of(trainer)
-        callback.saves_on_each_node = not is_shared(folder, Peers(trainer.strategy, folder))
+        callback.saves_on_each_node = not is_shared(folder, CheckpointRanks(trainer.strategy, folder))
         if callback.saves_on_each_node and not callback.save_on_each_node and trainer.state.stage == "fit":
             raise ConfigurationError(
                 f"{folder} is not one folder for all machines. Put checkpoints where all of them see the same files "
@@ -156,7 +156,7 @@ def settle_nodes(trainer: Trainer) -> None:
             )
 
 
-def _find(trainer: Trainer, goal: Goal, ranks: Peers) -> Path | None:
+def _find(trainer: Trainer, goal: Goal, ranks: CheckpointRanks) -> Path | None:
     folder = trainer.checkpoint_folder
     if goal.path in ("last", "auto"):
         found = newest(folder, depth=depth_of(trainer, str(folder)), strict=goal.path == "auto", ranks=ranks)

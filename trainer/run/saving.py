@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.strategies.errors import LeydenError
 from leyden.trainer.checkpoint.buffers import Buffers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import RankStateOwner, collect_rank, rank_file
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.steppers import Steppers
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import RandomNumbers
@@ -72,7 +72,7 @@ def save(
         # The loop of an earlier fit: this one has none yet.
         loop = None
     strategy = run.strategy
-    ranks = Peers(strategy, path, trainer.saves_on_each_node)
+    ranks = CheckpointRanks(strategy, path, trainer.saves_on_each_node)
     home = _home(trainer, Path(os.path.abspath(path)))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home) as writer:
         # The loop first: it sends the loggers the row of the step just done.
@@ -91,7 +91,7 @@ def save(
         )
 
 
-def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: Peers) -> None:
+def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:
     """Writes the weights, and the state of everybody who has one."""
     users = users_of(run)
     composed = users.compose(run.progress)
@@ -105,14 +105,14 @@ def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ran
     writer.state(rank_file(run.strategy.data_rank), states, of_rank=True)
 
 
-def rank_state(run: Run, loop: SavedLoop | None, ranks: Peers | None = None) -> dict[str, Any]:
+def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None = None) -> dict[str, Any]:
     """What this rank has of its own: place in the data, sums of logged values, metrics, random numbers.
 
     Given the ranks that write a checkpoint, also the buffers in which they differ.
     """
     of_loop = {"loader": None} if loop is None else loop.state_dict()
     # Inside a validation the loop has metrics and random numbers from before it.
-    return {**collect_rank(rank_owners(run, ranks or Peers())), **of_loop}
+    return {**collect_rank(rank_owners(run, ranks or CheckpointRanks())), **of_loop}
 
 
 def check_composable(run: Run) -> None:
@@ -142,7 +142,7 @@ def steppers_of(run: Run) -> Steppers:
     return Steppers(run.strategy, run.module, run.engine.optimizers, schedulers)
 
 
-def rank_owners(run: Run, ranks: Peers) -> dict[str, RankStateOwner]:
+def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
     """What each rank has of its own, beside the loop's place in the data. Random numbers are last: others may draw."""
     return {
         "buffers": Buffers(run.module, ranks),

@@ -14,8 +14,8 @@ from torch import Tensor
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import Unclaimed
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import Hooks
@@ -79,7 +79,7 @@ class UserStates:
             found["datamodule"] = composed["user"]["datamodule"]
         return {OWN: found} if any(found.values()) else {}
 
-    def warn_of_difference(self, composed: Mapping[str, Any], ranks: Peers) -> None:
+    def warn_of_difference(self, composed: Mapping[str, Any], ranks: CheckpointRanks) -> None:
         """Warns of states that differ between ranks, as a checkpoint holds rank 0's alone. Every rank calls it.
 
         Python shows a warning of the same words once, so a run warns once.

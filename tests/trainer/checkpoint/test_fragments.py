@@ -19,10 +19,10 @@ from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment, rectangles
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import to_named
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.errors import CheckpointError
@@ -129,7 +129,7 @@ def save(folder: str, layout: str, factor: int = 1) -> str:
         "extra": {},
     }
     path = Path(folder, layout)
-    with CheckpointWriter(path, ranks=Peers(strategy, path)) as writer:
+    with CheckpointWriter(path, ranks=CheckpointRanks(strategy, path)) as writer:
         writer.model(weights, replicated=list(SHAPES))
         writer.optimizers([named])
         writer.commit(progress={"global_step": 1})
@@ -266,7 +266,10 @@ def wrong(folder: str) -> list[str]:
     # A gap, and two ranks that claim the same elements.
     for number, starts in enumerate([(0, 5), (0, 3)]):
         path = Path(folder, str(number))
-        with pytest.raises(CheckpointError) as raised, CheckpointWriter(path, ranks=Peers(strategy, path)) as writer:
+        with (
+            pytest.raises(CheckpointError) as raised,
+            CheckpointWriter(path, ranks=CheckpointRanks(strategy, path)) as writer,
+        ):
             writer.model({"weight": Fragment(torch.ones(4), (9,), starts[dist.get_rank()])})
         messages.append(str(raised.value))
     strategy.teardown()

@@ -21,7 +21,7 @@ from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint import nodes
-from leyden.trainer.checkpoint.peers import Peers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.errors import CheckpointError
@@ -185,7 +185,7 @@ def unseen(folder: str) -> str:
         # As if it had another disk.
         Path.is_dir = lambda self: False  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="not visible to every rank") as error:
-        CheckpointWriter(Path(folder, "one"), ranks=Peers(strategy, folder))
+        CheckpointWriter(Path(folder, "one"), ranks=CheckpointRanks(strategy, folder))
     strategy.teardown()
     return str(error.value)
 

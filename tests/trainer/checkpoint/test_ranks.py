@@ -15,9 +15,9 @@ from ranks.world import run_world
 
 from leyden.strategies.ddp import DDPStrategy
 from leyden.trainer.checkpoint import writer as writing
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.owners import rank_seed
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format import safefile
@@ -47,7 +47,7 @@ def write(folder: str, name: str, strategy: Any, fail: str = "") -> Path:
         if fail == f"kill {point}:{strategy.ranks.global_rank}":
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with CheckpointWriter(Path(folder, name), ranks=Peers(strategy, Path(folder, name))) as writer:
+    with CheckpointWriter(Path(folder, name), ranks=CheckpointRanks(strategy, Path(folder, name))) as writer:
         reach("begin")
         own = weights()
         state = {**own, "buffer": torch.tensor([float(strategy.ranks.global_rank)]), "tied": own["d"]}
@@ -200,7 +200,7 @@ def differ(folder: str) -> str:
     size = 4 + strategy.ranks.global_rank
     with (
         pytest.raises(CheckpointError, match="tensors of 'model' on rank 1 differ") as error,
-        CheckpointWriter(Path(folder, "one"), ranks=Peers(strategy)) as writer,
+        CheckpointWriter(Path(folder, "one"), ranks=CheckpointRanks(strategy)) as writer,
     ):
         writer.model({"w": torch.zeros(size)}, replicated=["w"])
         writer.commit(progress={})
@@ -231,7 +231,7 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
         read += len(view)
         exactly(self, view)
 
-    ranks = Peers(strategy, folder)
+    ranks = CheckpointRanks(strategy, folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = newest(folder, ranks=ranks)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.weights import fill_weights, load_weights
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named, parameter_names, to_named
-from leyden.trainer.checkpoint.peers import Peers
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format import shard_table as shards
@@ -130,7 +130,7 @@ def strategy_of(layout: str) -> Any:
 
 
 def write(model: Model, optimizer: Any, path: Path, strategy: Any, layout: str) -> Path:
-    with CheckpointWriter(path, ranks=Peers(strategy, path)) as writer:
+    with CheckpointWriter(path, ranks=CheckpointRanks(strategy, path)) as writer:
         writer.model(model.state_dict(), replicated=list(dict(model.named_parameters())))
         writer.optimizers([to_named(optimizer, parameter_names(model))])
         return writer.commit(progress={"global_step": 3}, world_size=LAYOUTS[layout], strategy=layout)

@@ -13,7 +13,7 @@ from leyden.trainer.format.errors import OtherRankError
 T = TypeVar("T")
 
 
-class Peers:
+class CheckpointRanks:
     """The ranks that work on one checkpoint: this process alone, or all ranks of a run in step.
 
     Ranks have one kind of exchange, which carries a value or an error. So a rank that failed still answers the next
@@ -34,7 +34,7 @@ class Peers:
         keepers: the keepers of all folders.
 
     Example:
-        >>> Peers().gather("mine")
+        >>> CheckpointRanks().gather("mine")
         ['mine']
     """
 
@@ -67,17 +67,17 @@ class Peers:
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Calls `work` on every rank, and returns all results; an error on one is raised on all."""
-        return self.gather(self._told(work))
+        return self.gather(self._reporting(work))
 
     def first(self, work: Callable[[], T]) -> T:
         """Calls `work` on rank 0, and returns the result on every rank."""
-        found: list[Any] = self.gather(self._told(work) if self.rank == 0 else None)
+        found: list[Any] = self.gather(self._reporting(work) if self.rank == 0 else None)
         result: T = found[0]
         return result
 
     def keep(self, work: Callable[[], T]) -> T:
         """Calls `work` on the keeper of each folder, and returns the result on all ranks that see the folder."""
-        found: list[Any] = self.gather(self._told(work) if self.is_keeper else None)
+        found: list[Any] = self.gather(self._reporting(work) if self.is_keeper else None)
         result: T = found[self.keeper]
         return result
 
@@ -85,17 +85,17 @@ class Peers:
         """Returns the value of rank `source` on every rank; an error waits for the next `gather`."""
         return value if self._strategy is None else self._strategy.ranks.broadcast(value, source)
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Reports an error to the other ranks, once, unless they know it already. The caller raises it."""
         if self._strategy is not None and not self._over and isinstance(error, Exception):
             self._over = True
             self._strategy.ranks.all_gather_object((None, f"{type(error).__name__}: {error}"))
 
-    def _told(self, work: Callable[[], T]) -> T:
+    def _reporting(self, work: Callable[[], T]) -> T:
         try:
             return work()
         except Exception as error:
-            self.tell(error)
+            self.report(error)
             raise
 
     def _exchange(self, value: T, error: str | None) -> list[T]:
