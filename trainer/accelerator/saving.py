@@ -26,7 +26,7 @@ from leyden.trainer.checkpoint.owners import (
     read_rank,
 )
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
-from leyden.trainer.checkpoint.steppers import SCHEDULERS, Steppers, check_count
+from leyden.trainer.checkpoint.step_states import SCHEDULERS, StepStates, check_count
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import RandomNumbers
 from leyden.trainer.format.errors import CheckpointError, blame, naming
@@ -182,7 +182,7 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
     overwrite = ranks.first(lambda: is_checkpoint(path))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
         kept = _run_save_hooks(accelerator, models, writer)
-        _steppers(accelerator).save(writer, together(models, kept))
+        _step_states(accelerator).save(writer, together(models, kept))
         writer.state("user", _user(accelerator))
         loaders = [_loader_state(loader, asked) for loader in accelerator.prepared_loaders]
         # The random numbers last, since loaders may draw.
@@ -198,10 +198,10 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
     return saved
 
 
-def _steppers(accelerator: Accelerator) -> Steppers:
+def _step_states(accelerator: Accelerator) -> StepStates:
     schedulers = [prepared.scheduler for prepared in accelerator.prepared_schedulers]
     whole = together(accelerator.bare_models, accelerator.bare_models)
-    return Steppers(accelerator.strategy, whole, accelerator.optimizers, schedulers)
+    return StepStates(accelerator.strategy, whole, accelerator.optimizers, schedulers)
 
 
 def _loader_state(loader: PreparedLoader, asked: tuple[PreparedLoader, int] | None) -> dict[str, Any]:
@@ -299,11 +299,11 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         return
     reader = open_verified(path, CheckpointRanks(accelerator.strategy, path))
     steps, users = _read_user(reader, accelerator)
-    schedulers, steppers = reader.state(SCHEDULERS), _steppers(accelerator)
-    steppers.check(reader.path, schedulers, reader.optimizer_count(), UNLIKE)
+    schedulers, step_states = reader.state(SCHEDULERS), _step_states(accelerator)
+    step_states.check(reader.path, schedulers, reader.optimizer_count(), UNLIKE)
     rank = _read_rank(reader, accelerator)
     _load_models(accelerator, reader, strict)
-    steppers.load(reader, schedulers)
+    step_states.load(reader, schedulers)
     users.load(*users.names)
     accelerator.restore_counters(steps)
     named = NAME.fullmatch(path.name)

@@ -12,12 +12,12 @@ from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import Unclaimed, rank_file, rank_path, read_rank, saved_ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.checkpoint.steppers import SCHEDULERS
+from leyden.trainer.checkpoint.step_states import SCHEDULERS
 from leyden.trainer.data.places import check_loaders
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.errors import CheckpointError, blame, naming
 from leyden.trainer.run.resuming import Goal, Reader, progress_of
-from leyden.trainer.run.saving import rank_owners, steppers_of, users_of
+from leyden.trainer.run.saving import rank_owners, step_states_of, users_of
 from leyden.trainer.run.user_states import OWN
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ class Restorer:
         if self._rank is None:
             return None
         if self._schedulers is not None and isinstance(reader, CheckpointReader):
-            steppers = steppers_of(run)
-            steppers.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
-            steppers.load(reader, self._schedulers, self._optimizers)
+            step_states = step_states_of(run)
+            step_states.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
+            step_states.load(reader, self._schedulers, self._optimizers)
         if self._progress is not None:
             run.progress.continue_from(self._progress)
         return self._rank

@@ -10,7 +10,7 @@ from leyden.strategies.errors import LeydenError
 from leyden.trainer.checkpoint.buffers import Buffers
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import RankStateOwner, collect_rank, rank_file
-from leyden.trainer.checkpoint.steppers import Steppers
+from leyden.trainer.checkpoint.step_states import StepStates
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.data.rng import RandomNumbers
 from leyden.trainer.format.codec import check_encodable
@@ -95,7 +95,7 @@ def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ran
     """Writes the weights, and the state of everybody who has one."""
     users = users_of(run)
     composed = users.compose(run.progress)
-    steppers_of(run).save(writer, run.module)
+    step_states_of(run).save(writer, run.module)
     users.warn_of_difference(composed, ranks)
     writer.state("callbacks", composed["callbacks"])
     writer.state("user", composed["user"])
@@ -136,10 +136,10 @@ def users_of(run: Run) -> UserStates:
     return UserStates(run.module, run.datamodule, run.callbacks, run.hooks)
 
 
-def steppers_of(run: Run) -> Steppers:
+def step_states_of(run: Run) -> StepStates:
     """Everything that a step changes beside the weights."""
     schedulers = [config.scheduler for config in run.schedulers]
-    return Steppers(run.strategy, run.module, run.engine.optimizers, schedulers)
+    return StepStates(run.strategy, run.module, run.engine.optimizers, schedulers)
 
 
 def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:

@@ -22,7 +22,7 @@ SCHEDULERS = "schedulers"
 """The file of everything but the optimizers."""
 
 
-class Steppers:
+class StepStates:
     """Everything that a step changes beside the weights.
 
     Args:
@@ -109,7 +109,7 @@ def check_count(kind: str, there: int, here: int, advice: str) -> None:
         kind: of what, in the plural.
         there: in the checkpoint.
         here: in the run.
-        advice: see `Steppers.check`.
+        advice: see `StepStates.check`.
     """
     if there != here:
         raise ConfigurationError(f"the checkpoint has {there} {kind}, and {advice.format(here=here)}")
