@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.masters import Masters
+from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
@@ -42,8 +42,8 @@ class Strategy:
     model little more than set-up and `forward_backward`; an engine that fuses passes also `clip` and `step`. It knows
     no Trainer, no module hook and no callback. docs/strategies.md shows how to write one.
 
-    It has four parts: `precision`, `ranks` (which process this is, and what ranks exchange), `masters` (what optimizers
-    step) and `own_loop` (what only a loop of the user's own needs).
+    It has four parts: `precision`, `ranks` (which process this is, and what ranks exchange), `master_weights` (what
+    optimizers step) and `own_loop` (what only a loop of the user's own needs).
 
     A fit calls these methods in this order, those in brackets only where they apply:
 
@@ -100,7 +100,7 @@ class Strategy:
 
     def __init__(self, precision: Precision | None = None, ranks: Ranks | None = None) -> None:
         self.ranks = ranks if ranks is not None else Ranks()
-        self.masters = Masters()
+        self.master_weights = MasterWeights()
         self.own_loop = OwnLoop()
         self.precision = precision if precision is not None else Precision()
         self.modules: list[nn.Module] = []

@@ -325,7 +325,7 @@ class TrainModule(Hyperparameters, nn.Module):
 
         Toggling to another optimizer in between is allowed: `untoggle_optimizer` restores what was before the first.
         """
-        groups_of = self._strategy.masters.groups
+        groups_of = self._strategy.master_weights.groups
         prepared = self.trainer.accelerator.prepared_optimizers
         own = {id(p) for group in groups_of(_unwrapped(optimizer)) for p in group}
         self._toggled_for = optimizer

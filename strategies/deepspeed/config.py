@@ -481,7 +481,7 @@ class ZeroConfig:
             )
 
     def lower_weights(self, precision: str) -> str | None:
-        """Returns "bf16" or "fp16" if weights have that dtype, beside float32 masters; None if they are in float32."""
+        """Returns "bf16" or "fp16" if that is the dtype of the weights beside float32 master weights, else None."""
         for name in ("fp16", "bf16"):
             if self.given(f"{name}.enabled") is True or precision == f"{name.removeprefix('fp')}-true":
                 return name

@@ -21,8 +21,8 @@ from leyden.strategies.settings import RunSettings
 class ZeroEngine:
     """Holds DeepSpeed's engine, of which there is one at most, and what the run has settled for it.
 
-    `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasters` names
-    its memory.
+    `DeepSpeedStrategy` drives it in a run of the Trainer, `ZeroLoop` in a loop of the user's own; `ZeroMasterWeights`
+    names its memory.
 
     Args:
         config: what DeepSpeed is asked for.
@@ -114,7 +114,7 @@ class ZeroEngine:
         multiprocessing.util.Finalize(self, _close, args=(self._engines,), exitpriority=200)
 
     def close(self) -> None:
-        """Closes the engine, which frees masters and optimizer state."""
+        """Closes the engine, which frees master weights and optimizer state."""
         _close(self._engines)
         self.is_reduced = False
 

@@ -1,8 +1,8 @@
 """The state of DeepSpeed's engine, parameter by parameter: each rank's stretches of its flat memory are Fragments of
 the whole.
 
-DeepSpeed steps flat float32 copies of the parameters (the masters), of which each rank has a stretch, and keeps the
-optimizer's state in tensors as long. A checkpoint knows neither: it holds the masters under the names of the
+DeepSpeed steps flat float32 copies of the parameters (the master weights), of which each rank has a stretch, and keeps
+the optimizer's state in tensors as long. A checkpoint knows neither: it holds the master weights under the names of the
 parameters, and the state under the same names, so that every other strategy can go on from them, and this one from
 theirs.
 """
@@ -147,7 +147,7 @@ def _of_stage_3(sharded: Any) -> Iterator[Piece]:
 
 
 def _in_a_row(optimizer: Optimizer, groups: Sequence[Any], flats: Sequence[Tensor]) -> Iterator[Piece]:
-    """Stage 0 in half precision with an optimizer of DeepSpeed's: every rank has all masters, one after the other."""
+    """Stage 0 in half precision with an optimizer of DeepSpeed's: every rank has all of them, one after the other."""
     for parameters, flat in zip(groups, flats, strict=True):
         place = 0
         for p in parameters:
@@ -156,7 +156,7 @@ def _in_a_row(optimizer: Optimizer, groups: Sequence[Any], flats: Sequence[Tenso
 
 
 def _by_itself(optimizer: Optimizer, groups: Sequence[Any], masters: Sequence[Any]) -> Iterator[Piece]:
-    """Stage 0 in half precision: every rank has all masters, each in memory of its own."""
+    """Stage 0 in half precision: every rank has all master weights, each in memory of its own."""
     for parameters, copies in zip(groups, masters, strict=True):
         for p, master in zip(parameters, copies, strict=True):
             yield Piece(p, p.shape, master, 0, 0, p.numel(), optimizer)
@@ -201,7 +201,7 @@ def release(module: Any) -> None:
 
 @torch.no_grad()
 def refresh(engine: Any) -> None:
-    """Gives the parameters the values of masters that were written to; every rank calls it."""
+    """Gives the parameters the values of master weights that were written to; every rank calls it."""
     sharded = engine.optimizer
     if hasattr(sharded, "fp32_partitioned_groups_flat"):
         sharded._partition_all_parameters()
@@ -232,7 +232,7 @@ class NamedOptimizer:
         self.state: dict[Tensor, Any] = {}
         """Empty: `load_state_dict` puts everything in its place."""
         self.dtypes = {piece.parameter: piece.flat.dtype for _, piece in self._pieces}
-        """The dtypes of the masters, which the optimizer steps."""
+        """The dtypes of the master weights, which the optimizer steps."""
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self._groups for parameter in group]

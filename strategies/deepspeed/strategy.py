@@ -21,7 +21,7 @@ from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
 from leyden.strategies.deepspeed.engine_state import counters, pieces_of, refresh, release, restore_counters, weights
 from leyden.strategies.deepspeed.initialize import device_number, join_group, make_scheduler
-from leyden.strategies.deepspeed.masters import ZeroMasters
+from leyden.strategies.deepspeed.master_weights import ZeroMasterWeights
 from leyden.strategies.deepspeed.own_loop import ZeroLoop
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.precision import HalfPrecision
@@ -118,7 +118,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         self.activation_checkpointing_policy = activation_checkpointing_policy
         self.logging_level = logging_level
         self.zero = ZeroEngine(self.config)
-        self.masters = ZeroMasters(self.zero)
+        self.master_weights = ZeroMasterWeights(self.zero)
         self.own_loop: ZeroLoop = ZeroLoop(self.zero)
         self._warned_of_skip = False
         self._failed = False
@@ -202,7 +202,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         super().teardown()
 
     def close_engine(self) -> None:
-        """Closes the engine, which frees masters and optimizer state."""
+        """Closes the engine, which frees master weights and optimizer state."""
         self.zero.close()
 
     @property
@@ -390,7 +390,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return state
 
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
-        """Writes what DDP would, with float32 masters under the parameters' names; each rank writes its stretches."""
+        """Writes what DDP would, with the float32 master weights in place of the parameters: each rank its part."""
         pieces = {} if self.engine is None else pieces_of(self.engine)
         writer.model(weights(module, pieces), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:

@@ -463,7 +463,7 @@ def measure(names: list[str], folder: str, paths: list[str]) -> dict[tuple[str, 
     for name in names:
         trainer = fit_wide(name, folder)
         strategy, optimizer = trainer.strategy, trainer.optimizers[0]
-        share = sum(part.flat.nbytes for part in strategy.masters.parts(trainer.module).values())
+        share = sum(part.flat.nbytes for part in strategy.master_weights.parts(trainer.module).values())
         for path in paths:
             reader = CheckpointReader(path)
             with Peak() as held, counting() as read:
@@ -471,8 +471,8 @@ def measure(names: list[str], folder: str, paths: list[str]) -> dict[tuple[str, 
             figures = {"weights": read["bytes"] / share, "held beside the weights": held.most / share}
             optimizer.state.clear()
             with Peak() as held, counting() as read:
-                [state] = reader.optimizers(like=strategy.masters.parts(trainer.module))
-                from_named(strategy.masters.saved_form(optimizer), state, trainer.module)
+                [state] = reader.optimizers(like=strategy.master_weights.parts(trainer.module))
+                from_named(strategy.master_weights.saved_form(optimizer), state, trainer.module)
             figures |= {"states": read["bytes"] / (2 * share), "held of states": held.most / (2 * share)}
             found[name, path] = figures
     return found

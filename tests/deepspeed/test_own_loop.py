@@ -454,7 +454,7 @@ def in_trouble(folder: str) -> dict[str, Any]:
         optimizer.zero_grad()
 
     def state(accelerator: Accelerator, model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-        entries = accelerator.strategy.masters.saved_form(optimizer.optimizer).state_dict()["state"].values()
+        entries = accelerator.strategy.master_weights.saved_form(optimizer.optimizer).state_dict()["state"].values()
         moments = [part.flat.tolist() for entry in entries for part in entry.values() if isinstance(part, Fragment)]
         return moments, [value.tolist() for value in accelerator.get_state_dict(model).values()]
 

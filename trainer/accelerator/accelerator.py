@@ -158,7 +158,7 @@ class Accelerator:
         """ "no", "fp16", "bf16", or the full name of another precision."""
         names = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
         if self.options.deepspeed is not None:
-            # Weights in half precision with float32 masters, which scripts know by the short names.
+            # Weights in half precision with float32 master weights, which scripts know by the short names.
             names |= {"16-true": "fp16", "bf16-true": "bf16"}
         return names.get(self.precision.name, self.precision.name)
 

@@ -112,7 +112,7 @@ class Mistakes:
         self._checked.add(id(prepared))
         stepping = self._stepping
         known = {id(p) for model in stepping.bare_models for p in model.parameters()}
-        own = [p for group in stepping.strategy.masters.groups(prepared.optimizer) for p in group]
+        own = [p for group in stepping.strategy.master_weights.groups(prepared.optimizer) for p in group]
         foreign = [p for p in own if id(p) not in known]
         name = type(prepared.optimizer).__name__
         if own and len(foreign) == len(own):

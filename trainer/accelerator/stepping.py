@@ -271,7 +271,7 @@ class Stepping(Engine):
             self._settle()
             wanted = {id(parameter) for parameter in chosen}
             for optimizer in self.optimizers:
-                groups = self.strategy.masters.groups(optimizer)
+                groups = self.strategy.master_weights.groups(optimizer)
                 if any(id(parameter) in wanted for group in groups for parameter in group):
                     self.strategy.before_step(optimizer)
         return chosen

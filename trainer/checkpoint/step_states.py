@@ -41,7 +41,7 @@ class StepStates:
     def save(self, writer: CheckpointWriter, weights: nn.Module) -> None:
         """Writes the weights of a module and everything that steps. Every rank calls it."""
         names = parameter_names(self._module)
-        forms = [self._strategy.masters.saved_form(optimizer) for optimizer in self._optimizers]
+        forms = [self._strategy.master_weights.saved_form(optimizer) for optimizer in self._optimizers]
         self._strategy.save(writer, weights, [to_named(form, names) for form in forms])
         states = {
             "schedulers": [scheduler.state_dict() for scheduler in self._schedulers],
@@ -83,9 +83,9 @@ class StepStates:
             optimizers: their states. If left out, they are read now: an engine's into the memory that it steps with.
         """
         if optimizers is None:
-            optimizers = reader.optimizers(like=self._strategy.masters.parts(self._module))
+            optimizers = reader.optimizers(like=self._strategy.master_weights.parts(self._module))
         names = parameter_names(self._module)
-        forms = [self._strategy.masters.saved_form(optimizer) for optimizer in self._optimizers]
+        forms = [self._strategy.master_weights.saved_form(optimizer) for optimizer in self._optimizers]
         pairs = list(zip(forms, optimizers, strict=True))
         for number, (form, own) in enumerate(pairs):
             with naming(reader.path / OPTIMIZERS), blame(reader.path / OPTIMIZERS, f"optimizers[{number}]"):

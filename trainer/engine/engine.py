@@ -244,7 +244,7 @@ class Engine:
 
         known = {id(p) for module in modules for p in module.parameters()}
         for number, optimizer in enumerate(self.optimizers):
-            owned = [p for group in self.strategy.masters.groups(optimizer) for p in group]
+            owned = [p for group in self.strategy.master_weights.groups(optimizer) for p in group]
             if owned and known and not any(id(p) in known for p in owned):
                 raise ConfigurationError(
                     f"optimizer {number} ({type(optimizer).__name__}) holds no parameter of this module. Make it in "

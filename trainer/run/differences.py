@@ -69,7 +69,7 @@ def check_optimizers(engine: Engine, module: nn.Module, schedulers: Iterable[Sch
     lines = []
     for number, optimizer in enumerate(engine.optimizers):
         lines.append(f"optimizer {number} of type {type(optimizer).__name__}")
-        owned = engine.strategy.masters.groups(optimizer)
+        owned = engine.strategy.master_weights.groups(optimizer)
         for group, parameters in zip(optimizer.param_groups, owned, strict=True):
             options = ", ".join(f"{key}={_option(value)}" for key, value in sorted(group.items()) if key != "params")
             lines.append(f"a group of optimizer {number} with {options}")

@@ -73,7 +73,7 @@ class Restorer:
         if "optimizers" in parts:
             self._schedulers = reader.state(SCHEDULERS)
             # An engine that is still there is of an earlier fit; its successor is made later, and has other memory.
-            shapes = None if run.strategy.drives_one else run.strategy.masters.parts(run.module)
+            shapes = None if run.strategy.drives_one else run.strategy.master_weights.parts(run.module)
             self._optimizers = None if shapes is None else reader.optimizers(like=shapes)
 
     def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
@@ -123,7 +123,7 @@ class Restorer:
         """
         run, reader = self._run, self.reader
         if reader is not None and "weights" in self._parts:
-            run.strategy.masters.load(reader, run.module)
+            run.strategy.master_weights.load(reader, run.module)
         if self._rank is None:
             return None
         if self._schedulers is not None and isinstance(reader, CheckpointReader):

@@ -125,7 +125,7 @@ def check_composable(run: Run) -> None:
     states = users_of(run).compose(run.progress)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in run.callbacks)
     for optimizer in run.engine.optimizers if saves else ():
-        run.strategy.masters.saved_form(optimizer)
+        run.strategy.master_weights.saved_form(optimizer)
     for name, tree in states.items():
         check_encodable(tree, where=name)
 

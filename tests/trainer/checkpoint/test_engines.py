@@ -15,13 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.deepspeed.engine_state import NamedOptimizer, Piece, weights
-from leyden.strategies.masters import Masters
+from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.single import SingleDeviceStrategy
 from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
-class RowMasters(Masters):
+class RowMasterWeights(MasterWeights):
     """The masters of an InARow."""
 
     def __init__(self, strategy: InARow) -> None:
@@ -51,7 +51,7 @@ class InARow(SingleDeviceStrategy):
 
     def __init__(self) -> None:
         super().__init__()
-        self.masters = RowMasters(self)
+        self.master_weights = RowMasterWeights(self)
         self.pieces: dict[int, Piece] = {}
         self.groups: list[list[Tensor]] = []
 

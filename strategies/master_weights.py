@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from leyden.strategies.weights import WeightReader
 
 
-class Masters:
+class MasterWeights:
     """What optimizers step. Here it is the module's parameters themselves.
 
     An engine may step copies in their place: flat stretches of several parameters, in float32. It has a subclass of
-    this one as `strategy.masters`, so that all other code goes on to speak of parameters.
+    this one as `strategy.master_weights`, so that all other code goes on to speak of parameters.
     """
 
     def groups(self, optimizer: Optimizer) -> list[list[Tensor]]:

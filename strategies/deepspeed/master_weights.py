@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 
 from leyden.strategies.deepspeed.engine import ZeroEngine
 from leyden.strategies.deepspeed.engine_state import NamedOptimizer, pieces_of, refresh
-from leyden.strategies.masters import Masters
+from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.weights import WeightReader
 
 
-class ZeroMasters(Masters):
+class ZeroMasterWeights(MasterWeights):
     """The engine's flat stretches of float32 weights, of which each rank holds its part."""
 
     def __init__(self, zero: ZeroEngine) -> None:
