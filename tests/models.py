@@ -7,6 +7,7 @@ about, as a rule by overriding one method.
 |---|---|---|
 | `Line` | one linear layer | anything that happens beside the step: callbacks, loggers, the command line |
 | `Tiny` | one weight per feature, all ones | which batches a run saw, and when; gradients computed by hand |
+| `Logging` | as Tiny | what one call of `self.log` does |
 | `Squares` | any net, towards zero | optimizers, schedulers, checkpoints: data needs no targets |
 | `Regression` | any net, from x to y | strategies and precisions |
 """
@@ -58,10 +59,15 @@ class Line(TrainModule):
 
 
 class Tiny(TrainModule):
-    """One weight per feature, all ones; notes the first number of each batch, and the batches before validations."""
+    """One weight per feature, all ones; notes the first number of each batch, and the batches before validations.
 
-    def __init__(self) -> None:
+    Args:
+        configure: returns what `configure_optimizers` returns, of this module.
+    """
+
+    def __init__(self, configure: Callable[[Any], Any] = sgd) -> None:
         super().__init__()
+        self.configure = configure
         self.net = nn.Linear(2, 1, bias=False)
         nn.init.ones_(self.net.weight)
         self.trained: list[float] = []
@@ -86,7 +92,24 @@ class Tiny(TrainModule):
             self.validated_at.append(self.trainer.progress.batches)
 
     def configure_optimizers(self) -> Any:
-        return sgd(self)
+        return self.configure(self)
+
+
+class Logging(Tiny):
+    """Calls a function in each training step.
+
+    Args:
+        log: called with this module and the batch.
+        configure: as of Tiny.
+    """
+
+    def __init__(self, log: Callable[[Any, Any], Any], configure: Callable[[Any], Any] = sgd) -> None:
+        super().__init__(configure)
+        self.each_step = log
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.each_step(self, batch)
+        return super().training_step(batch, batch_idx)
 
 
 class Squares(TrainModule):

@@ -1,4 +1,4 @@
-"""The Trainer's arguments and properties: each does what it says."""
+"""The Trainer: what it shows and prints, how it evaluates, and what may be assigned between runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tiny
+from models import Logging, Squares, Tiny
 from samples import numbered
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Callback, ConfigurationError, LeydenError, Trainer, TrainModule
+from leyden import Callback, ConfigurationError, LeydenError, Trainer
 from leyden.callbacks import (
     CSVLogger,
     EarlyStopping,
@@ -29,311 +29,63 @@ from leyden.callbacks import (
 )
 from leyden.callbacks.silent import SilentLogger
 
-
-# how much is read -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("limit", "count"), [(1.0, 8), (0.5, 4), (0.3, 2), (3, 3), (100, 8), (1, 1)])
-def test_limit_train_batches(fit: Any, limit: Any, count: int) -> None:
-    module = Tiny()
-    trainer = fit(module, numbered(8), limit_train_batches=limit, max_epochs=2)
-    assert module.trained == [*range(count)] * 2
-    assert trainer.num_training_batches == count and trainer.global_step == 2 * count
+# what a run reports ---------------------------------------------------------------------------------------------------
+STAGES = ("training", "sanity_checking", "validating", "testing", "predicting", "evaluating")
 
 
-@pytest.mark.parametrize(("limit", "count"), [(1.0, 4), (0.5, 2), (3, 3), (0, 0), (0.0, 0)])
-def test_limit_val_batches(fit: Any, limit: Any, count: int) -> None:
-    module = Tiny()
-    trainer = fit(module, numbered(2), numbered(4), limit_val_batches=limit, num_sanity_val_steps=0)
-    assert module.validated == [*range(count)]
-    assert trainer.num_val_batches == ([count] if count else [])
-    assert trainer.enable_validation == (count > 0)
-
-
-def test_limit_test_and_predict_batches(quiet: Any) -> None:
-    trainer = Trainer(**quiet, limit_test_batches=0.5, limit_predict_batches=3)
-    [values] = trainer.test(Tiny(), numbered(8), verbose=False)
-    assert values == {"seen": 1.5} and trainer.num_test_batches == [4]
-    outputs = trainer.predict(Tiny(), numbered(8))
-    assert [float(o) for o in outputs or []] == [0.0, 2.0, 4.0] and trainer.num_predict_batches == [3]
-
-
-@pytest.mark.parametrize(("amount", "count"), [(3, 3), (0.25, 2)])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_overfit_batches(fit: Any, amount: Any, count: int, shuffle: bool) -> None:
-    data = torch.arange(8.0).repeat_interleave(2).view(8, 2)
-    module = Tiny()
-    loader = DataLoader(data, batch_size=1, shuffle=True)  # type: ignore[arg-type]
-    with pytest.warns(UserWarning, match="overfit_batches turned shuffling off"):
-        fit(
-            module,
-            loader,
-            DataLoader(data, shuffle=shuffle),
-            overfit_batches=amount,
-            max_epochs=2,
-            num_sanity_val_steps=0,
-        )  # type: ignore[arg-type]
-    assert module.trained == [*range(count)] * 2 == module.validated
-
-
-@pytest.mark.parametrize(("given", "count"), [(True, 1), (3, 3)])
-def test_fast_dev_run(quiet: Any, tmp_path: Path, given: Any, count: int) -> None:
-    quiet = {**quiet, "logger": CSVLogger(), "enable_checkpointing": True}
-    checkpoint = ModelCheckpoint(monitor="never logged")
-    trainer = Trainer(**quiet, fast_dev_run=given, max_epochs=9, callbacks=[checkpoint, EarlyStopping("never logged")])
-    module = Tiny()
-    trainer.fit(module, numbered(8), numbered(8))
-    assert module.trained == [*range(count)] == module.validated
-    assert trainer.fast_dev_run and [type(logger) for logger in trainer.loggers] == [SilentLogger]
-    assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize(
-    ("logger", "count"), [(True, 1), (CSVLogger(), 1), ([CSVLogger(), CSVLogger(name="b")], 2), (False, 0), ([], 0)]
-)
-def test_in_a_fast_dev_run_what_is_logged_by_hand_goes_nowhere(
-    quiet: Any, tmp_path: Path, logger: Any, count: int
-) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            assert len(self.loggers) == count and (self.logger is None) == (count == 0)
-            for own in self.loggers:
-                own.experiment.add_scalar("x", 1.0, 0)
-                own.experiment.config.update({"x": 1})
-                own.experiment["x"].append(1)
-                own.experiment["x"] = 1
-                own.log_image("x", [])
-                own.log_metrics({"x": 1.0}, step=1)
-                own.log_hyperparams({"x": 1})
-                assert own.log_dir == self.trainer.log_dir == str(tmp_path)
-            self.log("x", 1.0)
-            return super().training_step(batch, batch_idx)
-
-    Trainer(**{**quiet, "logger": logger}, fast_dev_run=True).fit(Logging(), numbered(2))
-    assert [*tmp_path.iterdir()] == []
-
-
-def test_barebones(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    module = Tiny()
-    trainer = Trainer(barebones=True, max_epochs=1, default_root_dir=tmp_path, accelerator="cpu")
-    trainer.fit(module, numbered(3), numbered(2))
-    assert trainer.barebones and trainer.callbacks == [] and trainer.global_step == 3
-    assert module.validated == [0, 1]
-    assert capfd.readouterr().out == "" and [*tmp_path.iterdir()] == []
-
-
-def test_a_sanity_check_leaves_no_trace(fit: Any) -> None:
-    from torchmetrics import MeanMetric
-
-    class Drawing(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mean = MeanMetric()
-            self.seen: list[Any] = []
-
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            torch.rand(3)
-            self.mean.update(batch)
-            self.log("mean", self.mean)
-            self.log("plain", batch.mean())
-
-        def on_sanity_check_end(self) -> None:
-            self.seen.append((dict(self.trainer.callback_metrics) != {}, self.trainer.progress.to_dict()))
-
-        def on_train_start(self) -> None:
-            self.seen.append((dict(self.trainer.callback_metrics), self.mean._update_count, torch.rand(1)))
-
-    def run(steps: int) -> tuple[list[Any], Trainer]:
-        torch.manual_seed(1)
-        module, data = Drawing(), torch.arange(12.0).view(6, 2)
-        trainer = fit(
-            module,
-            DataLoader(data, shuffle=True),  # type: ignore[arg-type]
-            DataLoader(data, shuffle=False),  # type: ignore[arg-type]
-            num_sanity_val_steps=steps,
-        )
-        return [*module.seen, module.trained, module.net.weight.detach().clone()], trainer
-
-    (*checked, order, weight), trainer = run(-1)
-    (*unchecked, plain_order, plain_weight), plain = run(0)
-    assert checked[0][0] is True and checked[0][1] == type(plain.progress)().to_dict()
-    assert checked[1] == unchecked[0] and checked[1][:2] == ({}, 0)
-    assert order == plain_order and torch.equal(weight, plain_weight)
-    assert trainer.progress.validations == plain.progress.validations == 1
-    assert trainer.callback_metrics == plain.callback_metrics
-
-
-def test_a_sanity_check_leaves_the_generators_of_loaders(fit: Any) -> None:
-    def validated(steps: int) -> list[float]:
-        module, generator = Tiny(), torch.Generator().manual_seed(2)
-        with pytest.warns(UserWarning, match="shuffles"):
-            fit(
-                module,
-                numbered(1),
-                DataLoader(numbered(8), batch_size=None, shuffle=True, generator=generator),  # type: ignore[arg-type]
-                num_sanity_val_steps=steps,
-            )
-        return module.validated[-8:]
-
-    assert validated(2) == validated(0)
-
-
-@pytest.mark.parametrize(("steps", "count"), [(0, 0), (2, 2), (9, 4), (-1, 4)])
-def test_num_sanity_val_steps(fit: Any, steps: int, count: int) -> None:
-    module = Tiny()
-    trainer = fit(module, numbered(1), numbered(4), num_sanity_val_steps=steps, max_steps=0)
-    assert module.validated == [*range(count)]
-    assert trainer.num_sanity_val_batches == [count]
-
-
-def test_no_sanity_check_without_validation(fit: Any) -> None:
-    calls: list[str] = []
-    callback = LambdaCallback(on_sanity_check_start=lambda trainer, module: calls.append("start"))
-    fit(Tiny(), numbered(1), numbered(4), limit_val_batches=0, callbacks=callback)
-    assert calls == []
-    fit(Tiny(), numbered(1), numbered(4), callbacks=callback)
-    assert calls == ["start"]
-
-
-# how long -------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("arguments", "steps", "epoch"),
-    [
-        ({"max_epochs": 3}, 12, 3),
-        ({"max_epochs": 3, "max_steps": 6}, 6, 1),
-        ({"max_epochs": -1, "max_steps": 9}, 9, 2),
-        ({"max_epochs": None, "max_steps": 5}, 5, 1),
-        ({"max_epochs": 0}, 0, 0),
-        ({"max_steps": 0}, 0, 0),
-        ({"max_epochs": None, "max_time": {"microseconds": 0}}, 0, 0),
-        ({"max_epochs": 3, "accumulate_grad_batches": 3}, 6, 3),
-    ],
-)
-def test_the_end_of_a_run(fit: Any, arguments: Any, steps: int, epoch: int) -> None:
-    trainer = fit(Tiny(), numbered(4), **arguments)
-    assert (trainer.global_step, trainer.current_epoch) == (steps, epoch)
-
-
-class Stop(Callback):
-    """Asks the run to stop after so many steps."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step >= self.step:
-            trainer.should_stop = True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "steps"),
-    [
-        ({}, 2),
-        ({"min_steps": 6}, 6),
-        ({"min_epochs": 2}, 8),
-        ({"min_epochs": 1, "min_steps": 5}, 5),
-        ({"accumulate_grad_batches": 2}, 2),
-    ],
-)
-def test_should_stop(fit: Any, arguments: Any, steps: int) -> None:
-    trainer = fit(Tiny(), numbered(4), max_epochs=5, callbacks=Stop(2), **arguments)
-    assert trainer.global_step == steps
-    assert trainer.should_stop
-
-
-def test_max_time_ends_between_two_windows(fit: Any) -> None:
-    module = Tiny()
-    trainer = fit(module, numbered(10), max_time={"microseconds": 1}, max_epochs=None, accumulate_grad_batches=4)
-    assert len(module.trained) in (0, 4) and not trainer.window.is_open
-    assert fit(Tiny(), numbered(3), max_time="00:01:00:00", max_epochs=2).global_step == 6
-
-
-def test_a_timer_ends_a_run(fit: Any) -> None:
-    assert fit(Tiny(), numbered(10), callbacks=Timer({"microseconds": 1}, verbose=False)).global_step == 1
-
-
-def test_fit_takes_its_own_end_and_begins_anew(quiet: Any) -> None:
-    trainer, module = Trainer(**quiet, max_epochs=1), Tiny()
-    trainer.fit(module, numbered(2), max_epochs=3)
-    assert (trainer.global_step, trainer.max_epochs) == (6, 3)
-    trainer.fit(module, numbered(2), max_steps=1)
-    assert (trainer.global_step, trainer.max_steps) == (1, 1)
-    trainer.fit(module, numbered(2))
-    assert (trainer.global_step, trainer.max_epochs, trainer.max_steps) == (2, 1, -1)
-    # 9 steps of 0.1 times the mean of each batch.
-    assert torch.allclose(module.net.weight, torch.full((1, 2), 1 - 0.1 * (3 + 0 + 1)))
-
-
-def test_a_thousand_epochs_where_nothing_ends_a_run(quiet: Any) -> None:
-    trainer = Trainer(**quiet)
-    trainer.fit(Tiny(), numbered(1), None)
-    assert trainer.max_epochs == 1000 == trainer.global_step
-
-
-def test_estimated_stepping_batches(fit: Any) -> None:
-    class Asking(Tiny):
-        loaded = 0
-
-        def train_dataloader(self) -> Any:
-            self.loaded += 1
-            return numbered(10)
-
-        def configure_optimizers(self) -> Any:
-            self.estimate = self.trainer.estimated_stepping_batches
-            return super().configure_optimizers()
-
-    for arguments, steps in (
-        ({"max_epochs": 3, "accumulate_grad_batches": 4}, 9),
-        ({"max_epochs": 3, "max_steps": 5}, 5),
-        ({"max_epochs": -1, "max_steps": 1}, 1),
-        ({"limit_train_batches": 0.5}, 5),
-    ):
-        module = Asking()
-        trainer = fit(module, None, **arguments)
-        assert module.estimate == steps == trainer.global_step == trainer.estimated_stepping_batches
-        assert module.loaded == 1
-
-
-# what a run tells of itself -------------------------------------------------------------------------------------------
-def test_properties(quiet: Any, tmp_path: Path) -> None:
-    logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("x")
-    quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}
-    trainer = Trainer(
-        **{**quiet, "max_epochs": 2, "min_epochs": 1, "min_steps": 2, "callbacks": [checkpoint, stopping]},
-        accumulate_grad_batches=2,
-        gradient_clip_val=3.0,
-        log_every_n_steps=7,
-    )
-    seen: list[Any] = []
+def test_each_step_knows_its_stage(quiet: Any) -> None:
+    seen: list[set[str]] = []
 
     class Looking(Tiny):
+        def look(self, *_: Any) -> None:
+            seen.append({stage for stage in STAGES if getattr(self.trainer, stage)})
+
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            t = self.trainer
-            self.log("x", 0.0, on_epoch=True, on_step=False)
-            seen.append((t.training, t.validating, t.evaluating, t.is_last_batch, t.current_epoch, t.global_step))
+            self.look()
             return super().training_step(batch, batch_idx)
 
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            t = self.trainer
-            assert (t.training, t.validating, t.sanity_checking, t.evaluating) == (
-                (False, False, True, True) if t.sanity_checking else (False, True, False, True)
-            )
+        validation_step = test_step = predict_step = look
 
-        def test_step(self, batch: Any, batch_idx: int) -> None:
-            assert self.trainer.testing and self.trainer.evaluating and not self.trainer.training
+    trainer, module = Trainer(**quiet, max_epochs=1), Looking()
+    trainer.fit(module, numbered(1), numbered(1))
+    trainer.validate(module, numbered(1), verbose=False)
+    trainer.test(module, numbered(1), verbose=False)
+    trainer.predict(module, numbered(1))
+    assert seen == [
+        *({"sanity_checking", "evaluating"}, {"training"}, {"validating", "evaluating"}),
+        *({"validating", "evaluating"}, {"testing", "evaluating"}, {"predicting"}),
+    ]
+    assert trainer.state.stage is None and not any(getattr(trainer, stage) for stage in STAGES)
 
-        def predict_step(self, batch: Any, batch_idx: int) -> None:
-            assert self.trainer.predicting and not self.trainer.evaluating
 
-    module, loaders = Looking(), [numbered(3), numbered(1), numbered(1), numbered(1)]
-    trainer.fit(module, *loaders[:2])
-    assert trainer.train_dataloader is loaders[0] and trainer.val_dataloaders is loaders[1]
+def test_each_training_step_knows_its_place(fit: Any) -> None:
+    seen: list[Any] = []
+
+    def look(module: Any, batch: Any) -> None:
+        seen.append((module.current_epoch, module.global_step, module.trainer.is_last_batch))
+
+    fit(Logging(look), numbered(3), max_epochs=2, accumulate_grad_batches=2)
+    assert seen == [(0, 0, False), (0, 0, False), (0, 1, True), (1, 2, False), (1, 2, False), (1, 3, True)]
+
+
+def test_a_trainer_shows_the_loaders_of_its_last_run(quiet: Any) -> None:
+    trainer, module = Trainer(**quiet, max_epochs=1), Tiny()
+    train, val, test, predict = numbered(3), numbered(1), numbered(1), numbered(1)
+    trainer.fit(module, train, val)
+    assert trainer.train_dataloader is train and trainer.val_dataloaders is val
     assert trainer.test_dataloaders is trainer.predict_dataloaders is None
-    assert [row[3] for row in seen] == [False, False, True] * 2
-    assert [row[4:] for row in seen] == [(0, 0), (0, 0), (0, 1), (1, 2), (1, 2), (1, 3)]
-    assert all(row[:3] == (True, False, False) for row in seen)
-    trainer.test(module, loaders[2], verbose=False)
-    assert trainer.test_dataloaders is loaders[2] and trainer.val_dataloaders is None
-    trainer.predict(module, loaders[3])
-    assert trainer.predict_dataloaders is loaders[3]
+    trainer.test(module, test, verbose=False)
+    assert trainer.test_dataloaders is test and trainer.val_dataloaders is None
+    trainer.predict(module, predict)
+    assert trainer.predict_dataloaders is predict
+
+
+def test_a_trainer_shows_its_callbacks_loggers_and_module(quiet: Any, tmp_path: Path) -> None:
+    logger, checkpoint, stopping = CSVLogger(), ModelCheckpoint(), EarlyStopping("seen", check_on_train_epoch_end=True)
+    quiet = {**quiet, "logger": logger, "enable_checkpointing": True, "enable_progress_bar": True}
+    trainer = Trainer(**quiet, max_epochs=1, callbacks=[checkpoint, stopping])
+    module = Logging(lambda module, batch: module.log("seen", 0.0))
+    trainer.fit(module, numbered(3))
     assert trainer.logger is logger and trainer.loggers == [logger]
     assert trainer.log_dir is not None and Path(trainer.log_dir).is_relative_to(tmp_path)
     assert trainer.checkpoint_callback is checkpoint and trainer.checkpoint_callbacks == [checkpoint]
@@ -341,19 +93,44 @@ def test_properties(quiet: Any, tmp_path: Path) -> None:
     assert isinstance(trainer.progress_bar_callback, TQDMProgressBar)
     assert trainer.model is trainer.lightning_module is module
     assert len(trainer.optimizers) == 1 and trainer.lr_scheduler_configs == trainer.lr_schedulers == []
-    assert (trainer.world_size, trainer.global_rank, trainer.local_rank, trainer.node_rank) == (1, 0, 0, 0)
-    assert trainer.is_global_zero and (trainer.num_devices, trainer.num_nodes, trainer.device_ids) == (1, 1, [0])
-    assert (trainer.min_epochs, trainer.min_steps, trainer.gradient_clip_val) == (1, 2, 3.0)
-    assert (trainer.accumulate_grad_batches, trainer.gradient_clip_algorithm) == (2, "norm")
-    assert (trainer.log_every_n_steps, trainer.val_check_interval, trainer.check_val_every_n_epoch) == (7, 1.0, 1)
-    assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.overfit_batches) == (1.0, 1.0, 0.0)
-    assert (trainer.limit_test_batches, trainer.limit_predict_batches) == (1.0, 1.0)
-    assert trainer.reload_dataloaders_every_n_epochs == 0
-    assert trainer.default_root_dir == str(tmp_path) and not trainer.received_sigterm and not trainer.interrupted
-    assert trainer.state.stage is None and not trainer.training
+    assert not trainer.received_sigterm and not trainer.interrupted
 
 
-def test_five_lines(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_trainer_shows_its_arguments(quiet: Any, tmp_path: Path) -> None:
+    given = {
+        "min_epochs": 1,
+        "min_steps": 2,
+        "gradient_clip_val": 3.0,
+        "accumulate_grad_batches": 2,
+        "log_every_n_steps": 7,
+    }
+    default = {
+        "gradient_clip_algorithm": "norm",
+        "val_check_interval": 1.0,
+        "check_val_every_n_epoch": 1,
+        "limit_train_batches": 1.0,
+        "limit_val_batches": 1.0,
+        "limit_test_batches": 1.0,
+        "limit_predict_batches": 1.0,
+        "overfit_batches": 0.0,
+        "reload_dataloaders_every_n_epochs": 0,
+    }
+    one_process = {
+        "world_size": 1,
+        "global_rank": 0,
+        "local_rank": 0,
+        "node_rank": 0,
+        "is_global_zero": True,
+        "num_devices": 1,
+        "num_nodes": 1,
+        "device_ids": [0],
+    }
+    trainer = Trainer(**quiet, max_epochs=2, **given)
+    expected = {**given, **default, **one_process, "default_root_dir": str(tmp_path)}
+    assert {name: getattr(trainer, name) for name in expected} == expected
+
+
+def test_a_run_prints_what_it_runs_on_and_how_it_ended(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(**{**quiet, "max_epochs": 1, "precision": "bf16"}, accumulate_grad_batches=3)
     trainer.fit(Tiny(), DataLoader(torch.zeros(8, 2), batch_size=2))  # type: ignore[arg-type]
     lines = capfd.readouterr().out.splitlines()
@@ -379,16 +156,11 @@ ENDS: dict[str, tuple[dict[str, Any], str]] = {
 def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
     name: str, quiet: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    class Seen(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("seen", 1.0, on_step=False, on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
     arguments, reason = ENDS[name]
     keeps = ModelCheckpoint(monitor="seen", mode="max")
     callbacks = [keeps, *([arguments["callbacks"]] if "callbacks" in arguments else [])]
     trainer = Trainer(**{**quiet, "max_epochs": 5, "enable_checkpointing": True, **arguments, "callbacks": callbacks})
-    trainer.fit(Seen(), numbered(2))
+    trainer.fit(Logging(lambda module, batch: module.log("seen", 1.0, on_step=False, on_epoch=True)), numbered(2))
     out = capfd.readouterr().out
     assert re.search(rf"^ended       {reason}, after 0:00:\d\d$", out, re.MULTILINE), out
     if name not in ("time", "no batches"):
@@ -398,13 +170,13 @@ def test_fit_says_why_it_ended_and_where_the_best_checkpoint_is(
 
 
 # evaluation -----------------------------------------------------------------------------------------------------------
-def test_what_validate_and_test_return(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    class Logging(Tiny):
+def test_validate_and_test_return_the_metrics_of_each_loader(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("loss", batch.mean())
             self.log("own", float(dataloader_idx), add_dataloader_idx=False) if not dataloader_idx else None
 
-    trainer, module = Trainer(**quiet), Logging()
+    trainer, module = Trainer(**quiet), Validated()
     assert trainer.validate(module, numbered(3)) == [{"loss": 1.0, "own": 0.0}]
     assert "loss" in capfd.readouterr().out
     assert trainer.validate(dataloaders=[DataLoader(numbered(n), batch_size=None) for n in (3, 2)], verbose=False) == [
@@ -416,7 +188,7 @@ def test_what_validate_and_test_return(quiet: Any, capfd: pytest.CaptureFixture[
     assert trainer.test(module, numbered(3), verbose=False) == [{"seen": 1.0}]
 
 
-def test_predict(quiet: Any) -> None:
+def test_predict_returns_the_outputs_of_each_loader(quiet: Any) -> None:
     trainer, module = Trainer(**quiet), Tiny()
     one = trainer.predict(module, numbered(3, size=2))
     assert torch.equal(torch.cat(one or []), torch.tensor([0.0, 0, 2, 2, 4, 4]).view(6, 1))
@@ -427,7 +199,7 @@ def test_predict(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
-def test_inference_mode(quiet: Any, inference_mode: bool) -> None:
+def test_evaluation_runs_in_inference_mode_if_asked_for(quiet: Any, inference_mode: bool) -> None:
     seen: list[tuple[bool, bool, bool]] = []
 
     class Looking(Tiny):
@@ -530,16 +302,18 @@ def test_an_error_reaches_everyone_once(fit: Any) -> None:
     assert told == [ZeroDivisionError, "fit"]
 
 
-def test_print_and_init_module(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    trainer = Trainer(**quiet, precision="64-true")
-    trainer.print("a", "b", sep="-")
+def test_print_takes_what_print_takes(quiet: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    Trainer(**quiet).print("a", "b", sep="-")
     assert capfd.readouterr().out == "a-b\n"
-    with trainer.init_module():
+
+
+def test_init_module_builds_in_the_precision_of_the_trainer(quiet: Any) -> None:
+    with Trainer(**quiet, precision="64-true").init_module():
         module = Tiny()
     assert module.net.weight.dtype == torch.float64 and torch.get_default_dtype() == torch.float32
 
 
-def test_configure_callbacks(quiet: Any) -> None:
+def test_callbacks_of_a_module_replace_those_of_their_class(quiet: Any) -> None:
     calls: list[str] = []
 
     class Say(Callback):
@@ -592,20 +366,20 @@ def test_callbacks_that_are_added_and_taken_out_between_runs(quiet: Any) -> None
 
 
 def test_a_trainer_that_runs_is_not_run_again(fit: Any) -> None:
-    class Nested(Tiny):
+    refused: list[int] = []
+
+    class Nested(Logging):
         def on_train_epoch_end(self) -> None:
             with pytest.raises(LeydenError, match=r"Trainer.validate was called while this Trainer's fit runs"):
                 self.trainer.validate(self, numbered(1))
+            refused.append(self.current_epoch)
 
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("epoch", float(self.current_epoch))
-            return super().training_step(batch, batch_idx)
-
-    trainer = fit(Nested(), numbered(1), max_epochs=2)
-    assert trainer.callback_metrics["epoch"] == 1.0
+    module = Nested(lambda module, batch: module.log("epoch", float(module.current_epoch)))
+    trainer = fit(module, numbered(1), max_epochs=2)
+    assert refused == [0, 1] and trainer.callback_metrics["epoch"] == 1.0
 
 
-def test_callbacks_by_their_order(fit: Any) -> None:
+def test_callbacks_are_called_in_their_order(fit: Any) -> None:
     calls: list[str] = []
 
     def make(name: str, rank: int) -> Callback:
@@ -627,25 +401,18 @@ def test_a_run_leaves_the_random_numbers_of_the_plain_loop(fit: Any) -> None:
     assert torch.equal(torch_state, torch.get_rng_state()) and python_state == random.getstate()
 
 
-class Compiled(TrainModule):
+class Compiled(Squares):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        super().__init__(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
         self.compiling: list[bool] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.compiling.append(torch.compiler.is_compiling())
-        [x] = batch
-        loss = self.net(x).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_a_compiled_module(backend: str, quiet: Any) -> None:
+def test_a_compiled_module_trains_as_the_plain_one_does(backend: str, quiet: Any) -> None:
     """The step goes through dynamo; "inductor" needs a C++ compiler, and some seconds of it."""
     loader = DataLoader(TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(0))), batch_size=2)
     plain, compiled = Compiled(), Compiled()
@@ -660,56 +427,11 @@ def test_a_compiled_module(backend: str, quiet: Any) -> None:
 
 
 # what Lightning's users set and read on a Trainer ---------------------------------------------------------------------
-def test_limits_set_on_fit_loop_hold_for_this_run_and_later_ones(quiet: Any) -> None:
-    trainer = Trainer(**quiet, max_epochs=1)
-    trainer.fit_loop.max_epochs = 3
-    trainer.fit(Tiny(), numbered(2))
-    assert trainer.global_step == 6 == 2 * (trainer.max_epochs or 0)
-    trainer.fit(Tiny(), numbered(2), max_epochs=1)
-    assert trainer.global_step == 2 and trainer.max_epochs == 1
-    trainer.fit(Tiny(), numbered(2))
-    assert trainer.global_step == 6
-
-    class Shortens(Tiny):
-        def on_train_epoch_start(self) -> None:
-            self.trainer.fit_loop.max_epochs = 2
-
-    trainer.fit(Shortens(), numbered(2))
-    assert trainer.global_step == 4
-    trainer.max_steps = 1
-    trainer.fit(Tiny(), numbered(2))
-    assert trainer.global_step == 1 == trainer.fit_loop.max_steps
-
-
-def test_min_epochs_set_on_fit_loop_keep_a_run_from_stopping(quiet: Any) -> None:
-    class Stops(Tiny):
-        def on_train_start(self) -> None:
-            self.trainer.should_stop = True
-
-    trainer = Trainer(**quiet, max_epochs=4)
-    trainer.fit_loop.min_epochs, trainer.fit_loop.min_steps = 1, 5
-    trainer.fit(Stops(), numbered(2))
-    assert trainer.global_step == 5 and (trainer.min_epochs, trainer.min_steps) == (1, 5)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_epochs", "3"), ("max_epochs", -2), ("max_steps", None), ("min_epochs", -1), ("min_steps", 1.5)],
-)
-def test_an_impossible_limit_is_refused_where_it_is_set(quiet: Any, name: str, value: Any) -> None:
-    limits = Trainer(**quiet).fit_loop
-    before = getattr(limits, name)
-    with pytest.raises(ConfigurationError, match=f"{name}=.*use a whole number"):
-        setattr(limits, name, value)
-    assert getattr(limits, name) == before
-
-
 def test_log_dir_without_a_logger_is_the_root(fit: Any, tmp_path: Path) -> None:
-    class Looks(Tiny):
-        def on_train_start(self) -> None:
-            assert self.trainer.log_dir == str(tmp_path)
-
-    assert fit(Looks(), numbered(1)).log_dir == str(tmp_path)
+    seen: list[str] = []
+    look = LambdaCallback(on_train_start=lambda trainer, module: seen.append(trainer.log_dir))
+    trainer = fit(Tiny(), numbered(1), callbacks=look)
+    assert [*seen, trainer.log_dir] == [str(tmp_path)] * 2
 
 
 def test_a_tilde_is_the_home_folder(quiet: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -751,18 +473,14 @@ def test_another_logger_may_be_assigned_between_runs(quiet: Any, tmp_path: Path)
     trainer.logger = second
     assert trainer.loggers == [second] and first not in trainer.callbacks
 
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", 1.0)
-            return super().training_step(batch, batch_idx)
-
-    trainer.fit(Logging(), numbered(2))
+    module = Logging(lambda module, batch: module.log("x", 1.0))
+    trainer.fit(module, numbered(2))
     assert not (tmp_path / "first").exists() and Path(second.metrics_file_path).exists()
     trainer.loggers = [first, second]
-    trainer.fit(Logging(), numbered(2))
+    trainer.fit(module, numbered(2))
     assert (tmp_path / "first").exists() and trainer.logger is first
     trainer.logger = None
-    trainer.fit(Logging(), numbered(2))
+    trainer.fit(module, numbered(2))
     assert trainer.loggers == [] and trainer.logger is None
     with pytest.raises(ConfigurationError, match=r"trainer\.logger: use .*; a str is none"):
         trainer.logger = "csv"  # type: ignore[assignment]
@@ -770,17 +488,19 @@ def test_another_logger_may_be_assigned_between_runs(quiet: Any, tmp_path: Path)
 
 def test_a_logger_may_be_assigned_in_setup_and_not_later(fit: Any, tmp_path: Path) -> None:
     mine = CSVLogger(tmp_path)
+    seen: list[Any] = []
 
     class Assigns(Tiny):
         def setup(self, stage: str) -> None:
             self.trainer.logger = mine
 
         def on_train_start(self) -> None:
-            assert self.logger is mine
+            seen.append(self.logger)
             with pytest.raises(LeydenError, match="assigned within a run: assign it before"):
                 self.trainer.logger = None
+            seen.append(self.logger)
 
-    assert fit(Assigns(), numbered(1)).logger is mine
+    assert fit(Assigns(), numbered(1)).logger is mine and seen == [mine, mine]
     assert mine.log_dir is not None and Path(mine.log_dir).is_relative_to(tmp_path)
 
 

@@ -10,19 +10,15 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from models import Tiny
+from models import Logging, Squares, Tiny, result_of, sgd
 from samples import numbered
 from torch import nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from leyden import ConfigurationError, LeydenError
-from leyden.callbacks import CSVLogger, GradientAccumulation
+from leyden.callbacks import CSVLogger, GradientAccumulation, LambdaCallback
 from leyden.strategies.precision import MixedPrecision
-
-
-def sgd(module: nn.Module, lr: float = 0.1) -> SGD:
-    return SGD(module.parameters(), lr=lr)
 
 
 def one_and_scheduler(module: nn.Module, **options: Any) -> Any:
@@ -38,6 +34,13 @@ def pair(module: nn.Module) -> Any:
 def bare(module: nn.Module) -> Any:
     optimizer = sgd(module)
     return {"optimizer": optimizer, "lr_scheduler": StepLR(optimizer, 1)}
+
+
+def plateau(module: nn.Module, kind: Any = ReduceLROnPlateau, patience: int = 10, **options: Any) -> Any:
+    """SGD and a plateau scheduler that monitors "value"."""
+    optimizer = sgd(module)
+    config = {"scheduler": kind(optimizer, patience=patience), "monitor": "value", **options}
+    return {"optimizer": optimizer, "lr_scheduler": config}
 
 
 def with_monitor(module: nn.Module) -> Any:
@@ -66,18 +69,10 @@ FORMS: dict[str, tuple[Callable[[nn.Module], Any], int, int]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_configure_optimizers(fit: Any, form: str) -> None:
+def test_every_form_of_configure_optimizers_is_understood(fit: Any, form: str) -> None:
     make, optimizers, schedulers = FORMS[form]
 
-    class Configured(Tiny):
-        def configure_optimizers(self) -> Any:
-            return make(self)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("value", 1.0)
-            return self(batch).mean()
-
-    module = Configured()
+    module = Logging(lambda module, batch: module.log("value", 1.0), make)
     trainer = fit(module, numbered(3), max_epochs=2)
     assert (len(trainer.optimizers), len(trainer.lr_scheduler_configs)) == (optimizers, schedulers)
     # One global step per window, however many optimizers step in it.
@@ -101,43 +96,28 @@ def scaled(precision: str) -> Any:
         ({"interval": "epoch", "frequency": 2}, [0, 1]),
     ],
 )
-def test_when_schedulers_step(fit: Any, options: Any, counts: list[int]) -> None:
-    class Scheduled(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.counts: list[int] = []
-
-        def configure_optimizers(self) -> Any:
-            return one_and_scheduler(self, **options)
-
-        def on_train_epoch_end(self) -> None:
-            self.counts.append(self.lr_schedulers().last_epoch)
-
-    module = Scheduled()
-    trainer = fit(module, numbered(5), max_epochs=2, accumulate_grad_batches=2)
-    assert module.counts == counts
+def test_schedulers_step_by_interval_and_frequency(fit: Any, options: Any, counts: list[int]) -> None:
+    found: list[int] = []
+    counting = LambdaCallback(
+        on_train_epoch_end=lambda trainer, module: found.append(module.lr_schedulers().last_epoch)
+    )
+    module = Tiny(lambda module: one_and_scheduler(module, **options))
+    trainer = fit(module, numbered(5), max_epochs=2, accumulate_grad_batches=2, callbacks=counting)
+    assert found == counts
     assert trainer.lr_scheduler_configs[0].scheduler is module.lr_schedulers()
 
 
 def test_no_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
-    class Overflowing(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rates: list[int] = []
+    counts: list[int] = []
 
-        def configure_optimizers(self) -> Any:
-            return one_and_scheduler(self, interval="step")
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self(batch).mean()
-            return loss * float("inf") if batch_idx in (1, 2) else loss
-
+    class Counting(Tiny):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.rates.append(self.lr_schedulers().last_epoch)
+            counts.append(self.lr_schedulers().last_epoch)
 
-    module = Overflowing()
-    trainer = fit(module, numbered(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
-    assert module.rates == [1, 1, 1, 2, 3]
+    one, inf, two = torch.ones(1, 2), torch.full((1, 2), float("inf")), torch.full((1, 2), 2.0)
+    module = Counting(lambda module: one_and_scheduler(module, interval="step"))
+    trainer = fit(module, [one, inf, inf, two, one], precision=MixedPrecision("16", init_scale=8.0))
+    assert counts == [1, 1, 1, 2, 3]
     assert (trainer.global_step, trainer.progress.stepped) == (5, 3)
     assert trainer.strategy.precision.scaler.get_scale() == 2.0
 
@@ -160,62 +140,45 @@ def test_plateau_schedulers_step_after_validation(fit: Any, options: Any, values
             seen.append(float(metrics))
             super().step(metrics)
 
-    class Plateau(Tiny):
+    class Validated(Tiny):
         validations = 0
-
-        def configure_optimizers(self) -> Any:
-            optimizer = sgd(self)
-            return {
-                "optimizer": optimizer,
-                "lr_scheduler": {"scheduler": Watching(optimizer, patience=0), "monitor": "value", **options},
-            }
 
         def on_validation_epoch_end(self) -> None:
             self.validations += 1
             self.log("value", float(self.validations))
 
-    module = Plateau()
+    module = Validated(lambda module: plateau(module, Watching, patience=0, **options))
     trainer = fit(module, numbered(4), numbered(1), max_epochs=2, val_check_interval=0.5, num_sanity_val_steps=0)
     assert seen == values
     assert trainer.optimizers[0].param_groups[0]["lr"] < 0.1 or len(values) == 1
 
 
 def test_no_plateau_scheduler_steps_when_the_scaler_skips(fit: Any) -> None:
+    stepped: list[int] = []
+
     class Overflowing(Tiny):
-        stepped: ClassVar[list[int]] = []
-
-        def configure_optimizers(self) -> Any:
-            optimizer = sgd(self)
-            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "interval": "step", "monitor": "value"}
-            return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self(batch).mean()
             self.log("value", loss)
             return loss * float("inf") if batch_idx in (0, 2) else loss
 
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-            self.stepped.append(self.global_step)
+            stepped.append(self.global_step)
             super().lr_scheduler_step(scheduler, metric)
 
-    module = Overflowing()
+    module = Overflowing(lambda module: plateau(module, interval="step"))
     trainer = fit(module, numbered(5, start=1), precision=MixedPrecision("16", init_scale=8.0))
-    assert module.stepped == [2, 4, 5]
+    assert stepped == [2, 4, 5]
     assert trainer.progress.stepped == 3
 
 
-def test_a_plateau_scheduler_that_is_not_strict(fit: Any) -> None:
-    class Lenient(Tiny):
-        def configure_optimizers(self) -> Any:
-            optimizer = sgd(self)
-            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "nothing", "strict": False}
-            return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
+def test_a_plateau_scheduler_that_is_not_strict_only_warns(fit: Any) -> None:
+    module = Tiny(lambda module: plateau(module, monitor="nothing", strict=False))
     with pytest.warns(UserWarning, match="monitors 'nothing', which has not been logged"):
-        assert fit(Lenient(), numbered(2)).global_step == 2
+        assert fit(module, numbered(2)).global_step == 2
 
 
-def test_a_scheduler_of_ones_own_and_lr_scheduler_step(fit: Any) -> None:
+def test_a_scheduler_of_ones_own_steps_by_lr_scheduler_step(fit: Any) -> None:
     class Own:
         calls: ClassVar[list[Any]] = []
 
@@ -228,14 +191,12 @@ def test_a_scheduler_of_ones_own_and_lr_scheduler_step(fit: Any) -> None:
         def load_state_dict(self, state: Any) -> None: ...
 
     class Stepping(Tiny):
-        def configure_optimizers(self) -> Any:
-            return [sgd(self)], [{"scheduler": Own(), "interval": "step", "name": "mine"}]
-
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             self.log("stepping", 1.0)
             scheduler.step(self.global_step)
 
-    trainer = fit(Stepping(), numbered(3))
+    config = {"scheduler": Own(), "interval": "step", "name": "mine"}
+    trainer = fit(Stepping(lambda module: ([sgd(module)], [config])), numbered(3))
     assert Own.calls == [1, 2, 3]
     assert trainer.lr_scheduler_configs[0].name == "mine" and "stepping" in trainer.callback_metrics
 
@@ -252,22 +213,13 @@ class Two(nn.Module):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_several_optimizers_step_once_per_window(fit: Any, accumulate: int) -> None:
+    def one_each(net: Two) -> list[Any]:
+        return [Adam(net.first.parameters(), 0.1), SGD(net.second.parameters(), 0.1)]
+
     net = Two()
-
-    class Several(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = copy.deepcopy(net)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch).square().mean()
-
-        def configure_optimizers(self) -> Any:
-            return [Adam(self.net.first.parameters(), 0.1), SGD(self.net.second.parameters(), 0.1)]
-
-    data, module = numbered(7, size=2), Several()
+    data, module = numbered(7, size=2), Squares(copy.deepcopy(net), lambda module: one_each(module.net))
     trainer = fit(module, data, accumulate_grad_batches=accumulate)
-    optimizers = [Adam(net.first.parameters(), 0.1), SGD(net.second.parameters(), 0.1)]
+    optimizers = one_each(net)
     for start in range(0, 7, accumulate):
         window = data[start : start + accumulate]
         for optimizer in optimizers:
@@ -281,12 +233,13 @@ def test_several_optimizers_step_once_per_window(fit: Any, accumulate: int) -> N
     assert trainer.global_step == -(-7 // accumulate)
 
 
-def test_toggled_optimizers_in_manual_optimisation(fit: Any) -> None:
+def test_a_toggled_optimizer_is_the_only_one_whose_parameters_take_gradients(fit: Any) -> None:
     class Adversaries(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.automatic_optimization = Two(), False
             self.seen: list[Any] = []
+            self.after: list[bool] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
             for number, optimizer in enumerate(self.optimizers()):
@@ -298,7 +251,7 @@ def test_toggled_optimizers_in_manual_optimisation(fit: Any) -> None:
                     self.seen.append([p.grad is not None for p in (self.net.first.weight, self.net.second.weight)])
                     if number == batch_idx % 2:
                         optimizer.step()
-            assert all(p.requires_grad for p in self.net.parameters())
+            self.after.append(all(p.requires_grad for p in self.net.parameters()))
 
         def configure_optimizers(self) -> Any:
             return [sgd(self.net.first), sgd(self.net.second)]
@@ -306,12 +259,11 @@ def test_toggled_optimizers_in_manual_optimisation(fit: Any) -> None:
     module = Adversaries()
     trainer = fit(module, numbered(2, size=2))
     assert module.seen[:3] == [[True, False], [True, False], [False, True]]
+    assert module.after == [True, True]
     assert trainer.global_step == 2
 
 
-def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(
-    fit: Any,
-) -> None:
+def test_a_parameter_of_several_optimizers_takes_gradients_again_after_a_toggle(fit: Any) -> None:
     class Shared(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -370,7 +322,7 @@ def test_manual_steps_count_when_an_optimizer_stepped(fit: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_overridden_optimizer_hooks(fit: Any, precision: str) -> None:
+def test_overridden_optimizer_hooks_are_called_in_the_order_of_a_step(fit: Any, precision: str) -> None:
     calls: list[Any] = []
 
     class Overriding(Tiny):
@@ -398,7 +350,7 @@ def test_overridden_optimizer_hooks(fit: Any, precision: str) -> None:
 
 @pytest.mark.parametrize(("algorithm", "weight"), [("norm", 1 - 0.1 * 0.5 / 2**0.5), ("value", 1 - 0.1 * 0.5)])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-def test_clipping(fit: Any, algorithm: str, weight: float, precision: str) -> None:
+def test_clipping_limits_the_step(fit: Any, algorithm: str, weight: float, precision: str) -> None:
     module = Tiny()
     fit(
         module,
@@ -412,24 +364,25 @@ def test_clipping(fit: Any, algorithm: str, weight: float, precision: str) -> No
 
 
 def test_a_clipping_of_ones_own_sees_true_gradients_and_logs(fit: Any) -> None:
+    given: list[Any] = []
     norms: list[float] = []
 
     class Clipping(Tiny):
         def configure_gradient_clipping(
             self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
         ) -> None:
-            assert (gradient_clip_val, gradient_clip_algorithm) == (None, "norm")
+            given.append((gradient_clip_val, gradient_clip_algorithm))
             norm = self.clip_gradients(optimizer, 1.0)
             norms.append(float(norm))
             self.log("norm", norm)
 
-    module = Clipping()
-    trainer = fit(module, [torch.full((1, 2), 4.0)] * 2, precision=scaled("16-mixed"))
+    trainer = fit(Clipping(), [torch.full((1, 2), 4.0)] * 2, precision=scaled("16-mixed"))
+    assert given == [(None, "norm")] * 2
     assert norms == pytest.approx([32**0.5] * 2, rel=1e-3)
     assert float(trainer.callback_metrics["norm"]) == pytest.approx(32**0.5, rel=1e-3)
 
 
-def test_accumulation_by_epoch(fit: Any) -> None:
+def test_accumulation_may_change_by_epoch(fit: Any) -> None:
     trainer = fit(Tiny(), numbered(6), max_epochs=4, callbacks=GradientAccumulation({1: 4, 3: 6}))
     assert trainer.global_step == 6 + 2 + 2 + 1
     assert trainer.accumulate_grad_batches == 6
@@ -464,47 +417,32 @@ def test_hooks_see_the_loss_as_it_is(fit: Any) -> None:
     assert seen == [2.0, (2.0, False)] * 4
 
 
-def test_a_closure_optimizer(fit: Any) -> None:
+def test_a_closure_optimizer_evaluates_the_loss_as_often_as_it_likes(fit: Any) -> None:
     class Newton(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.evaluations = 0
+        evaluations = 0
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.evaluations += 1
             self.log("loss", loss := (self(batch) - 5.0).square().mean())
             return loss
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS(self.parameters(), max_iter=5)
-
-        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-            self.log("last", outputs)
-
-    module = Newton()
+    module = Newton(lambda module: torch.optim.LBFGS(module.parameters(), max_iter=5))
     trainer = fit(module, [torch.tensor([[1.0, 2.0]])] * 2)
     assert trainer.global_step == 2 and module.evaluations > 2
     assert float(module(torch.tensor([[1.0, 2.0]]))) == pytest.approx(5.0, abs=1e-2)
 
 
-def test_a_scaler_that_keeps_skipping(fit: Any) -> None:
-    class Bad(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch).mean() * float("nan")
+NAN = torch.full((1, 2), float("nan"))
 
+
+def test_a_scaler_that_keeps_skipping_is_an_error(fit: Any) -> None:
     with pytest.raises(LeydenError, match=r"skipped 40 steps in a row.*precision='bf16-mixed'.*init_scale"):
-        fit(Bad(), [torch.ones(1, 2)] * 50, precision="16-mixed")
+        fit(Tiny(), [NAN] * 50, precision="16-mixed")
 
 
 def test_skips_are_counted_by_window_where_there_are_several_optimizers(fit: Any) -> None:
-    class Bad(Tiny):
-        def configure_optimizers(self) -> Any:
-            return [sgd(self), sgd(self)]
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self(batch).mean() * (float("nan") if batch_idx < 30 else 1.0)
-
-    trainer = fit(Bad(), [torch.ones(1, 2)] * 32, precision="16-mixed")
+    module = Tiny(lambda module: [sgd(module), sgd(module)])
+    trainer = fit(module, [NAN] * 30 + [torch.ones(1, 2)] * 2, precision="16-mixed")
     assert trainer.global_step == 32
 
 
@@ -535,15 +473,8 @@ def patched(module: nn.Module) -> SGD:
 
 @pytest.mark.parametrize("make", [lambda module: Replaced(module.parameters(), 0.1), patched], ids=["class", "object"])
 def test_an_optimizers_own_zero_grad_is_the_one_that_is_called(fit: Any, make: Any) -> None:
-    class Configured(Tiny):
-        def configure_optimizers(self) -> Any:
-            return make(self)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net.weight.sum()
-
-    module = Configured()
-    fit(module, numbered(3), max_epochs=1)
+    module = Tiny(make)
+    fit(module, [torch.ones(1, 2)] * 3, max_epochs=1)
     # Gradients of 1, 1.5 and 1.75, where torch's own would have left 1 each time.
     torch.testing.assert_close(module.net.weight, torch.full_like(module.net.weight, 1 - 0.1 * (1 + 1.5 + 1.75)))
 
@@ -566,29 +497,23 @@ def test_gradients_of_parameters_that_come_later_are_cleared_too(fit: Any) -> No
 
 
 # what Lightning's scripts do in manual optimisation -------------------------------------------------------------------
-def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(fit: Any) -> None:
-    class ByHand(Tiny):
-        def __init__(self, as_dict: bool) -> None:
-            super().__init__()
-            self.automatic_optimization, self.as_dict = False, as_dict
-
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_in_manual_optimisation_a_plateau_scheduler_needs_no_monitor(fit: Any, as_dict: bool) -> None:
+    class Manual(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self(batch).mean())
-            optimizer.step()
+            result_of(self, self(batch).mean())
             self.lr_schedulers().step(1.0)
 
-        def configure_optimizers(self) -> Any:
-            optimizer = sgd(self)
-            scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
-            if self.as_dict:
-                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}
-            return [optimizer], [scheduler]
+    def configure(module: Any) -> Any:
+        optimizer = sgd(module)
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        if as_dict:
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler}}
+        return [optimizer], [scheduler]
 
-    for as_dict in (True, False):
-        trainer = fit(ByHand(as_dict), numbered(3))
-        assert trainer.optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
+    module = Manual(configure)
+    module.automatic_optimization = False
+    assert fit(module, numbered(3)).optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5 * 0.5
 
 
 class Asks(SGD):
@@ -607,10 +532,6 @@ class Asks(SGD):
 @pytest.mark.parametrize("automatic", [True, False])
 def test_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automatic: bool) -> None:
     class Stepping(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = automatic
-
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = self(batch).mean()
             if automatic:
@@ -624,34 +545,26 @@ def test_arguments_of_step_reach_the_optimizer(fit: Any, precision: str, automat
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer.step(optimizer_closure, times=3)
 
-        def configure_optimizers(self) -> Any:
-            return Asks(self.parameters())
-
-    trainer = fit(Stepping(), numbered(2), precision=scaled(precision))
+    module = Stepping(lambda module: Asks(module.parameters()))
+    module.automatic_optimization = automatic
+    trainer = fit(module, numbered(2), precision=scaled(precision))
     assert trainer.optimizers[0].asked == [3, 3]
 
 
 def test_optimizers_come_wrapped_or_bare_by_either_name(fit: Any) -> None:
-    class Asking(Tiny):
-        def on_train_start(self) -> None:
-            [bare] = self.trainer.optimizers
-            wrapped = self.optimizers()
-            assert wrapped.optimizer is bare and self.optimizers(use_pl_optimizer=True) is wrapped
-            assert self.optimizers(use_pl_optimizer=False) is bare is self.optimizers(False)
-
-    assert fit(Asking(), numbered(1)).global_step == 1
+    module = Tiny()
+    [bare] = fit(module, numbered(1)).optimizers
+    wrapped = module.optimizers()
+    assert wrapped.optimizer is bare and module.optimizers(use_pl_optimizer=True) is wrapped
+    assert module.optimizers(use_pl_optimizer=False) is bare is module.optimizers(False)
 
 
 @pytest.mark.parametrize("interval", ["epoch", "step"])
 def test_what_is_logged_in_a_plateau_scheduler_step_reaches_the_loggers(
     fit: Any, tmp_path: Path, interval: str
 ) -> None:
-    class Logging(Tiny):
+    class Stepping(Logging):
         calls = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("value", float(batch_idx))
-            return self(batch).mean()
 
         def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
             self.calls += 1
@@ -659,12 +572,11 @@ def test_what_is_logged_in_a_plateau_scheduler_step_reaches_the_loggers(
             self.log("mean", float(self.calls), on_step=False, on_epoch=True)
             super().lr_scheduler_step(scheduler, metric)
 
-        def configure_optimizers(self) -> Any:
-            optimizer = sgd(self)
-            scheduler = {"scheduler": ReduceLROnPlateau(optimizer), "interval": interval, "monitor": "value"}
-            return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-    trainer = fit(Logging(), numbered(3), numbered(2), max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=1)
+    module = Stepping(
+        lambda module, batch: module.log("value", float(batch.mean())),
+        lambda module: plateau(module, interval=interval),
+    )
+    trainer = fit(module, numbered(3), numbered(2), max_epochs=2, logger=CSVLogger(tmp_path), log_every_n_steps=1)
     with Path(trainer.log_dir, "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     found = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tiny
+from models import Logging, Tiny
 from samples import numbered
 from torch import nn
 from torch.utils.data import DataLoader
@@ -44,13 +44,9 @@ def numbers(values: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     "kind", [float, int, torch.tensor, lambda v: torch.tensor([v]), lambda v: torch.tensor(int(v))]
 )
-def test_levels_and_reductions(fit: Any, options: Any, expected: Any, kind: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", kind(batch.mean().item()), **options)
-            return self(batch).mean()
-
-    trainer = fit(Logging(), numbered(3, start=1))
+def test_names_and_values_by_level_and_reduction(fit: Any, options: Any, expected: Any, kind: Any) -> None:
+    module = Logging(lambda module, batch: module.log("x", kind(batch.mean().item()), **options))
+    trainer = fit(module, numbered(3, start=1))
     assert numbers(trainer.callback_metrics) == expected
     # The bare name of a forked value is for callbacks alone.
     assert set(trainer.logged_metrics) == set(expected) - ({"x"} if len(expected) > 1 else set())
@@ -58,49 +54,45 @@ def test_levels_and_reductions(fit: Any, options: Any, expected: Any, kind: Any)
 
 
 def test_a_reduction_that_is_written_in_the_call(fit: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
-            return self(batch).mean()
+    def log(module: Any, batch: Any) -> None:
+        module.log("x", batch.mean(), on_step=False, on_epoch=True, reduce_fx=lambda values: values.sum())
 
-    assert numbers(fit(Logging(), numbered(3)).callback_metrics) == {"x": 3.0}
+    assert numbers(fit(Logging(log), numbered(3)).callback_metrics) == {"x": 3.0}
 
 
 def test_means_are_weighted_by_samples(fit: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("by size", batch.mean(), on_step=False, on_epoch=True)
-            self.log("by hand", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
-            self.log("flag", batch.mean() > 1, on_step=False, on_epoch=True)
-            return self(batch).mean()
+    def log(module: Any, batch: Any) -> None:
+        module.log("by size", batch.mean(), on_step=False, on_epoch=True)
+        module.log("by hand", batch.mean(), on_step=False, on_epoch=True, batch_size=1)
+        module.log("flag", batch.mean() > 1, on_step=False, on_epoch=True)
 
-    trainer = fit(Logging(), [torch.full((3, 2), 1.0), torch.full((1, 2), 5.0)])
+    trainer = fit(Logging(log), [torch.full((3, 2), 1.0), torch.full((1, 2), 5.0)])
     assert numbers(trainer.callback_metrics) == {"by size": 2.0, "by hand": 3.0, "flag": 0.25}
 
 
-def test_a_value_is_kept_as_it_was(fit: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            value = torch.tensor(1.0)
-            self.log("x", value)
-            self.log("graph", self.net.weight.sum(), enable_graph=True)
-            self.log("no graph", self.net.weight.sum())
-            value += 9
-            self.graphs = [self.trainer.callback_metrics[name].requires_grad for name in ("graph", "no graph")]
-            return self(batch).mean()
+def test_a_value_is_kept_as_it_was_when_it_was_logged(fit: Any) -> None:
+    def log(module: Any, batch: Any) -> None:
+        value = torch.tensor(1.0)
+        module.log("x", value)
+        value += 9
 
-    module = Logging()
-    trainer = fit(module, numbered(1))
-    assert trainer.callback_metrics["x"] == 1.0 and module.graphs == [True, False]
+    assert fit(Logging(log), numbered(1)).callback_metrics["x"] == 1.0
 
 
-def test_epochs_do_not_mix(fit: Any) -> None:
+def test_a_logged_value_keeps_its_graph_only_if_asked_to(fit: Any) -> None:
+    graphs: list[bool] = []
+
+    def log(module: Any, batch: Any) -> None:
+        module.log("graph", module.net.weight.sum(), enable_graph=True)
+        module.log("no graph", module.net.weight.sum())
+        graphs.extend(module.trainer.callback_metrics[name].requires_grad for name in ("graph", "no graph"))
+
+    fit(Logging(log), numbered(1))
+    assert graphs == [True, False]
+
+
+def test_an_epochs_mean_holds_its_own_batches_only(fit: Any) -> None:
     seen: list[dict[str, float]] = []
-
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", batch.mean() + self.current_epoch, on_step=False, on_epoch=True)
-            return self(batch).mean()
 
     class Closing(Callback):
         order = 100
@@ -108,7 +100,10 @@ def test_epochs_do_not_mix(fit: Any) -> None:
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             seen.append(numbers(trainer.callback_metrics))
 
-    fit(Logging(), numbered(3), max_epochs=3, callbacks=Closing())
+    def log(module: Any, batch: Any) -> None:
+        module.log("x", batch.mean() + module.current_epoch, on_step=False, on_epoch=True)
+
+    fit(Logging(log), numbered(3), max_epochs=3, callbacks=Closing())
     assert seen == [{"x": 1.0}, {"x": 2.0}, {"x": 3.0}]
 
 
@@ -137,7 +132,7 @@ REFUSED = (
 
 @pytest.mark.parametrize("owner", ["module", "callback"])
 @pytest.mark.parametrize("hook", [*HOOKS, *REFUSED])
-def test_logging_in_every_hook(fit: Any, hook: str, owner: str) -> None:
+def test_each_hook_logs_by_step_by_epoch_or_not_at_all(fit: Any, hook: str, owner: str) -> None:
     options: dict[str, Any] = {}
 
     def from_module(self: Any, *args: Any) -> None:
@@ -168,20 +163,20 @@ def test_logging_in_every_hook(fit: Any, hook: str, owner: str) -> None:
         assert numbers(run().callback_metrics) == {"x": 2.0, "x_step": 2.0, "x_epoch": 2.0}
 
 
-def test_who_is_given_what(quiet: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("bar", batch.mean(), prog_bar=True, logger=False)
-            self.log("both", batch.mean(), prog_bar=True, on_epoch=True)
-            self.log("file", batch.mean())
-            self.log("once", 1.0) if batch_idx == 1 else None
-            return self(batch).mean()
-
+def test_values_go_to_the_progress_bar_the_logger_or_both(quiet: Any) -> None:
+    class Validated(Logging):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean())
 
+    def log(module: Any, batch: Any) -> None:
+        module.log("bar", batch.mean(), prog_bar=True, logger=False)
+        module.log("both", batch.mean(), prog_bar=True, on_epoch=True)
+        module.log("file", batch.mean())
+        if batch.mean() == 1:
+            module.log("once", 1.0)
+
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=2)
-    trainer.fit(Logging(), numbered(5), numbered(3))
+    trainer.fit(Validated(log), numbered(5), numbered(3))
     assert numbers(trainer.progress_bar_metrics) == {"bar": 4.0, "both_step": 4.0, "both_epoch": 2.0}
     common = [{key: value for key, value in row.items() if key not in ("step", "epoch")} for row in rows(trainer)]
     assert common == [
@@ -194,28 +189,24 @@ def test_who_is_given_what(quiet: Any) -> None:
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3]), (50, [])])
-def test_log_every_n_steps(quiet: Any, every: int, steps: list[int]) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", batch.mean())
-            return self(batch).mean()
-
+def test_log_every_n_steps_decides_which_rows_a_logger_gets(quiet: Any, every: int, steps: list[int]) -> None:
+    class Validated(Logging):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=True)
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=every)
-    trainer.fit(Logging(), numbered(3), numbered(1))
+    trainer.fit(Validated(lambda module, batch: module.log("x", batch.mean())), numbered(3), numbered(1))
     assert [row["step"] for row in rows(trainer) if "x" in row] == steps
 
 
 def test_steps_of_a_validation_count_on_from_pass_to_pass(quiet: Any, tmp_path: Path) -> None:
-    class Logging(Tiny):
+    class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=False)
 
     def run(epochs: int, **options: Any) -> Trainer:
         trainer = Trainer(**{**quiet, "logger": CSVLogger(tmp_path)}, max_epochs=epochs, log_every_n_steps=1)
-        trainer.fit(Logging(), numbered(2), numbered(3), **options)
+        trainer.fit(Validated(), numbered(2), numbered(3), **options)
         return trainer
 
     path = run(1).save_checkpoint(tmp_path / "one")
@@ -224,7 +215,7 @@ def test_steps_of_a_validation_count_on_from_pass_to_pass(quiet: Any, tmp_path: 
 
 @pytest.mark.parametrize("count", [3, 250])
 def test_every_step_of_an_evaluation_is_logged(count: int, quiet: Any) -> None:
-    class Logging(Tiny):
+    class Evaluated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=True)
 
@@ -232,7 +223,7 @@ def test_every_step_of_an_evaluation_is_logged(count: int, quiet: Any) -> None:
             self.log("test", batch.mean(), on_step=True)
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1)
-    trainer.fit(Logging(), numbered(1), numbered(count))
+    trainer.fit(Evaluated(), numbered(1), numbered(count))
     found = [(row["step"], row["val_step"]) for row in rows(trainer) if "val_step" in row]
     assert found == [(number + 1, number) for number in range(count)]
     assert rows(trainer)[-1]["val_epoch"] == (count - 1) / 2
@@ -241,12 +232,13 @@ def test_every_step_of_an_evaluation_is_logged(count: int, quiet: Any) -> None:
 
 
 def test_the_rows_of_a_loader_hold_no_values_of_another(quiet: Any) -> None:
-    class Logging(Tiny):
+    class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
             self.log("val", batch.mean(), on_step=True, on_epoch=False)
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1)
-    trainer.validate(Logging(), [DataLoader(part, None) for part in (numbered(1), numbered(2, start=5))], verbose=False)
+    loaders = [DataLoader(part, None) for part in (numbered(1), numbered(2, start=5))]
+    trainer.validate(Validated(), loaders, verbose=False)
     names = ("val/dataloader_idx_0", "val/dataloader_idx_1")
     assert [[row.get(name) for name in names] for row in rows(trainer)] == [[0.0, None], [None, 5.0], [None, 6.0]]
 
@@ -254,17 +246,14 @@ def test_the_rows_of_a_loader_hold_no_values_of_another(quiet: Any) -> None:
 def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log_dict({"x": batch.mean(), "step": 10.0 * batch_idx})
-            return self(batch).mean()
-
+    class Epochs(Logging):
         def on_train_epoch_end(self) -> None:
             self.log_dict({"whole": 7.0, "step": 3.0, "epoch": 9.0})
 
     loggers = [CSVLogger(tmp_path), TensorBoardLogger(tmp_path)]
     trainer = Trainer(**{**quiet, "logger": loggers}, max_epochs=1, log_every_n_steps=1)
-    trainer.fit(Logging(), numbered(2))
+    module = Epochs(lambda module, batch: module.log_dict({"x": batch.mean(), "step": 10.0 * batch.mean()}))
+    trainer.fit(module, numbered(2))
     assert rows(trainer) == [
         {"step": 0.0, "epoch": 0.0, "x": 0.0},
         {"step": 10.0, "epoch": 0.0, "x": 1.0},
@@ -277,26 +266,17 @@ def test_a_value_logged_as_step_is_the_loggers_step(quiet: Any, tmp_path: Path) 
 
 
 def test_a_step_that_is_no_number_is_refused(quiet: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("step", float("nan"))
-            return self(batch).mean()
-
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
     with pytest.raises(ConfigurationError, match=r"self.log\('step', nan\): .* log a finite number"):
-        trainer.fit(Logging(), numbered(1))
+        trainer.fit(Logging(lambda module, batch: module.log("step", float("nan"))), numbered(1))
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(late: bool, quiet: Any, tmp_path: Path) -> None:
     """What the hook logs after its save goes into a row of its own, so that none is written twice and none is lost."""
 
-    class Saving(Tiny):
+    class Saving(Logging):
         saves = False
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", batch.mean())
-            return self(batch).mean()
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             if self.saves and batch_idx == 1:
@@ -305,7 +285,7 @@ def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(late: bool, 
                 self.log("late", 10.0 * batch_idx)
 
     def run(saves: bool, **options: Any) -> list[dict[str, float]]:
-        module = Saving()
+        module = Saving(lambda module, batch: module.log("x", batch.mean()))
         module.saves = saves
         trainer = Trainer(**{**quiet, "logger": CSVLogger(tmp_path)}, max_epochs=1, log_every_n_steps=1)
         trainer.fit(module, numbered(4), **options)
@@ -325,7 +305,7 @@ def test_a_save_by_a_hook_of_the_batchs_end_has_the_row_of_its_step(late: bool, 
 
 
 def test_manual_optimisation_logs_each_step_once(quiet: Any) -> None:
-    class Logging(Tiny):
+    class Manual(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -337,15 +317,15 @@ def test_manual_optimisation_logs_each_step_once(quiet: Any) -> None:
                 self.optimizers().step()
 
     trainer = Trainer(**{**quiet, "logger": CSVLogger()}, max_epochs=1, log_every_n_steps=1)
-    trainer.fit(Logging(), numbered(6))
+    trainer.fit(Manual(), numbered(6))
     assert [(row["step"], row["x"]) for row in rows(trainer)] == [(1, 2.0), (2, 5.0)]
 
 
 # metrics --------------------------------------------------------------------------------------------------------------
-def test_metric_objects(fit: Any) -> None:
+def test_metric_objects_are_computed_and_reset_by_epoch(fit: Any) -> None:
     from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-    class Logging(Tiny):
+    class Measuring(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.mean, self.sum = MeanMetric(), SumMetric()
@@ -366,7 +346,7 @@ def test_metric_objects(fit: Any) -> None:
         def on_train_epoch_start(self) -> None:
             self.counts.append(self.sum._update_count + self.several["a"]._update_count)
 
-    module = Logging()
+    module = Measuring()
     trainer = fit(module, numbered(3), numbered(4), max_epochs=2)
     # Reset between epochs, so the second one's values are its own.
     assert module.counts == [0, 0]
@@ -380,11 +360,11 @@ def test_metric_objects(fit: Any) -> None:
     }
 
 
-def test_a_collection_that_shares_states(quiet: Any) -> None:
+def test_a_collection_whose_metrics_share_states_is_right_in_every_run(quiet: Any) -> None:
     from torchmetrics import MetricCollection
     from torchmetrics.classification import BinaryAccuracy, BinaryF1Score, BinaryPrecision
 
-    class Logging(Tiny):
+    class Measuring(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.scores = MetricCollection([BinaryAccuracy(), BinaryPrecision(), BinaryF1Score()], prefix="test_")
@@ -395,8 +375,8 @@ def test_a_collection_that_shares_states(quiet: Any) -> None:
 
     generator = torch.Generator().manual_seed(0)
     data = [torch.randint(0, 2, (2, 7), generator=generator) for _ in range(4)]
-    trainer, module = Trainer(**quiet), Logging()
-    expected = numbers(Logging().scores(*torch.cat(data, 1)))
+    trainer, module = Trainer(**quiet), Measuring()
+    expected = numbers(Measuring().scores(*torch.cat(data, 1)))
     for _ in range(2):
         [values] = trainer.test(module, [tuple(part) for part in data], verbose=False)
         assert values == pytest.approx(expected) and len(values) == 3
@@ -405,7 +385,7 @@ def test_a_collection_that_shares_states(quiet: Any) -> None:
 def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
     from torchmetrics.classification import MulticlassAccuracy
 
-    class Logging(Tiny):
+    class Measuring(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.score = MulticlassAccuracy(3, average=None)
@@ -415,14 +395,14 @@ def test_a_metric_of_several_numbers_is_refused(quiet: Any) -> None:
             self.log("score", self.score)
 
     with pytest.raises(ConfigurationError, match=r"'score' was reduced .* shape \(3,\), which is not one number"):
-        Trainer(**quiet).test(Logging(), [torch.arange(3)])
+        Trainer(**quiet).test(Measuring(), [torch.arange(3)])
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_a_metric_of_several_loaders(quiet: Any, apart: bool) -> None:
+def test_a_metric_for_each_loader_or_one_for_all(quiet: Any, apart: bool) -> None:
     from torchmetrics import MeanMetric
 
-    class Logging(Tiny):
+    class Measuring(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.means = nn.ModuleList(MeanMetric() for _ in range(2))
@@ -434,7 +414,7 @@ def test_a_metric_of_several_loaders(quiet: Any, apart: bool) -> None:
 
     trainer = Trainer(**quiet)
     loaders = [DataLoader(numbered(2, start=start), batch_size=None) for start in (0, 8)]  # type: ignore[arg-type]
-    values = trainer.test(Logging(), loaders, verbose=False)
+    values = trainer.test(Measuring(), loaders, verbose=False)
     assert values == (
         [{"mean/dataloader_idx_0": 0.5}, {"mean/dataloader_idx_1": 8.5}] if apart else [{"mean": 4.5}, {"mean": 4.5}]
     )
@@ -443,7 +423,7 @@ def test_a_metric_of_several_loaders(quiet: Any, apart: bool) -> None:
 def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> None:
     from torchmetrics import MeanMetric
 
-    class Logging(Tiny):
+    class Measuring(Tiny):
         def __init__(self) -> None:
             super().__init__()
             self.mean = MeanMetric()
@@ -453,38 +433,28 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> 
             self.log("mean", self.mean)
 
     with pytest.raises(ConfigurationError, match="whose samples it would mix: make a metric for each loader"):
-        Trainer(**quiet).test(Logging(), [DataLoader(numbered(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
+        Trainer(**quiet).test(Measuring(), [DataLoader(numbered(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_batches_without_a_sample_have_no_mean(fit: Any, kind: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("none", kind(3.0), on_step=False, on_epoch=True, batch_size=0)
-            self.log("some", kind(3.0), on_step=False, on_epoch=True, batch_size=batch_idx)
-            return self(batch).mean()
+    def log(module: Any, batch: Any) -> None:
+        module.log("none", kind(3.0), on_step=False, on_epoch=True, batch_size=0)
+        module.log("some", kind(3.0), on_step=False, on_epoch=True, batch_size=int(batch.mean()))
 
-    values = numbers(fit(Logging(), numbered(2)).callback_metrics)
+    values = numbers(fit(Logging(log), numbered(2)).callback_metrics)
     assert math.isnan(values["none"]) and values["some"] == 3.0
 
 
 @pytest.mark.parametrize("size", [-1, "2", (2,)])
-def test_a_batch_size_that_is_none(fit: Any, size: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log("x", 3.0, on_epoch=True, batch_size=size)
-
+def test_a_batch_size_that_is_no_number_of_samples_is_refused(fit: Any, size: Any) -> None:
     with pytest.raises(ConfigurationError, match="give the number of samples, from 0"):
-        fit(Logging(), numbered(2))
+        fit(Logging(lambda module, batch: module.log("x", 3.0, on_epoch=True, batch_size=size)), numbered(2))
 
 
-def test_log_dict(fit: Any) -> None:
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log_dict({"a": 1.0, "b": torch.tensor(2)}, prog_bar=True)
-            return self(batch).mean()
-
-    assert numbers(fit(Logging(), numbered(1)).progress_bar_metrics) == {"a": 1.0, "b": 2.0}
+def test_log_dict_logs_each_value(fit: Any) -> None:
+    module = Logging(lambda module, batch: module.log_dict({"a": 1.0, "b": torch.tensor(2)}, prog_bar=True))
+    assert numbers(fit(module, numbered(1)).progress_bar_metrics) == {"a": 1.0, "b": 2.0}
 
 
 def test_without_a_trainer_nothing_is_logged(fit: Any) -> None:
@@ -498,9 +468,6 @@ def test_without_a_trainer_nothing_is_logged(fit: Any) -> None:
 def test_numpy_numbers_are_taken(fit: Any) -> None:
     np = pytest.importorskip("numpy")
 
-    class Logging(Tiny):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            self.log_dict({"a": np.float32(1.5), "b": np.array(2), "c": np.array([3.0])})
-            return self(batch).mean()
-
-    assert numbers(fit(Logging(), numbered(1)).callback_metrics) == {"a": 1.5, "b": 2.0, "c": 3.0}
+    values = {"a": np.float32(1.5), "b": np.array(2), "c": np.array([3.0])}
+    trainer = fit(Logging(lambda module, batch: module.log_dict(values)), numbered(1))
+    assert numbers(trainer.callback_metrics) == {"a": 1.5, "b": 2.0, "c": 3.0}
