@@ -75,7 +75,7 @@ class GroupRanks(Ranks):
         self.num_nodes = num_nodes or 1
         self.backend = backend
         self.timeout = timeout
-        self.place = rank_environment()
+        self.environment = rank_environment()
         self.host_group: Any = None
 
     # the plan ---------------------------------------------------------------------------------------------------------
@@ -85,71 +85,72 @@ class GroupRanks(Ranks):
         Raises:
             ConfigurationError: if a device is not there, or ranks are started already and their number differs.
         """
-        place, given = self.place, parse_devices(devices) is not None or self._own_devices is not None
+        environment, given = self.environment, parse_devices(devices) is not None or self._own_devices is not None
         plan = self._own_devices or self._find_devices(accelerator, devices)
         self.num_nodes = self._own_nodes or num_nodes
         if plan[0].type == "mps":
             raise ConfigurationError("several ranks need accelerator='cpu' or 'cuda': MPS has one device.")
-        if place is None:
+        if environment is None:
             self.devices = plan
             return
-        others = given and len(plan) != place.local_world_size
-        if others or ((given or self.num_nodes > 1) and self.num_nodes != place.num_nodes):
+        others = given and len(plan) != environment.local_world_size
+        if others or ((given or self.num_nodes > 1) and self.num_nodes != environment.num_nodes):
+            variable = "SLURM_STEP_NUM_TASKS" if environment.starter == "slurm" else "WORLD_SIZE"
             raise ConfigurationError(
-                f"{place.starter} started {place.world_size} ranks ({place.local_world_size} on this machine: the "
-                f"environment's {'SLURM_STEP_NUM_TASKS' if place.starter == 'slurm' else 'WORLD_SIZE'}), and the "
-                f"Trainer was given devices={len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave "
-                "both out to use the ranks there are, or use strategy='single_device' for a run of this process alone."
+                f"{environment.starter} started {environment.world_size} ranks ({environment.local_world_size} on this "
+                f"machine: the environment's {variable}), and the Trainer was given devices="
+                f"{len(plan) if given else devices!r} × num_nodes={self.num_nodes}. Leave both out to use the ranks "
+                "there are, or use strategy='single_device' for a run of this process alone."
             )
-        self.num_nodes = place.num_nodes
-        count = place.local_world_size
+        self.num_nodes = environment.num_nodes
+        count = environment.local_world_size
         if plan[0].type == "cuda" and not given:
             # A starter may show each rank a GPU of its own, which is then its number 0.
             if 1 < len(plan) < count:
                 raise ConfigurationError(
-                    f"{place.starter} started {count} ranks on a machine with {len(plan)} GPUs: start one rank for "
-                    "each GPU."
+                    f"{environment.starter} started {count} ranks on a machine with {len(plan)} GPUs: start one rank "
+                    "for each GPU."
                 )
             plan = plan[:count]
         self.devices = [plan[index % len(plan)] for index in range(count)]
 
     def _find_devices(self, accelerator: str, devices: Any) -> list[torch.device]:
         """Finds the devices that the run's arguments name for this machine's ranks."""
-        place, count = self.place, parse_devices(devices)
-        counted = place is not None and 1 < place.local_world_size == count
+        environment, count = self.environment, parse_devices(devices)
+        counted = environment is not None and 1 < environment.local_world_size == count
         shown = "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
         if counted and shown and find_device(accelerator).type == "cuda":
             # The starter shows each of the ranks one GPU, its own.
-            return find_devices(accelerator, 1) * place.local_world_size  # type: ignore[union-attr]
+            return find_devices(accelerator, 1) * environment.local_world_size  # type: ignore[union-attr]
         return find_devices(accelerator, devices)
 
     @property
     def are_planned(self) -> bool:
-        return self.place is None and self.world_size > 1
+        return self.environment is None and self.world_size > 1
 
-    def take_place(self, place: RankEnvironment | None) -> None:
-        self.place = place
+    def become_rank(self, environment: RankEnvironment | None) -> None:
+        self.environment = environment
 
     # this rank --------------------------------------------------------------------------------------------------------
     @property
     def global_rank(self) -> int:
-        return self.place.rank if self.place is not None else 0
+        return self.environment.rank if self.environment is not None else 0
 
     @property
     def local_rank(self) -> int:
-        return self.place.local_rank if self.place is not None else 0
+        return self.environment.local_rank if self.environment is not None else 0
 
     @property
     def node_rank(self) -> int:
-        return self.place.node_rank if self.place is not None else 0
+        return self.environment.node_rank if self.environment is not None else 0
 
     @property
     def world_size(self) -> int:
-        return self.place.world_size if self.place is not None else len(self.devices) * self.num_nodes
+        return self.environment.world_size if self.environment is not None else len(self.devices) * self.num_nodes
 
     @property
     def local_size(self) -> int:
-        return self.place.local_world_size if self.place is not None else len(self.devices)
+        return self.environment.local_world_size if self.environment is not None else len(self.devices)
 
     # the process group ------------------------------------------------------------------------------------------------
     def configure_group(self, backend: str | None = None, timeout: timedelta | None = None) -> None:
@@ -209,13 +210,13 @@ class GroupRanks(Ranks):
         Returns:
             True if the group's store lives in this process.
         """
-        place, is_host = self.place, True
-        rank, size = (0, 1) if place is None else (place.rank, place.world_size)
+        environment, is_host = self.environment, True
+        rank, size = (0, 1) if environment is None else (environment.rank, environment.world_size)
         store: Any = None
-        if place is None:
+        if environment is None:
             store = dist.HashStore()  # type: ignore[attr-defined]
         else:
-            store, is_host = meet(place, self.timeout)
+            store, is_host = meet(environment, self.timeout)
         bound = self.device if backend == "nccl" else None
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, store=store, rank=rank, world_size=size)
         return is_host

@@ -87,7 +87,7 @@ class Ranks:
         """True if this process has still to start the ranks."""
         return False
 
-    def take_place(self, place: RankEnvironment | None) -> None:
+    def become_rank(self, environment: RankEnvironment | None) -> None:
         """Makes this process one of the ranks, which were started after this object was made."""
 
     def configure_group(self, backend: str | None = None, timeout: timedelta | None = None) -> None:

@@ -426,7 +426,7 @@ class Trainer(TrainerView):
 
     def _on_rank(self, run: tuple[Any, ...], loaders: dict[str, Any]) -> dict[str, Any] | None:
         """Carries out the run on a rank that was forked or spawned; rank 0 sends back what came of it."""
-        self.strategy.ranks.take_place(rank_environment())
+        self.strategy.ranks.become_rank(rank_environment())
         # Those that the other process knows; a `setup` may add others.
         callbacks = list(self.callbacks)
         result = self._carry_out(*run, **loaders)

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import DTensor
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.fsdp.values import Place, Values, replace
+from leyden.strategies.fsdp.values import Slot, Values, replace
 
 
 @dataclass(slots=True)
@@ -54,12 +54,12 @@ class Sharding:
     def _shard(self, part: nn.Module) -> None:
         if isinstance(part, FSDPModule):
             return
-        places = list(unsharded(part))
-        self._materialise(places)
+        slots = list(unsharded(part))
+        self._materialise(slots)
         if self.source is not None:
-            self._take_values(places)
-        self._check_dtypes(part, places)
-        for module, name in places:
+            self._take_values(slots)
+        self._check_dtypes(part, slots)
+        for module, name in slots:
             if self.before is not None and name in module._parameters:
                 self.before(module, name)
         fully_shard(
@@ -71,10 +71,10 @@ class Sharding:
             ignored_params=self.ignored or None,
         )
 
-    def _check_dtypes(self, part: nn.Module, places: list[Place]) -> None:
+    def _check_dtypes(self, part: nn.Module, slots: list[Slot]) -> None:
         """Finds parameters of another dtype than the rest of their group, which travels as one message."""
         found: dict[torch.dtype, str] = {}
-        for module, name in places:
+        for module, name in slots:
             tensor = getattr(module, name)
             if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor not in self.ignored:
                 found.setdefault(tensor.dtype, f"{type(module).__name__}.{name}")
@@ -85,26 +85,26 @@ class Sharding:
                 "them to one, freeze one kind, or make groups of them by auto_wrap_policy."
             )
 
-    def _materialise(self, places: list[Place]) -> None:
+    def _materialise(self, slots: list[Slot]) -> None:
         """Gives the tensors of one group that are on the meta device their memory, and their values."""
-        absent = [getattr(module, name).is_meta for module, name in places]
+        absent = [getattr(module, name).is_meta for module, name in slots]
         first = absent
         if self.source is not None:
             box = [absent]
             dist.broadcast_object_list(box, src=0, group=self.source)
             first = box[0]
         # What rank 0 has is received from it, so that one process alone needs to have loaded it.
-        received = [place for place, here, there in zip(places, absent, first, strict=True) if here and not there]
-        made = [place for place, here, there in zip(places, absent, first, strict=True) if here and there]
+        received = [slot for slot, here, there in zip(slots, absent, first, strict=True) if here and not there]
+        made = [slot for slot, here, there in zip(slots, absent, first, strict=True) if here and there]
         replace(received, lambda module, name: torch.empty_like(getattr(module, name), device="cpu"))
         self.values.fill(made)
 
     @torch.no_grad()
-    def _take_values(self, places: Iterable[Place]) -> None:
+    def _take_values(self, slots: Iterable[Slot]) -> None:
         """Gives every rank rank 0's values, one tensor at a time."""
         done: set[int] = set()
         on_host = dist.get_backend(self.source) == "gloo"
-        for module, name in places:
+        for module, name in slots:
             tensor: Tensor = getattr(module, name)
             if id(tensor) in done:
                 continue
@@ -115,8 +115,8 @@ class Sharding:
                 tensor.copy_(sent)
 
 
-def unsharded(part: nn.Module) -> Iterator[Place]:
-    """The places of parameters and buffers that no group within this one has."""
+def unsharded(part: nn.Module) -> Iterator[Slot]:
+    """The slots of parameters and buffers that no group within this one has."""
     yield from ((part, name) for name, p in part._parameters.items() if p is not None and not isinstance(p, DTensor))
     yield from ((part, name) for name, buffer in part._buffers.items() if buffer is not None)
     for child in part.children():

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.fsdp.deferred import Deferred, Recipe
 
-Place: TypeAlias = "tuple[nn.Module, str]"
+Slot: TypeAlias = "tuple[nn.Module, str]"
+"""A module, and the name of a parameter or buffer of it."""
 
 
 class Values:
@@ -33,27 +34,27 @@ class Values:
                 if recipe is not None:
                     self._recipes[id(module), name] = recipe
 
-    def fill(self, places: Iterable[Place]) -> None:
+    def fill(self, slots: Iterable[Slot]) -> None:
         """Gives tensors memory on the CPU, and their values.
 
         Raises:
             ConfigurationError: if the values of one are not known.
         """
-        known: list[Place] = []
-        others: list[Place] = []
-        for place in places:
-            (known if (id(place[0]), place[1]) in self._recipes else others).append(place)
+        known: list[Slot] = []
+        others: list[Slot] = []
+        for slot in slots:
+            (known if (id(slot[0]), slot[1]) in self._recipes else others).append(slot)
         made = self.deferred.values(self._recipes[id(module), name] for module, name in known)
         replace(known, lambda module, name: made[self._recipes[id(module), name]])
         self._reset(others)
 
-    def _reset(self, places: list[Place]) -> None:
-        for module in {id(module): module for module, _ in places}.values():
-            names = [name for owner, name in places if owner is module]
+    def _reset(self, slots: list[Slot]) -> None:
+        for module in {id(module): module for module, _ in slots}.values():
+            names = [name for owner, name in slots if owner is module]
             reset: Any = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is None:
                 raise ConfigurationError(
-                    f"{names[0]!r} of {kind_of(module)} is on the meta device, and nothing tells its values: build the "
+                    f"{names[0]!r} of {kind_of(module)} is on the meta device, and nothing gives its values: build the "
                     "module in configure_model or within `with trainer.init_module():`, or give its class a "
                     "reset_parameters()."
                 )
@@ -61,10 +62,10 @@ class Values:
             reset()
 
 
-def replace(places: Iterable[Place], make: Callable[[nn.Module, str], Tensor]) -> None:
+def replace(slots: Iterable[Slot], make: Callable[[nn.Module, str], Tensor]) -> None:
     """Puts other tensors into modules, of the same dtype; what was tied stays tied."""
     done: dict[int, Tensor] = {}
-    for module, name in places:
+    for module, name in slots:
         old = getattr(module, name)
         new = done.get(id(old))
         if new is None:

@@ -81,13 +81,15 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     # Ranks may come to it at once, and are let in when all are started: a process that forks should have no thread of a
     # store's.
     listener = listen()
-    places = [_Place(rank, count, listener.getsockname()[1], start_method, tried.variables()) for rank in range(count)]
+    starts = [
+        _RankStart(rank, count, listener.getsockname()[1], start_method, tried.variables()) for rank in range(count)
+    ]
     ranks: list[tuple[Any, Any]] = []
-    for place in places:
+    for start in starts:
         receiver, sender = context.Pipe(duplex=False)
         # Of forked ranks, none keeps the port open when this process is gone.
         own = listener if start_method != "spawn" else None
-        process = context.Process(target=_rank, args=(sender, place, handed, own), name=f"leyden rank {place.rank}")
+        process = context.Process(target=_rank, args=(sender, start, handed, own), name=f"leyden rank {start.rank}")
         process.start()
         sender.close()
         ranks.append((process, receiver))
@@ -99,7 +101,7 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RankStart:
     """Which rank of how many a process is, and the port of their store, which is in the process that started them."""
 
     rank: int
@@ -213,24 +215,24 @@ def _end(processes: list[Any], patience: float) -> None:
         process.join()
 
 
-def _rank(sender: Any, place: _Place, handed: Any, listener: socket.socket | None) -> None:
-    os.environ.update(place.variables())
+def _rank(sender: Any, start: _RankStart, handed: Any, listener: socket.socket | None) -> None:
+    os.environ.update(start.variables())
     if listener is not None:
         listener.close()
     if hasattr(os, "setpgrp"):
         # Ctrl-C in a terminal reaches the caller alone, which passes it on once.
         os.setpgrp()
     # A forked OpenMP has lost its threads, and would wait for them.
-    torch.set_num_threads(1 if place.starter != "spawn" else max(1, (os.cpu_count() or 1) // place.count))
+    torch.set_num_threads(1 if start.starter != "spawn" else max(1, (os.cpu_count() or 1) // start.count))
     try:
         function, args = unpacked(handed) if isinstance(handed, bytes) else handed
         value = function(*args)
-        answer = ("returned", packed(value) if place.rank == 0 else None)
+        answer = ("returned", packed(value) if start.rank == 0 else None)
     except SystemExit:
         raise
     except BaseException as error:
         _tell_ranks(error)
-        text = f"{type(error).__name__} on rank {place.rank}: {error}"
+        text = f"{type(error).__name__} on rank {start.rank}: {error}"
         sender.send(("raised", (_pack(error), text, traceback.format_exc())))
         # The caller knows the cause, and reports it.
         sys.exit(1)

@@ -71,11 +71,11 @@ def gloo_on_loopback() -> dict[str, str]:
     return {name: "lo0" if sys.platform == "darwin" else "lo"}
 
 
-def meet(place: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
+def meet(environment: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
     """Waits until all ranks are there. After a few seconds a rank says for whom.
 
     Args:
-        place: of this process among the ranks.
+        environment: of this rank.
         timeout: how long ranks wait for each other in a collective; here for five minutes at least, since they may
             start one after the other.
 
@@ -87,12 +87,12 @@ def meet(place: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]:
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    host, port = place.address or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-    is_host = place.rank == 0 and os.environ.get(AGENTS_STORE) != "True"
-    store = _open(host, port, timeout) if is_host else _reach(place, host, port, timeout)
+    host, port = environment.address or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    is_host = environment.rank == 0 and os.environ.get(AGENTS_STORE) != "True"
+    store = _open(host, port, timeout) if is_host else _reach(environment, host, port, timeout)
     # Ranks that were started again find nothing of the ones before them.
     shared = PrefixStore(f"leyden/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    _count(shared, place, f"{host}:{port}", max(timeout, STORE_OPENS))
+    _count(shared, environment, f"{host}:{port}", max(timeout, STORE_OPENS))
     return shared, is_host
 
 
@@ -104,7 +104,7 @@ def _open(host: str, port: int, timeout: timedelta) -> Store:
     return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
 
 
-def _reach(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> Store:
+def _reach(environment: RankEnvironment, host: str, port: int, timeout: timedelta) -> Store:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     at, why = f"{host}:{port}", ""
@@ -119,42 +119,42 @@ def _reach(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> 
             return False
 
     def say() -> None:
-        _say(f"{_this(place)} waits for rank 0, whose store at {at} is not open ({why}).", place)
+        _say(f"{_this(environment)} waits for rank 0, whose store at {at} is not open ({why}).", environment)
 
     if not _until(is_open, STORE_OPENS, say):
         raise LeydenError(
-            f"{_this(place)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does not "
-            f"open ({why}). {_fix(place)}"
+            f"{_this(environment)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does "
+            f"not open ({why}). {_fix(environment)}"
         )
     return TCPStore(host, port, None, False, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
 
 
-def _count(store: Store, place: RankEnvironment, at: str, limit: timedelta) -> None:
+def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta) -> None:
     """Every rank writes that it is there; rank 0 waits for all, and the others for its word."""
-    keys = [f"here/{rank}" for rank in range(place.world_size)]
-    wanted, missing = (keys if place.rank == 0 else ["all here"]), ""
+    keys = [f"here/{rank}" for rank in range(environment.world_size)]
+    wanted, missing = (keys if environment.rank == 0 else ["all here"]), ""
 
     def say() -> None:
         nonlocal missing
         missing = ranks_in_words([rank for rank, key in enumerate(keys) if not store.check([key])])
         # One rank says it for all.
-        if place.rank == 0:
-            _say(f"{_this(place)} waits at {at} for {missing}.", place)
+        if environment.rank == 0:
+            _say(f"{_this(environment)} waits at {at} for {missing}.", environment)
 
     try:
-        store.set(keys[place.rank], "1")
+        store.set(keys[environment.rank], "1")
         all_here = _until(lambda: store.check(wanted), limit, say)
-        if place.rank == 0 and all_here:
+        if environment.rank == 0 and all_here:
             store.set("all here", "1")
     except RuntimeError as error:
         raise LeydenError(
-            f"{_this(place)} has lost the store at {at} before all ranks were there: rank 0, or who started it, has "
-            "ended. What it printed tells why."
+            f"{_this(environment)} has lost the store at {at} before all ranks were there: rank 0, or who started it, "
+            "has ended. What it printed says why."
         ) from error
     if not all_here:
         raise LeydenError(
-            f"{_this(place)} has waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. "
-            f"{_fix(place)}"
+            f"{_this(environment)} has waited {limit.total_seconds():.0f} s at {at} for {missing or 'other ranks'}. "
+            f"{_fix(environment)}"
         )
 
 
@@ -173,18 +173,18 @@ def _until(condition: Callable[[], bool], limit: timedelta, say: Callable[[], No
     return True
 
 
-def _say(text: str, place: RankEnvironment) -> None:
+def _say(text: str, environment: RankEnvironment) -> None:
     # A launcher of Leyden starts all ranks, and ends them if one ends: if they are slow there is nothing to do.
     if STARTER not in os.environ and AGENT not in os.environ:
-        print(f"leyden: {text} {_fix(place)}", file=sys.stderr, flush=True)
+        print(f"leyden: {text} {_fix(environment)}", file=sys.stderr, flush=True)
 
 
-def _this(place: RankEnvironment) -> str:
-    return f"rank {place.rank} of {place.world_size}"
+def _this(environment: RankEnvironment) -> str:
+    return f"rank {environment.rank} of {environment.world_size}"
 
 
-def _fix(place: RankEnvironment) -> str:
-    if place.starter == "slurm":
+def _fix(environment: RankEnvironment) -> str:
+    if environment.starter == "slurm":
         return (
             "srun's variables (SLURM_PROCID, SLURM_STEP_NUM_TASKS) say so: look at what the other tasks have printed."
         )

@@ -41,21 +41,21 @@ class XLARanks(GroupRanks):
     @property
     def are_planned(self) -> bool:
         # torch_xla also starts a single rank.
-        return self.place is None and (self.world_size > 1 or self.start_method == "xla")
+        return self.environment is None and (self.world_size > 1 or self.start_method == "xla")
 
     def _init_group(self, backend: str) -> bool:
         import torch_xla.distributed.xla_backend  # noqa: F401  (it registers "xla" and "xla://")
 
         if self._kind is not None:
             os.environ.setdefault("PJRT_DEVICE", self._kind)
-        if self.place is None:
+        if self.environment is None:
             is_host = super()._init_group("gloo")
         else:
             dist.init_process_group("xla", init_method="xla://", timeout=self.timeout)
             # The runtime numbers devices by their position, which may differ from the order in which ranks were
             # started.
-            self.place = replace(self.place, rank=dist.get_rank(), world_size=dist.get_world_size())
-            is_host = self.place.rank == 0
+            self.environment = replace(self.environment, rank=dist.get_rank(), world_size=dist.get_world_size())
+            is_host = self.environment.rank == 0
         self.devices = [runtime.start_rank()] * len(self.devices)
         return is_host
 
@@ -100,7 +100,7 @@ class XLADDPStrategy(XLAStrategy):
 
     # its place --------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        self.check_place(accelerator)
+        self.check_accelerator(accelerator)
         self.ranks.plan(accelerator, devices, num_nodes)
 
     def setup_environment(self) -> None:

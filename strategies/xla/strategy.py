@@ -108,7 +108,7 @@ class XLAStrategy(Strategy):
 
     # its place --------------------------------------------------------------------------------------------------------
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
-        self.check_place(accelerator)
+        self.check_accelerator(accelerator)
         if self._given is None:
             self._wanted = parse_devices(devices)
         if isinstance(self._wanted, list) and len(self._wanted) > 1:
@@ -124,7 +124,7 @@ class XLAStrategy(Strategy):
             )
         self.layout.check_devices(self._wanted)
 
-    def check_place(self, accelerator: str) -> None:
+    def check_accelerator(self, accelerator: str) -> None:
         """Raises if torch_xla or the device is missing."""
         if importlib.util.find_spec("torch_xla") is None:
             raise MissingExtraError("torch_xla", "xla", f"strategy={self.name!r}")

@@ -13,7 +13,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.dispatch import Filled, ListPart
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
-from leyden.trainer.data.places import check_place
+from leyden.trainer.data.positions import check_position
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.data.sharding import RankBatches
 
@@ -243,7 +243,7 @@ class PreparedLoader:
         saved.value("rest")
         if saved.value("place") is not None:
             saved.integer("position", least=0)
-            check_place(saved.nested("place"))
+            check_position(saved.nested("place"))
 
     def load_state_dict(self, state: State) -> None:
         """Loads what `state_dict` returned."""

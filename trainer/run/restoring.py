@@ -13,7 +13,7 @@ from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import Unclaimed, rank_file, rank_path, read_rank, saved_ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.step_states import SCHEDULERS
-from leyden.trainer.data.places import check_loaders
+from leyden.trainer.data.positions import check_loaders
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.errors import CheckpointError, blame, naming
 from leyden.trainer.run.resuming import Goal, Reader, progress_of

@@ -18,7 +18,7 @@ _WITHIN = ("source", "before", "first", "inner", "rest", "begun")
 _MOST = 2**53
 
 
-def check_place(saved: SavedState) -> None:
+def check_position(saved: SavedState) -> None:
     """Raises if no source can have saved a position; changes nothing.
 
     Raises:
@@ -45,10 +45,10 @@ def check_place(saved: SavedState) -> None:
         if isinstance(saved.entries.get(key), list):
             continue
         if not saved.is_none(key):
-            check_place(saved.nested(key))
+            check_position(saved.nested(key))
     if "parts" in saved:
         for number, part in enumerate(saved.items("parts")):
-            check_place(SavedState(part, saved.path(f"parts[{number}]")))
+            check_position(SavedState(part, saved.path(f"parts[{number}]")))
 
 
 def check_loaders(saved: SavedState) -> None:
@@ -63,14 +63,14 @@ def check_loaders(saved: SavedState) -> None:
     """
     if not saved.is_none("place"):
         place = saved.nested("place")
-        check_place(place)
+        check_position(place)
         place.integer("batches", least=0)
     if not saved.is_none("rest"):
-        check_place(saved.nested("rest"))
+        check_position(saved.nested("rest"))
     elif saved.is_none("place"):
         raise StateError(saved.path("rest"), "is missing")
     for number, state in enumerate(saved.items("validation")):
-        check_place(SavedState(state, saved.path(f"validation[{number}]")))
+        check_position(SavedState(state, saved.path(f"validation[{number}]")))
 
 
 def _each(saved: SavedState, key: str, check: Any) -> None:
