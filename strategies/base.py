@@ -49,7 +49,6 @@ class Strategy:
 
         place_on                the run's devices are known
         check_settings          further settings, in several calls, as they become known
-        [synchronize_batchnorm]
         setup_environment       this process joins its ranks
         model_context           around `configure_model`
         setup_modules
@@ -59,7 +58,6 @@ class Strategy:
         make_schedulers
         [load_state_dict]       in a resume
         setup_step
-        [check_compiled]
         check_trained           in each epoch
         forward_backward        for each batch
         [shadow_batch]          in its place, on a rank without a sample of the global batch
@@ -83,6 +81,8 @@ class Strategy:
     """False if tensors made in validation take part in a later backward (FSDP2): validation then runs under no_grad."""
     supports_closure: bool = True
     """False if an engine steps by itself, so that an optimizer such as LBFGS cannot evaluate the loss again."""
+    supports_compile: bool = True
+    """False if an engine compiles the whole step by itself, so that it takes no module of `torch.compile`."""
     drives_one: bool = False
     """True for an engine that trains one model with one optimizer; other models are only moved to the device."""
     replicates: bool = True
@@ -220,9 +220,6 @@ class Strategy:
     def synchronize_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, before an evaluation within fit."""
 
-    def synchronize_batchnorm(self) -> None:
-        """Batch norm takes its statistics over all ranks from now on; called before modules are set up."""
-
     def to_device(self, batch: T) -> T:
         """Moves a batch of any nested structure to this rank's device, in the precision of the inputs."""
         return self.precision.convert_input(move_to_device(batch, self.root_device))
@@ -231,9 +228,6 @@ class Strategy:
     def leaves_batches(self) -> bool:
         """True if `to_device` would return a batch of CPU tensors as it is, so that the loop need not call it."""
         return self.root_device.type == "cpu" and not self.precision.converts_input
-
-    def check_compiled(self) -> None:
-        """Raises ConfigurationError if modules compiled by torch.compile cannot run."""
 
     def check_trained(self) -> None:
         """Raises ConfigurationError, at an epoch's start, if parameters unfrozen since set-up would not be trained."""
@@ -296,23 +290,10 @@ class Strategy:
                 loss = loss * window.weight
             return loss / window.length if window.length > 1 else loss
         if window.index == 0:
-            window.begin_items(num_items, _not_zero(self.mean_items(num_items)))
+            window.begin_items(num_items, _not_zero(mean_items(self, num_items)))
         else:
             window.add_items(num_items)
         return loss / window.first_items  # type: ignore[operator]
-
-    def mean_items(self, num_items: Tensor | float) -> Tensor | float:
-        """The mean of a number of items over the data ranks."""
-        if self.data_size == 1:
-            return num_items
-        device = self.root_device
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        if isinstance(num_items, Tensor) and (num_items.device.type != "cpu" or device.type == "cpu"):
-            items = num_items.detach().to(device, dtype).reshape(())
-        else:
-            # Filled on the device: copying a number to a GPU waits for all of its pending work.
-            items = torch.full((), float(num_items), dtype=dtype, device=device)
-        return self.ranks.reduce(items, reduction="mean")
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         """Shadows the other ranks' `forward_backward` on a rank without a sample in the global batch, as torch's Join.
@@ -331,11 +312,6 @@ class Strategy:
             f"{type(self).__name__} has {self.data_size} data ranks and no shadow_batch, and a global batch has fewer "
             "samples than ranks: write it, or give the loader drop_last=True."
         )
-
-    def shadow_items(self, window: Window) -> None:
-        """Shadows the exchange of `loss_to_backward`, on a rank without a sample: it has no items."""
-        if window.index == 0 and self.ranks.any(False):
-            window.begin_items(0, _not_zero(self.mean_items(0)))
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
         """Runs the training step of manual optimisation: forward only, in the precision's context."""
@@ -496,9 +472,25 @@ class Strategy:
         """Returns a context in which backward exchanges gradients between ranks if enabled, and not otherwise."""
         return nullcontext()
 
-    def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Returns a context in which backward exchanges gradients even if forward ran in `gradient_sync(False)`."""
-        return self.gradient_sync(True)
+
+def mean_items(strategy: Strategy, num_items: Tensor | float) -> Tensor | float:
+    """The mean of a number of items over the data ranks."""
+    if strategy.data_size == 1:
+        return num_items
+    device = strategy.root_device
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(num_items, Tensor) and (num_items.device.type != "cpu" or device.type == "cpu"):
+        items = num_items.detach().to(device, dtype).reshape(())
+    else:
+        # Filled on the device: copying a number to a GPU waits for all of its pending work.
+        items = torch.full((), float(num_items), dtype=dtype, device=device)
+    return strategy.ranks.reduce(items, reduction="mean")
+
+
+def shadow_items(strategy: Strategy, window: Window) -> None:
+    """Shadows the exchange of `Strategy.loss_to_backward`, on a rank without a sample: it has no items."""
+    if window.index == 0 and strategy.ranks.any(False):
+        window.begin_items(0, _not_zero(mean_items(strategy, 0)))
 
 
 def _not_zero(num_items: Tensor | float) -> Tensor | float:

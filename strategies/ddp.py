@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from leyden.strategies.base import shadow_items
 from leyden.strategies.comm_hooks import find_comm_hook
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.own_loop import OwnLoop
@@ -74,7 +75,6 @@ class DDPStrategy(ProcessGroupStrategy):
         self.own_loop: DDPLoop = DDPLoop(self._wrapping)
         self.ddp: DistributedDataParallel | None = None
         self._sent: set[int] = set()
-        self.sync_batchnorm = False
         self._holds_back = False
         self._manual = False
 
@@ -88,13 +88,6 @@ class DDPStrategy(ProcessGroupStrategy):
         self._wrapping.extend(arguments, hook)
 
     # modules ----------------------------------------------------------------------------------------------------------
-    def synchronize_batchnorm(self) -> None:
-        if self.root_device.type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
-            )
-        self.sync_batchnorm = True
-
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         if self.sync_batchnorm:
             convert: Callable[[nn.Module], nn.Module] = nn.SyncBatchNorm.convert_sync_batchnorm
@@ -186,7 +179,7 @@ class DDPStrategy(ProcessGroupStrategy):
         else:
             with self.ddp.module.without_step():
                 zero = self.ddp()
-        self.shadow_items(window)
+        shadow_items(self, window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
     @property
@@ -229,20 +222,6 @@ class DDPStrategy(ProcessGroupStrategy):
                 yield
         finally:
             self._holds_back = before
-
-    @contextmanager
-    def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
-        if not isinstance(module, DistributedDataParallel):
-            yield
-            return
-        before = module.require_backward_grad_sync, module.require_forward_param_sync
-        module.require_backward_grad_sync = module.require_forward_param_sync = True
-        # What forward would have done, had it been run with sync.
-        module.reducer.prepare_for_backward([])
-        try:
-            yield
-        finally:
-            module.require_backward_grad_sync, module.require_forward_param_sync = before
 
 
 class Wrapping:
@@ -288,6 +267,20 @@ class DDPLoop(OwnLoop):
             vars(wrapped).pop("reducer", None)
             vars(wrapped).pop("logger", None)
         self.wrapped = []
+
+    @contextmanager
+    def sync_in_backward(self, module: nn.Module) -> Iterator[None]:
+        if not isinstance(module, DistributedDataParallel):
+            yield
+            return
+        before = module.require_backward_grad_sync, module.require_forward_param_sync
+        module.require_backward_grad_sync = module.require_forward_param_sync = True
+        # What forward would have done, had it been run with sync.
+        module.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            module.require_backward_grad_sync, module.require_forward_param_sync = before
 
     def joining(self, modules: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         from torch.distributed.algorithms.join import Join

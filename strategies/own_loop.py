@@ -23,6 +23,10 @@ class OwnLoop:
         """Returns a context in which ranks without further batches take part in what the others exchange."""
         return nullcontext()
 
+    def sync_in_backward(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Returns a context in which backward exchanges the gradients of a forward pass that ran without exchange."""
+        return nullcontext()
+
     def clip_each_step(self, value: float) -> None:
         """Clips each step to a norm, as a launch's configuration asks of an engine; other loops clip themselves."""
 

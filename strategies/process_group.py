@@ -25,6 +25,7 @@ from leyden.strategies.launch.failure import LEAVE, FirstFailure, end_with_paren
 from leyden.strategies.launch.meeting import meet
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
+from leyden.strategies.settings import RunSettings
 from leyden.strategies.single import find_device, with_index
 
 T = TypeVar("T")
@@ -322,9 +323,19 @@ class ProcessGroupStrategy(Strategy):
         start_method: str = "script",
     ) -> None:
         super().__init__(precision, GroupRanks(devices, num_nodes, process_group_backend, timeout, start_method))
+        self.sync_batchnorm = False
+        """Batch norm takes its statistics over all ranks."""
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.ranks.plan(accelerator, devices, num_nodes)
+
+    def check_settings(self, settings: RunSettings) -> None:
+        if settings.sync_batchnorm:
+            if self.root_device.type == "cpu":
+                raise ConfigurationError(
+                    "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
+                )
+            self.sync_batchnorm = True
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -16,6 +16,7 @@ class RunSettings:
         batch_size: samples of a batch on one rank.
         manual: the module calls backward and steps by itself.
         own_backward: the module has a `backward` of its own.
+        sync_batchnorm: batch norm takes its statistics over all ranks.
         optimizers: how many the run makes.
         schedulers: how many learning-rate schedulers it makes.
     """
@@ -26,5 +27,6 @@ class RunSettings:
     batch_size: int | None = None
     manual: bool | None = None
     own_backward: bool | None = None
+    sync_batchnorm: bool | None = None
     optimizers: int | None = None
     schedulers: int | None = None

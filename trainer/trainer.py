@@ -179,8 +179,6 @@ class Trainer(TrainerView):
             devices=arguments.devices,
             num_nodes=arguments.num_nodes,
         )
-        if arguments.sync_batchnorm:
-            self.strategy.synchronize_batchnorm()
         self.last_checkpoint: Path | None = None
         self._fit: FitLoop | None = None
         self._kept: dict[str, Any] | None = None
@@ -443,7 +441,7 @@ class Trainer(TrainerView):
     ) -> Run:
         module, compiled = unwrapped(model)
         if compiled is not None:
-            self.strategy.check_compiled()
+            self.accelerator.check_compiled()
         if stage == "fit" and goal.continues and (self._kept is None or self.module is not module):
             raise ConfigurationError(
                 "ckpt_path='current' continues with the module of this Trainer's last fit: fit it first."

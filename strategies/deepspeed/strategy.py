@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm
+from leyden.strategies.base import ClipAlgorithm, shadow_items
 from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
 from leyden.strategies.deepspeed.engine_state import counters, pieces_of, refresh, release, restore_counters, weights
@@ -310,7 +310,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         loss, _ = self.zero.forward(self._in_precision(partial(step_fn, filler, *extra)), window.closes)
         # Not loss * 0, which is nan where the loss is.
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        self.shadow_items(window)
+        shadow_items(self, window)
         self.engine.backward(zero)
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from leyden.strategies.base import ClipAlgorithm, stepped_parameters
+from leyden.strategies.base import ClipAlgorithm, shadow_items, stepped_parameters
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.fsdp1_names import Translation
@@ -116,7 +116,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
             self.name = "hsdp"
-        self.sync_batchnorm = False
         self.record = ShardRecord()
         """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
@@ -267,14 +266,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         for root in self._roots:
             root.reshard()
 
-    def synchronize_batchnorm(self) -> None:
-        """Asks for the statistics of batch norm over all ranks."""
-        if self.root_device.type == "cpu":
-            raise ConfigurationError(
-                "sync_batchnorm=True needs GPUs: torch's SyncBatchNorm does not run on the CPU. Leave it out there."
-            )
-        self.sync_batchnorm = True
-
     def synchronize_buffers(self) -> None:
         """Gives every rank the buffers of rank 0, which a checkpoint has."""
         for module in self.modules:
@@ -334,7 +325,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         loss, _ = read_loss(self.forward(step_fn, filler, extra))
         # Not loss * 0, which is nan where the loss is.
         zero = torch.where(torch.zeros_like(loss, dtype=torch.bool), loss, 0.0)
-        self.shadow_items(window)
+        shadow_items(self, window)
         self.precision.scale_loss(zero).backward()  # type: ignore[no-untyped-call]
 
     def _set_sync(self, enabled: bool) -> None:

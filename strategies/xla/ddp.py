@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from leyden.strategies.base import shadow_items
 from leyden.strategies.precision import Precision
 from leyden.strategies.process_group import GroupRanks, remember
 from leyden.strategies.ranks import Ranks
@@ -140,7 +141,7 @@ class XLADDPStrategy(XLAStrategy):
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
         """Nothing is exchanged before the step, for which this rank's gradients must be there."""
         self._cut(window)
-        self.shadow_items(window)
+        shadow_items(self, window)
         for module in self.modules:
             for parameter in module.parameters():
                 if parameter.requires_grad and parameter.grad is None:

@@ -88,6 +88,8 @@ class XLAStrategy(Strategy):
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
+    # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, torch_xla 2.9).
+    supports_compile = False
     _kind: str | None = None
 
     def __init__(
@@ -192,14 +194,6 @@ class XLAStrategy(Strategy):
     def to_device(self, batch: T) -> T:
         batch = super().to_device(batch)
         return map_tensors(batch, self.layout.split) if self.layout.is_spread else batch
-
-    def check_compiled(self) -> None:
-        # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, torch_xla
-        # 2.9).
-        raise ConfigurationError(
-            f"torch.compile with strategy={self.name!r}: XLA compiles the whole step by itself. Give the module as it "
-            "is."
-        )
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _cut(self, window: Window) -> None:

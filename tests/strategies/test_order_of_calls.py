@@ -19,12 +19,11 @@ ORDER = [name for _, name in LISTED]
 ALWAYS = [name for optional, name in LISTED if not optional]
 FOR_USERS = {"barrier", "broadcast", "all_gather", "reduce"}
 """Collectives of Lightning's contract that pass on to `strategy.ranks`, where alone they can be overridden."""
-WITHIN = {"loss_to_backward", "mean_items", "shadow_items", "clip_parameters", "forward"}
+WITHIN = {"loss_to_backward", "clip_parameters", "forward"}
 """Methods that other methods call."""
 ANY_TIME = {
     "init_module",
     "gradient_sync",
-    "sync_in_backward",
     "backward",
     "full_state_dict",
     "release",

@@ -105,8 +105,8 @@ def test_words_of_what_cannot_be(tmp_path: Path) -> None:
         ("gpu", "Use accelerator='xla'"),
         ("several", "Use devices='auto', or one index"),
         ("closure", "LBFGS evaluates the loss several times"),
-        ("compiled", "XLA compiles the whole step by itself"),
-        ("backend", "XLA compiles the whole step by itself"),
+        ("compiled", "its engine compiles the whole step by itself"),
+        ("backend", "its engine compiles the whole step by itself"),
         ("more devices", "devices=2, and XLA has 1 here"),
     ):
         assert found[name].startswith("ConfigurationError"), (name, found[name])

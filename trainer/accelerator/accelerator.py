@@ -527,9 +527,11 @@ class Accelerator:
         """Within it backward sends no gradients to the other ranks."""
         return self.strategy.gradient_sync(False)
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """The next backward sends gradients, though its forward was run under `no_sync`."""
-        return self.strategy.sync_in_backward(model)
+        with self.strategy.gradient_sync(True), self.strategy.own_loop.sync_in_backward(model):
+            yield
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:

@@ -137,7 +137,7 @@ class Preparing:
             run_in_context(bare, context, options.converts_outputs(strategy))
         prepared = bare if evaluation_mode else strategy.own_loop.wrap(bare)
         if options.backend is not None:
-            strategy.check_compiled()
+            stepping.check_compiled()
             prepared = torch.compile(prepared, backend=options.backend, **options.compile_options)  # type: ignore[assignment]
         if not evaluation_mode:
             stepping.add_model(prepared, bare)

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies import Strategy, Window, find_strategy
+from leyden.strategies.base import mean_items
 from leyden.strategies.batch import map_tensors
+from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision, find_precision
 from leyden.trainer.engine.gathering import check_gathered, tell_of_rest
 from leyden.trainer.engine.prepared import PreparedOptimizer
@@ -92,6 +94,14 @@ class Engine:
         return [prepared.optimizer for prepared in self.prepared_optimizers]
 
     # set-up -----------------------------------------------------------------------------------------------------------
+    def check_compiled(self) -> None:
+        """Raises ConfigurationError if the strategy does not run modules compiled by torch.compile."""
+        if not self.strategy.supports_compile:
+            raise ConfigurationError(
+                f"torch.compile with strategy={self.strategy.name!r}: its engine compiles the whole step by itself. "
+                "Give the module as it is."
+            )
+
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """Brings the module to its device; its optimizers are made after that."""
         return self.strategy.setup_modules([module])[0]
@@ -116,7 +126,7 @@ class Engine:
         count = window.index + 1
         if window.num_items is not None and window.first_items is not None:
             if count > 1:
-                self.strategy.scale_gradients(_ratio(window.first_items, self.strategy.mean_items(window.num_items)))
+                self.strategy.scale_gradients(_ratio(window.first_items, mean_items(self.strategy, window.num_items)))
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)
 
@@ -240,8 +250,6 @@ class Engine:
 
     def check_parameters(self, modules: Iterable[nn.Module]) -> None:
         """Raises if an optimizer holds only parameters that no module owns: its steps would have no effect."""
-        from leyden.strategies.errors import ConfigurationError
-
         known = {id(p) for module in modules for p in module.parameters()}
         for number, optimizer in enumerate(self.optimizers):
             owned = [p for group in self.strategy.master_weights.groups(optimizer) for p in group]

@@ -91,6 +91,7 @@ def settings_of(run: Run, optimizers: int | None = None, loader: Any = None) -> 
         batch_size=sizes[0] if len(sizes) == 1 else None,
         manual=not module.automatic_optimization,
         own_backward=overrides(module, "backward", TrainModule),
+        sync_batchnorm=arguments.sync_batchnorm,
         optimizers=optimizers,
         schedulers=None if optimizers is None else len(run.schedulers),
     )
