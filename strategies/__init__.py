@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.mesh.strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.precision.transformer_engine import (
         TransformerEnginePrecision as TransformerEnginePrecision,
     )
@@ -37,6 +38,7 @@ _HOMES = {
     "DDPStrategy": "leyden.strategies.ddp",
     "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",
     "FSDPStrategy": "leyden.strategies.fsdp.strategy",
+    "MeshStrategy": "leyden.strategies.mesh.strategy",
     "TransformerEnginePrecision": "leyden.strategies.precision.transformer_engine",
     "XLADDPStrategy": "leyden.strategies.xla.ddp",
     "XLAFSDPStrategy": "leyden.strategies.xla.strategy",
@@ -45,6 +47,7 @@ _HOMES = {
 
 DDP = ("leyden.strategies.ddp", "DDPStrategy")
 FSDP = ("leyden.strategies.fsdp.strategy", "FSDPStrategy")
+MESH = ("leyden.strategies.mesh.strategy", "MeshStrategy")
 DEEPSPEED = ("leyden.strategies.deepspeed.strategy", "DeepSpeedStrategy")
 # Name -> module, class, arguments. Imported when used: a run without torch.distributed starts faster.
 SEVERAL: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -64,6 +67,9 @@ SEVERAL |= {
     "fsdp_shard_grad_op": (*FSDP, {"reshard_after_forward": False}),
     "fsdp_cpu_offload": (*FSDP, {"cpu_offload": True}),
     "hsdp": (*FSDP, {"device_mesh": "auto"}),
+    "mesh": (*MESH, {}),
+    "tp": (*MESH, {"dp_shard": 1, "tp": -1}),
+    "fsdp_tp": (*MESH, {"tp": "auto"}),
     "xla": ("leyden.strategies.xla.strategy", "XLAStrategy", {}),
     "xla_fsdp": ("leyden.strategies.xla.strategy", "XLAFSDPStrategy", {}),
     "xla_ddp": ("leyden.strategies.xla.ddp", "XLADDPStrategy", {}),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.values import Slot, Values, replace
@@ -24,7 +24,7 @@ class Sharding:
     """How every group of a model is sharded.
 
     Attributes:
-        mesh: one dimension, over which parameters are sharded; or two, (replicate, shard).
+        mesh: one dimension, over which parameters are sharded; or two, (replicate, shard); None leaves them whole.
         device: where the shards are used.
         policy: dtypes of gathered parameters and of the reduction.
         offload: whether shards wait on the CPU.
@@ -34,9 +34,10 @@ class Sharding:
         source: the group in which rank 0's values are given to all; None leaves each rank its own.
         values: of the tensors on the meta device.
         before: told of each module and parameter name when it has its values and is about to be sharded.
+        split: splits the layers of a group, whose values every rank has, over the ranks of another dimension.
     """
 
-    mesh: DeviceMesh
+    mesh: DeviceMesh | None
     device: torch.device
     policy: MixedPrecisionPolicy
     offload: OffloadPolicy
@@ -45,6 +46,9 @@ class Sharding:
     source: Any = None
     values: Values = field(default_factory=Values)
     before: Callable[[nn.Module, str], None] | None = None
+    split: Callable[[list[Slot]], None] | None = None
+
+    _done: set[Slot] = field(default_factory=set)
 
     def apply(self, parts: Iterable[nn.Module]) -> None:
         """Shards the parts; those that stand in others come first."""
@@ -54,7 +58,8 @@ class Sharding:
     def _shard(self, part: nn.Module) -> None:
         if isinstance(part, FSDPModule):
             return
-        slots = list(unsharded(part))
+        slots = [slot for slot in unsharded(part) if slot not in self._done]
+        self._done.update(slots)
         self._materialise(slots)
         if self.source is not None:
             self._take_values(slots)
@@ -62,6 +67,11 @@ class Sharding:
         for module, name in slots:
             if self.before is not None and name in module._parameters:
                 self.before(module, name)
+        if self.split is not None:
+            self.split(slots)
+        if self.mesh is None:
+            part.to(self.device)
+            return
         fully_shard(
             part,
             mesh=self.mesh,
@@ -157,7 +167,13 @@ def local(tensor: Tensor) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """The full tensor, gathered from all ranks where it is sharded: every rank must call it."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    # One dimension of the mesh at a time, from the outermost: torch warns about gathering over two at once.
+    for dim in range(tensor.device_mesh.ndim - 1):
+        placements = [Replicate()] * (dim + 1) + list(tensor.placements[dim + 1 :])
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.full_tensor()
 
 
 def shard_like(value: Tensor, parameter: nn.Parameter) -> Tensor:

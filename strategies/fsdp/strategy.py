@@ -33,7 +33,7 @@ from leyden.strategies.fsdp.sharding import (
     shard_like,
     whole,
 )
-from leyden.strategies.fsdp.values import Values
+from leyden.strategies.fsdp.values import Slot, Values
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.window import Window, read_loss
 
@@ -150,9 +150,13 @@ class FSDPStrategy(ProcessGroupStrategy):
                 f"{str(backend)!r} alone: leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
             )
         if self.device_mesh is None:
-            shape = self._shape()
-            names = ("replicate", "shard")[-len(shape) :]
-            self.device_mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
+            self.device_mesh = self.make_mesh()
+
+    def make_mesh(self) -> DeviceMesh | None:
+        """The mesh over which parameters are sharded; None for none, where each rank keeps what it has."""
+        shape = self._shape()
+        names = ("replicate", "shard")[-len(shape) :]
+        return init_device_mesh(self.root_device.type, shape, mesh_dim_names=names)
 
     def _shape(self) -> tuple[int, ...]:
         """The sizes of the mesh.
@@ -225,8 +229,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _shard_anew(
         self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        assert self.device_mesh is not None
-        settings = self.settings
+        settings, split = self.settings, self.split_for(module)
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
@@ -247,6 +250,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             ignored=ignored,
             values=self._values,
             before=self.precision.before_sharding,
+            split=split,
             source=self.ranks.host_group if settings["sync_module_states"] and self.ranks.world_size > 1 else None,
         ).apply([*parts, *roots])
         if roots != [module]:
@@ -257,9 +261,13 @@ class FSDPStrategy(ProcessGroupStrategy):
             prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
         self._replaced.after(module, before)
         guard_exports(module)
-        shape, form = tuple(self.device_mesh.shape), self.precision.form
+        shape, form = tuple(self.device_mesh.shape) if self.device_mesh is not None else (), self.precision.form
         self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form)
         module.__dict__["_leyden_record"] = self.record
+
+    def split_for(self, module: nn.Module) -> Callable[[list[Slot]], None] | None:
+        """What splits the layers of each group before it is sharded; None for nothing."""
+        return None
 
     def _reshard_roots(self) -> None:
         """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""

@@ -127,6 +127,9 @@ class Logs:
                     f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as "
                     "value.mean()."
                 )
+            if type(value) is not Tensor and hasattr(value, "full_tensor"):
+                # Of a mesh, a loss is a DTensor where its logits are split.
+                value = value.full_tensor()
             # A copy, since the user may change the tensor in place afterwards.
             value = value.clone() if enable_graph else value.detach().clone()
             if value.dim():

@@ -1,0 +1,121 @@
+"""What a plan asks of a model, found before any weight is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.strategies.mesh.styles import Colwise, Heads, Rowwise
+
+HEADS = (
+    *("n_heads", "n_head", "num_heads", "nhead", "num_attention_heads"),
+    *("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads"),
+)
+"""Attributes in which a layer counts its heads, of which each rank has a share."""
+
+
+def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
+    """Refuses a layer that a style cannot split, or not over so many ranks.
+
+    Raises:
+        ConfigurationError: names the layer.
+    """
+    if isinstance(style, Heads):
+        _check_heads(name, module, size)
+    if not isinstance(style, (Colwise, Rowwise)):
+        return
+    word = "colwise" if isinstance(style, Colwise) else "rowwise"
+    if not isinstance(module, (nn.Linear, nn.Embedding)):
+        raise ConfigurationError(
+            f"the plan makes {name!r} {word}, and it is {kind_of(module)}: only Linear and Embedding layers are split. "
+            "Name the layers in it."
+        )
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.sparse):
+        raise ConfigurationError(
+            f"{name!r} has {'sparse=True' if module.sparse else 'max_norm'}, which works on whole rows of gradients or "
+            "weights: leave it out, or leave the embedding out of the plan."
+        )
+    for parameter, placement in style.placements(module).items():
+        dim = placement.dim if isinstance(placement, Shard) else None
+        count = None if dim is None else module.get_parameter(parameter).shape[dim]
+        if count is not None and count % size:
+            raise ConfigurationError(
+                f"{name}.{parameter} has {count} {'columns' if dim else 'rows'}, which tp={size} does not divide: pad "
+                "the layer, choose another tp, or leave it out of the plan."
+            )
+
+
+def heads_of(module: nn.Module) -> dict[str, int]:
+    """The attributes in which a module counts its heads."""
+    return {name: vars(module)[name] for name in HEADS if type(vars(module).get(name)) is int}
+
+
+def _check_heads(name: str, module: nn.Module, size: int) -> None:
+    found = heads_of(module)
+    if not found:
+        raise ConfigurationError(
+            f"the plan makes {name!r} 'heads', and it counts none: it has no attribute of {', '.join(HEADS)}."
+        )
+    for attribute, count in found.items():
+        if count % size:
+            raise ConfigurationError(
+                f"{name}.{attribute} is {count}, which tp={size} does not divide: choose a tp that divides it."
+            )
+
+
+def check_counted(root: nn.Module, styles: dict[nn.Module, ParallelStyle], size: int) -> None:
+    """Finds layers that count their heads and would go on with all of them, where a rank has a share.
+
+    Models of `transformers` take the number from the activation, and only have to divide.
+
+    Raises:
+        ConfigurationError: names the layer and what to add to the plan.
+    """
+    for name, module in root.named_modules():
+        style = styles.get(module)
+        splits = any(isinstance(own := styles.get(child), Colwise) and not own.gathers for child in module.children())
+        if not splits or isinstance(style, Heads):
+            continue
+        if type(module).__module__.startswith("transformers."):
+            _check_config(name, module, size)
+        elif found := heads_of(module):
+            pattern = ".".join("*" if part.isdigit() else part for part in name.split("."))
+            counts = ", ".join(f"{attribute}={count}" for attribute, count in found.items())
+            raise ConfigurationError(
+                f"{name!r} has {counts}, and under tp={size} each rank has a share of its heads: add "
+                f"{pattern!r}: 'heads' to the plan, which divides them."
+            )
+
+
+def _check_config(name: str, module: nn.Module, size: int) -> None:
+    config = getattr(module, "config", None)
+    for attribute in ("num_attention_heads", "num_key_value_heads") if hasattr(module, "head_dim") else ():
+        count = getattr(config, attribute, None)
+        if isinstance(count, int) and count % size:
+            raise ConfigurationError(
+                f"{name!r} has {attribute}={count}, which tp={size} does not divide: choose a tp that divides it."
+            )
+
+
+def check_tied(root: nn.Module, placement: Callable[[nn.Module, str], Placement | None]) -> None:
+    """Refuses a plan that splits one tensor in two ways.
+
+    Raises:
+        ConfigurationError: names both places.
+    """
+    seen: dict[int, tuple[str, Placement | None]] = {}
+    for prefix, module in root.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            own, here = placement(module, name), f"{prefix}.{name}" if prefix else name
+            first, other = seen.setdefault(id(parameter), (here, own))
+            if None not in (own, other) and own != other:
+                raise ConfigurationError(
+                    f"{first!r} and {here!r} are one tensor, and the plan splits it in two ways ({other} and {own}). "
+                    "Give both the same: an embedding 'rowwise' and a head 'gather' or 'loss' split the entries."
+                )

@@ -1,0 +1,55 @@
+"""Draws: random numbers that are alike on the ranks of a tp group where activations are, and differ where those do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Draws:
+    """Switches this rank's random numbers within a step.
+
+    Ranks of a tp group begin a step with the same state, so a dropout of what every rank has whole drops the same.
+    Where each rank has a part (of the heads, of the sequence), it continues from a seed of its own, drawn from the
+    common state: so a forward that is run again in backward, by activation checkpointing, drops the same again.
+
+    Args:
+        rank: this one, within its tp group.
+        device: whose random numbers are switched beside the CPU's.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self._rank = rank
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._generators.append(torch.cuda.default_generators[index])
+        self._active = False
+        self._alike: list[torch.Tensor] | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """In this context, of a training step, random numbers are switched."""
+        self._active = True
+        try:
+            yield
+        finally:
+            self.switch(False)
+            self._active = False
+
+    def switch(self, differ: bool) -> None:
+        """From here on the ranks' activations differ, or are alike again."""
+        if not self._active or differ is (self._alike is not None):
+            return
+        if differ:
+            seed = int(torch.randint(2**62, ()))
+            self._alike = [generator.get_state() for generator in self._generators]
+            for generator in self._generators:
+                generator.manual_seed(seed + self._rank)
+        else:
+            assert self._alike is not None
+            for generator, state in zip(self._generators, self._alike, strict=True):
+                generator.set_state(state)
+            self._alike = None

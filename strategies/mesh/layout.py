@@ -1,0 +1,136 @@
+"""Layout: how the ranks of a run are laid out in a mesh, and what each of its dimensions is for."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LATER = {"pp": "pipeline", "cp": "context"}
+"""Dimensions that have a place in the mesh and nothing yet that runs them."""
+ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbours on one machine."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes of a mesh of ranks. Their product is the number of ranks.
+
+    Ranks are counted with tp fastest: in a mesh of dp_shard 2 × tp 2, ranks 0 and 1 share their batches.
+
+    Attributes:
+        dp_replicate: copies of the model, whose gradients are averaged.
+        dp_shard: ranks over which each copy is sharded, as FSDP does. -1 fills the world.
+        tp: ranks over which layers are split, which share their batches.
+        pp: pipeline stages: 1 in this version.
+        cp: ranks over which a sequence is split: 1 in this version.
+
+    Raises:
+        ConfigurationError: for sizes that are no sizes; names the one.
+
+    Example:
+        >>> layout = Layout(dp_shard=-1, tp=2).filled(8)
+        >>> str(layout), layout.data_size, layout.data_rank(5)
+        ('dp_shard 4 × tp 2', 4, 2)
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes.items():
+            if type(size) is not int or (size < 1 and size != -1):
+                raise ConfigurationError(f"{name}={size!r}: give a number of ranks from 1, or -1 to fill the world.")
+        if len(self.open) > 1:
+            raise ConfigurationError(f"{' and '.join(self.open)} are both -1: only one of them can fill the world.")
+        for name, kind in LATER.items():
+            if self.sizes[name] != 1:
+                raise ConfigurationError(
+                    f"{name}={self.sizes[name]}: {kind} parallelism is not part of this version. Leave {name} out."
+                )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Every dimension's size by its name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def open(self) -> list[str]:
+        """The dimensions that fill the world."""
+        return [name for name, size in self.sizes.items() if size == -1]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def data_size(self) -> int:
+        """The number of ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_rank(self, rank: int) -> int:
+        """The number of a rank among those that see different samples; ranks of one tp group share it."""
+        return rank // (self.cp * self.tp) % self.data_size
+
+    def filled(self, world: int) -> Layout:
+        """This layout for a number of ranks.
+
+        Raises:
+            ConfigurationError: if the sizes do not make up the world; names the nearest that do.
+        """
+        fixed = math.prod(size for size in self.sizes.values() if size != -1)
+        if not self.open and fixed == world:
+            return self
+        if self.open and world % fixed == 0:
+            return replace(self, **{self.open[0]: world // fixed})
+        named = ", ".join(f"{name}={size}" for name, size in self.sizes.items() if size != 1)
+        raise ConfigurationError(
+            f"a mesh of {named} does not make up {world} rank{'s'[: world != 1]}: {_nearest(self, world)}."
+        )
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """The DeviceMesh, with the names `dp_replicate`, `dp_shard` and `tp`; every rank must call it.
+
+        A dimension of one rank is left out, but for dp_shard beside dp_replicate, which torch asks for.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        names = tuple(name for name in ORDER if self._is_there(name))
+        return init_device_mesh(device, tuple(self.sizes[name] for name in names), mesh_dim_names=names)
+
+    def _is_there(self, name: str) -> bool:
+        return self.sizes[name] > 1 or (name == "dp_shard" and (self.dp_replicate > 1 or self.size == 1))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {self.sizes[name]}" for name in ORDER if self.sizes[name] > 1) or "1 rank"
+
+
+def _nearest(layout: Layout, world: int) -> str:
+    """The sizes closest to those of a layout that make up the world, as arguments."""
+
+    def distance(sizes: tuple[int, ...]) -> float:
+        pairs = zip(sizes, (layout.dp_replicate, layout.dp_shard, layout.tp), strict=True)
+        return sum(abs(math.log(here / there)) for here, there in pairs if there != -1)
+
+    sizes = min(_factors(world), key=distance)
+    return "use " + ", ".join(
+        f"{name}={size}" for name, size in zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)
+    )
+
+
+def _factors(world: int) -> Iterator[tuple[int, int, int]]:
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    for replicas, shards in itertools.product(divisors, divisors):
+        if world % (replicas * shards) == 0:
+            yield replicas, shards, world // (replicas * shards)

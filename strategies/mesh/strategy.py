@@ -1,0 +1,176 @@
+"""MeshStrategy: tensor and sequence parallel on plain modules, alone or within FSDP and HSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from leyden.strategies.batch import map_tensors
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.policy import WrapPolicy
+from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.fsdp.strategy import FSDPStrategy
+from leyden.strategies.mesh.draws import Draws
+from leyden.strategies.mesh.gradients import check_alike, sum_partial
+from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, plan_of
+from leyden.strategies.window import BackwardHooks, Window
+
+T = TypeVar("T")
+DATA = ("dp_replicate", "dp_shard")
+"""The dimensions over which FSDP and HSDP work."""
+
+
+class MeshStrategy(FSDPStrategy):
+    """A mesh of ranks: copies of the model, each sharded as FSDP does, with layers split over `tp` ranks.
+
+    The ranks of one tp group share their batches. One process's numbers hold: the same loss, the same weights.
+
+    Args:
+        dp_replicate: see `Layout`, like the next four.
+        dp_shard: -1 fills the world.
+        tp: over how many ranks layers are split; "auto" for those of a machine, or for two on a single machine.
+        pp: 1 in this version.
+        cp: 1 in this version.
+        plan: which layers are split, and how: pattern → style (see `Plan`). Left out, the module's `parallel_plan()`,
+            or the `tp_plan` of a `transformers` model in it.
+        auto_wrap_policy: as FSDPStrategy's.
+        **kwargs: FSDPStrategy's other arguments.
+
+    Raises:
+        ConfigurationError: for sizes that do not make up the world, or a plan that does not fit the model.
+
+    Example:
+        >>> MeshStrategy(tp=2, plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}).name
+        'mesh'
+    """
+
+    def __init__(
+        self,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        tp: int | Literal["auto"] = 1,
+        pp: int = 1,
+        cp: int = 1,
+        *,
+        plan: Plan | PlanLike | None = None,
+        auto_wrap_policy: WrapPolicy = "auto",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(auto_wrap_policy, **kwargs)
+        self.name = "mesh"
+        self._splits_by_machine = tp == "auto"
+        self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
+        self.mesh: DeviceMesh | None = None
+        """The whole mesh, with a name for each dimension; None before the ranks have joined."""
+        self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
+        self._tensor: TensorParallel | None = None
+        self._draws: Draws | None = None
+        self._is_checked = False
+
+    # environment ------------------------------------------------------------------------------------------------------
+    @property
+    def data_rank(self) -> int:
+        return self._filled.data_rank(self.ranks.global_rank)
+
+    @property
+    def data_size(self) -> int:
+        return self._filled.data_size
+
+    @property
+    def _filled(self) -> Layout:
+        layout, world, local = self.layout, self.ranks.world_size, self.ranks.local_size
+        if self._splits_by_machine:
+            layout = replace(layout, tp=local if local < world else 2)
+        return layout.filled(world)
+
+    def make_mesh(self) -> DeviceMesh | None:
+        self.layout, self._splits_by_machine = self._filled, False
+        self.mesh = self.layout.mesh(self.root_device.type)
+        names = tuple(name for name in DATA if name in (self.mesh.mesh_dim_names or ()))
+        if names and self.layout.tp > 1:
+            # So that a norm over all gradients is one message: torch looks for a group of both dimensions.
+            self.mesh[("dp_shard", "tp")]._flatten("dp_shard_tp")
+        return self.mesh[names] if names else None
+
+    def teardown(self) -> None:
+        self._is_checked = False
+        super().teardown()
+
+    @property
+    def details(self) -> str:
+        return f"{self.layout} of {self.ranks.world_size} ranks" + (
+            f", {self.record.line()}" if self.device_mesh else ""
+        )
+
+    # modules and optimizers -------------------------------------------------------------------------------------------
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        if self.layout.tp > 1 and self._tensor is None:
+            assert self.mesh is not None
+            group = self.mesh["tp"]
+            self._draws = Draws(group.get_local_rank(), self.root_device)
+            plans = [self._plan] if self._plan is not None else [plan_of(module) for module in modules]
+            plan = next((plan for plan in plans if plan is not None), None)
+            if plan is None:
+                raise ConfigurationError(
+                    f"tp={self.layout.tp} needs a plan of what is split: give MeshStrategy(plan={{pattern: style}}), "
+                    "or the module a parallel_plan()."
+                )
+            self._tensor = TensorParallel(plan, group, self._draws.switch)
+        return super().setup_modules(modules)
+
+    def split_for(self, module: nn.Module) -> Any:
+        if self._tensor is None:
+            return None
+        self._tensor.begin(module)
+        return self._tensor.split
+
+    # the step ---------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _step(self, trains: bool) -> Iterator[None]:
+        if self._tensor is None or self._draws is None:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.callback(self._tensor.entrance.clear)
+            stack.enter_context(self._tensor.views.active())
+            if trains:
+                stack.enter_context(self._draws.active())
+            if self._splits_loss:
+                stack.enter_context(loss_parallel())
+            yield
+
+    def forward_backward(
+        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
+    ) -> Any:
+        with self._step(trains=True):
+            outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
+        return map_tensors(outputs, whole) if self._splits_loss else outputs
+
+    def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        with self._step(trains=self.modules[0].training):
+            return super().forward(step_fn, batch, extra)
+
+    @property
+    def _splits_loss(self) -> bool:
+        """True where logits are split by class, so that the loss of a step is a DTensor."""
+        return self._tensor is not None and self._tensor.plan.splits_loss
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        if self._tensor is not None:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            sum_partial(parameters)
+            if not self._is_checked:
+                self._is_checked = True
+                check_alike(self._tensor.mesh, self.modules, parameters)
+        super().before_step(optimizer)
+
+
+__all__ = ["MeshStrategy"]

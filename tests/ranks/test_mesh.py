@@ -1,0 +1,60 @@
+"""The mesh on real ranks: one process's losses and weights, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET
+from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
+from ranks.world import run_world
+from torch.utils.data import DataLoader
+
+from leyden import Trainer
+from leyden.strategies import MeshStrategy
+
+GLOBAL_BATCH = 4
+
+
+def train(sizes: dict[str, int] | None, plan: dict[str, str] | None = None, **arguments: Any) -> dict[str, Any]:
+    """Trains the GPT for two epochs; None for one process."""
+    torch.manual_seed(0)
+    module = GPT(counts_items=arguments.pop("counts_items", False))
+    strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=plan)
+    trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **QUIET, **arguments)
+    readers = trainer.strategy.data_size
+    trainer.fit(module, DataLoader(data(), GLOBAL_BATCH // readers))
+    state = trainer.strategy.full_state_dict(module, rank0_only=False)
+    bytes_held = sum(getattr(p, "to_local", lambda p=p: p)().untyped_storage().nbytes() for p in module.parameters())
+    return {
+        "losses": module.losses,
+        "data_rank": trainer.strategy.data_rank,
+        "weights": {name: tensor.numpy() for name, tensor in state.items()},
+        "bytes": bytes_held,
+        "epoch loss": float(trainer.callback_metrics.get("loss_epoch", torch.tensor(0.0))),
+        "without a gradient": [name for name, p in module.named_parameters() if p.grad is None],
+    }
+
+
+def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
+    readers = {rank["data_rank"]: rank["losses"] for rank in ranks}
+    losses = [sum(column) / len(column) for column in zip(*readers.values(), strict=True)]
+    assert losses == pytest.approx(single["losses"], abs=1e-5)
+    for rank in ranks:
+        assert rank["losses"] == readers[rank["data_rank"]], "ranks of a tp group have one loss"
+        assert rank["epoch loss"] == pytest.approx(single["epoch loss"], abs=1e-5)
+        assert not rank["without a gradient"]
+        for name, value in single["weights"].items():
+            assert abs(rank["weights"][name] - value).max() < 1e-5, name
+
+
+@pytest.mark.parametrize("plan", [PLAN, SEQUENCE_PLAN], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+def test_a_mesh_trains_as_one_process(sizes: dict[str, int], plan: dict[str, str]) -> None:
+    single = train(None)
+    world = sizes["tp"] * sizes.get("dp_shard", 1)
+    ranks = run_world(world, train, sizes, plan)
+    check_like_one_process(ranks, single)
+    replicated = 8 * 1024
+    assert max(rank["bytes"] for rank in ranks) < single["bytes"] / world + replicated
