@@ -436,6 +436,18 @@ def test_one_metric_for_the_values_of_several_loaders_is_refused(quiet: Any) -> 
         Trainer(**quiet).test(Measuring(), [DataLoader(numbered(2), batch_size=None) for _ in range(2)])  # type: ignore[arg-type]
 
 
+def test_step_and_epoch_come_before_the_index_of_a_loader(quiet: Any) -> None:
+    class Validated(Tiny):
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.log("loss", batch.mean(), on_step=True, on_epoch=True)
+
+    loaders = [DataLoader(numbered(1, start=start), batch_size=None) for start in (1, 2)]  # type: ignore[arg-type]
+    assert Trainer(**quiet).validate(Validated(), loaders, verbose=False) == [
+        {"loss_epoch/dataloader_idx_0": 1.0},
+        {"loss_epoch/dataloader_idx_1": 2.0},
+    ]
+
+
 @pytest.mark.parametrize("kind", [float, torch.tensor])
 def test_batches_without_a_sample_have_no_mean(fit: Any, kind: Any) -> None:
     def log(module: Any, batch: Any) -> None:

@@ -10,39 +10,39 @@ from typing import Any
 import pytest
 import torch
 from models import Tiny
-from samples import numbered
-from torch.utils.data import DataLoader, IterableDataset
+from samples import Stream, Unsized, numbered
+from torch.utils.data import DataLoader
 
 from leyden import Callback, CombinedLoader, DataModule, Trainer
 
 
-class Stream(IterableDataset[Any]):
-    """Numbers, with or without a length."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(self.count):
-            yield torch.full((2,), float(number))
-
-
 class Sized(Stream):
+    """An iterable dataset that knows how many samples it has."""
+
     def __len__(self) -> int:
-        return self.count
+        return len(self.samples)
 
 
-class Lying:
-    """A loader that says that it has another number of batches."""
+class Lying(Unsized):
+    """A loader that claims another number of batches than it has."""
 
     def __init__(self, batches: list[Any], says: int) -> None:
-        self.batches, self.says = batches, says
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
+        super().__init__(batches)
+        self.says = says
 
     def __len__(self) -> int:
         return self.says
+
+
+def rows(count: int) -> torch.Tensor:
+    """Samples whose values are their numbers."""
+    return torch.arange(float(count)).repeat_interleave(2).view(count, 2)
+
+
+def scheduled(module: Any) -> Any:
+    """An optimizer, and a scheduler that counts epochs."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
 
 
 def weights_of_plain_loop(batches: list[Any], accumulate: int, epochs: int = 1) -> Any:
@@ -57,9 +57,8 @@ def weights_of_plain_loop(batches: list[Any], accumulate: int, epochs: int = 1) 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("kind", [Stream, Sized, list])
-def test_the_last_window_of_an_epoch(fit: Any, kind: Any, accumulate: int) -> None:
-    module = Tiny()
-    data = numbered(10) if kind is list else DataLoader(kind(10), batch_size=1)
+def test_the_last_window_of_an_epoch_counts_its_own_batches(fit: Any, kind: Any, accumulate: int) -> None:
+    data = numbered(10) if kind is list else DataLoader(kind(rows(10)), batch_size=1)
     lengths: list[tuple[int, int]] = []
 
     class Watching(Tiny):
@@ -75,21 +74,18 @@ def test_the_last_window_of_an_epoch(fit: Any, kind: Any, accumulate: int) -> No
 
 
 @pytest.mark.parametrize("limit", [3, 1.0])
-def test_a_limit_of_a_loader_without_length(fit: Any, limit: Any) -> None:
+def test_a_limit_holds_for_a_loader_without_a_length(fit: Any, limit: Any) -> None:
     module = Tiny()
-    trainer = fit(module, DataLoader(Stream(5)), limit_train_batches=limit, max_epochs=2, accumulate_grad_batches=2)
+    trainer = fit(
+        module, DataLoader(Stream(rows(5))), limit_train_batches=limit, max_epochs=2, accumulate_grad_batches=2
+    )
     assert module.trained == [*range(3 if limit == 3 else 5)] * 2
     assert trainer.global_step == (4 if limit == 3 else 6)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_loader_that_is_shorter_than_it_says(fit: Any, accumulate: int) -> None:
-    class Scheduled(Tiny):
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2)]
-
-    module = Scheduled()
+def test_a_loader_shorter_than_it_claims_ends_its_epoch_in_order(fit: Any, accumulate: int) -> None:
+    module = Tiny(scheduled)
     with pytest.warns(UserWarning, match="says that it has 8 batches and ended after 6: give it the right length"):
         trainer = fit(module, Lying(numbered(6), 8), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate)
     assert trainer.global_step == 2 * -(-6 // accumulate)
@@ -99,7 +95,21 @@ def test_a_loader_that_is_shorter_than_it_says(fit: Any, accumulate: int) -> Non
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 2
 
 
-def test_a_loader_that_is_longer_than_it_says(fit: Any) -> None:
+def test_a_short_window_scales_parameters_outside_of_the_module_too(fit: Any) -> None:
+    """1 batch of an announced window of 2 counts fully."""
+    outside = torch.nn.Parameter(torch.zeros(2))
+
+    class Outside(Tiny):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self(batch + outside).sum()
+
+    module = Outside(lambda module: torch.optim.SGD([*module.parameters(), outside], 1.0))
+    with pytest.warns(UserWarning, match="ended after 1"):
+        fit(module, Lying(numbered(1), 4), accumulate_grad_batches=2)
+    assert outside.tolist() == [-1.0, -1.0]
+
+
+def test_a_loader_longer_than_it_claims_is_cut(fit: Any) -> None:
     module = Tiny()
     fit(module, Lying(numbered(6), 4), numbered(1), max_epochs=2)
     assert module.trained == [0, 1, 2, 3] * 2 and module.validated_at == [4, 8]
@@ -117,7 +127,7 @@ def first(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("mode", [*MODES, "sequential", "a plain dict"])
-def test_combined_loaders_in_training(fit: Any, mode: Any) -> None:
+def test_combined_loaders_train_on_every_mode(fit: Any, mode: Any) -> None:
     seen: list[Any] = []
 
     class Combined(Tiny):
@@ -140,7 +150,7 @@ def test_combined_loaders_in_training(fit: Any, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_combined_loaders_in_evaluation(quiet: Any, mode: Any) -> None:
+def test_combined_loaders_evaluate_in_every_mode(quiet: Any, mode: Any) -> None:
     seen: list[Any] = []
 
     class Combined(Tiny):
@@ -176,13 +186,7 @@ def test_minus_one_ends_the_epoch_after_its_window(
     fit: Any, accumulate: int, end_at: int, trained: int, sized: bool
 ) -> None:
     class Ending(Tiny):
-        def __init__(self) -> None:
-            super().__init__()
-            self.ends = 0
-
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
+        ends = 0
 
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == end_at else None
@@ -190,10 +194,9 @@ def test_minus_one_ends_the_epoch_after_its_window(
         def on_train_epoch_end(self) -> None:
             self.ends += 1
 
-    module, data = Ending(), numbered(6)
-    trainer = fit(
-        module, data if sized else DataLoader(Stream(6)), numbered(1), max_epochs=2, accumulate_grad_batches=accumulate
-    )
+    module, data = Ending(scheduled), numbered(6)
+    train = data if sized else DataLoader(Stream(rows(6)))
+    trainer = fit(module, train, numbered(1), max_epochs=2, accumulate_grad_batches=accumulate)
     assert module.trained == [*range(trained)] * 2
     assert (module.ends, trainer.current_epoch) == (2, 2)
     assert torch.allclose(module.net.weight, weights_of_plain_loop(data[:trained], accumulate, epochs=2))
@@ -221,11 +224,7 @@ def test_a_step_that_draws_two_batches(fit: Any, count: int, steps: int) -> None
             self.trained.append((first(one), first(two)))
             return self(one).mean() + self(two).mean()
 
-        def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 9)]
-
-    module = Drawing()
+    module = Drawing(scheduled)
     trainer = fit(module, numbered(count), numbered(1), max_epochs=2)
     assert module.trained == [(0, 1), (2, 3)] * 2 and trainer.global_step == 2 * steps
     assert len(module.validated_at) == 2
@@ -296,9 +295,9 @@ def test_a_datamodule_hears_of_errors(quiet: Any) -> None:
     assert data.calls[-2:] == [KeyError, ("teardown", "fit")]
 
 
-def test_a_datamodule_of_data_sets(quiet: Any) -> None:
-    rows = torch.arange(12.0).repeat_interleave(2).view(12, 2)
-    data = DataModule.from_datasets(rows[:8], val_dataset=[rows[8:10], rows[10:]], test_dataset=rows[8:], batch_size=2)  # type: ignore[arg-type]
+def test_a_datamodule_is_made_of_datasets(quiet: Any) -> None:
+    train, val, more = rows(12)[:8], rows(12)[8:10], rows(12)[10:]
+    data = DataModule.from_datasets(train, val_dataset=[val, more], test_dataset=rows(12)[8:], batch_size=2)  # type: ignore[arg-type]
 
     class Several(Tiny):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -310,12 +309,12 @@ def test_a_datamodule_of_data_sets(quiet: Any) -> None:
     assert trainer.num_training_batches == 4 and module.validated == [(8, 0), (10, 1)]
     assert module.trained != sorted(module.trained), "the training set is shuffled"
     assert trainer.test(module, datamodule=data, verbose=False) == [{"seen": 9.0}]
-    stream = DataModule.from_datasets(Stream(3), batch_size=2)
+    stream = DataModule.from_datasets(Stream(rows(3)), batch_size=2)
     trainer.fit(module, datamodule=stream)
     assert trainer.global_step == 2
 
 
-def test_the_state_of_a_datamodule(quiet: Any, tmp_path: Any) -> None:
+def test_the_state_of_a_datamodule_is_saved_and_loaded(quiet: Any, tmp_path: Any) -> None:
     class Stateful(Numbers):
         position = 0
 
@@ -335,48 +334,57 @@ def test_the_state_of_a_datamodule(quiet: Any, tmp_path: Any) -> None:
 
 
 # transfer -------------------------------------------------------------------------------------------------------------
-def test_the_transfer_hooks(quiet: Any) -> None:
-    calls: list[Any] = []
+class Moving(Tiny):
+    """Changes a batch before and after its transfer, and notes what is called."""
 
-    class Moving(Tiny):
-        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            calls.append(("before", dataloader_idx))
-            return batch + 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
 
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            calls.append(("move", device.type))
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(("before", dataloader_idx))
+        return batch + 1
 
-        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-            calls.append(("after", dataloader_idx))
-            return batch * 10
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.calls.append(("move", device.type))
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.validated.append(first(batch))
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.calls.append(("after", dataloader_idx))
+        return batch * 10
 
-    module, trainer = Moving(), Trainer(**quiet, max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(module, numbered(2), [DataLoader(numbered(1), batch_size=None) for _ in range(2)])
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.validated.append(first(batch))
+
+
+def test_a_batch_passes_the_transfer_hooks_in_order(fit: Any) -> None:
+    module, loaders = Moving(), [DataLoader(numbered(1), batch_size=None) for _ in range(2)]
+    fit(module, numbered(2), loaders, num_sanity_val_steps=0)
     assert module.trained == [10, 20] and module.validated == [10, 10]
     each = [[("before", index), ("move", "cpu"), ("after", index)] for index in (0, 0, 0, 1)]
-    assert calls == [call for part in each for call in part]
+    assert module.calls == [call for part in each for call in part]
 
+
+def test_a_transfer_hook_of_the_datamodule_replaces_the_modules_own(fit: Any) -> None:
     class Own(Numbers):
         def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
             return batch + 100
 
     module = Moving()
-    trainer.fit(module, datamodule=Own(1))
-    # The DataModule's own hook goes in place of the module's; the others are the module's.
+    fit(module, Own(1), num_sanity_val_steps=0)
     assert module.trained == [1000]
 
 
 def test_a_batch_of_any_structure_is_converted(fit: Any) -> None:
+    seen: list[Any] = []
+
     class Nested(Tiny):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            assert batch["x"][0].dtype == torch.float64 and batch["n"].dtype == torch.int64 and batch["s"] == "a"
+            seen.append((batch["x"][0].dtype, batch["n"].dtype, batch["s"]))
             return self(batch["x"][0]).mean()
 
     fit(Nested(), [{"x": [torch.ones(1, 2)], "n": torch.arange(2), "s": "a"}], precision="64-true")
+    assert seen == [(torch.float64, torch.int64, "a")]
 
 
 def test_nothing_is_drawn_beyond_a_limit(fit: Any) -> None:

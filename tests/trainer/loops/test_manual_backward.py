@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from models import Tiny
 from samples import numbered
-from torch import Tensor, nn
+from torch import Tensor
 
-from leyden import Callback, TrainModule
+from leyden.callbacks import LambdaCallback
 from leyden.strategies.precision import MixedPrecision
 
 
-class Manual(TrainModule):
+class Manual(Tiny):
     """Two backward passes a step, the first of which keeps the graph; notes what is called."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.net = nn.Linear(2, 1, bias=False)
-        nn.init.ones_(self.net.weight)
         self.calls: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -33,11 +32,7 @@ class Manual(TrainModule):
         self.calls.append(("before", loss.item(), self.net.weight.grad is None))
 
     def on_after_backward(self) -> None:
-        assert self.net.weight.grad is not None
         self.calls.append(("after", *self.net.weight.grad.flatten().tolist()))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class WithBackward(Manual):
@@ -46,22 +41,16 @@ class WithBackward(Manual):
         super().backward(loss, *args, **kwargs)
 
 
-class Listener(Callback):
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
-        self.calls.append("before")
-
-    def on_after_backward(self, trainer: Any, module: Any) -> None:
-        self.calls.append("after")
-
-
 def test_manual_backward_calls_the_hooks_of_backward(fit: Any) -> None:
-    module, listener = Manual(), Listener()
-    fit(module, numbered(1, start=1), callbacks=[listener])
+    calls: list[str] = []
+    listener = LambdaCallback(
+        on_before_backward=lambda trainer, module, loss: calls.append("before"),
+        on_after_backward=lambda trainer, module: calls.append("after"),
+    )
+    module = Manual()
+    fit(module, numbered(1, start=1), callbacks=listener)
     assert module.calls == [("before", 2.0, True), ("after", 1.0, 1.0), ("before", 2.0, False), ("after", 2.0, 2.0)]
-    assert listener.calls == ["before", "after"] * 2
+    assert calls == ["before", "after"] * 2
 
 
 def test_manual_backward_runs_the_modules_own_backward_on_the_scaled_loss(fit: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import Squares
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Callback, Trainer, TrainModule
+from leyden import Callback, Trainer
 
 
 @pytest.fixture(autouse=True)
@@ -24,10 +25,11 @@ def _without_collector() -> Iterator[None]:
     gc.enable()
 
 
-class Module(TrainModule):
+class Module(Squares):
+    """Counts the tensors of its steps that are alive."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        super().__init__(torch.nn.Linear(4, 1))
         self.seen: list[weakref.ref[Any]] = []
         self.alive_at_start: list[int] = []
 
@@ -39,7 +41,7 @@ class Module(TrainModule):
 
     def step(self, batch: Any) -> torch.Tensor:
         self.alive_at_start.append(self.alive())
-        hidden = self.layer(batch[0])
+        hidden = self(batch[0])
         loss: torch.Tensor = hidden.square().mean()
         self.note(batch[0], hidden, loss)
         return loss
@@ -60,13 +62,15 @@ class Module(TrainModule):
         self.step(batch)
         return 1
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
-
 
 class Listens(Callback):
+    """Notes whether the outputs that a hook gets hold a graph."""
+
+    def __init__(self) -> None:
+        self.graphs: list[bool] = []
+
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert not outputs["loss"].requires_grad
+        self.graphs.append(outputs["loss"].requires_grad)
 
 
 class ListensLast(Listens):
@@ -96,6 +100,8 @@ def test_fit_keeps_no_batch_output_or_graph(arguments: dict[str, Any], tmp_path:
     assert len(module.seen) >= 9
     assert set(module.alive_at_start) <= {0}, "something of an earlier step was there when a step began"
     assert module.alive() == 0
+    for listener in arguments.get("callbacks", []):
+        assert listener.graphs == [False] * trainer.progress.batches
 
 
 class Watched(TensorDataset):

@@ -17,12 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import Squares
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.callbacks import CSVLogger, TQDMProgressBar
 from leyden.callbacks.progress_bar import DRAW_SECONDS
 
@@ -96,14 +97,20 @@ class Readings:
             yield
 
 
-class Module(TrainModule):
+def scheduled(module: Any) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), 0.01, momentum=0.9)
+    return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10), "interval": "step"}]
+
+
+class Module(Squares):
+    """Logs in every way, and may read a value in each step."""
+
     def __init__(self, per_step: Callable[[Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
+        super().__init__(torch.nn.Linear(4, 1), scheduled)
         self.per_step = per_step
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.layer(batch[0]).square().mean()
+        loss = self.loss(batch)
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         self.log_dict({"double": 2 * loss.detach(), "constant": 1.0}, prog_bar=True)
         self.log("largest", loss, reduce_fx="max", on_epoch=True, on_step=False)
@@ -112,11 +119,7 @@ class Module(TrainModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.layer(batch[0]).square().mean(), prog_bar=True)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 10), "interval": "step"}]
+        self.log("val_loss", self.loss(batch), prog_bar=True)
 
 
 def run(
@@ -190,7 +193,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     ],
     ids=str,
 )
-def test_lines_and_a_logger(arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_with_a_bar_and_a_logger_only_a_logged_step_reads(arguments: dict[str, Any], tmp_path: Path) -> None:
     readings, seconds = run(tmp_path, **arguments)
     assert_few(readings, seconds)
     assert readings.by_bar >= 1, "the bar has shown nothing, and the test shows nothing"
@@ -198,7 +201,7 @@ def test_lines_and_a_logger(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert len(rows) >= 1 + STEPS // EVERY
 
 
-def test_a_bar_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_in_a_terminal_reads_only_when_it_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with terminal(monkeypatch) as written:
         readings, seconds = run(tmp_path)
     assert_few(readings, seconds)
@@ -208,13 +211,13 @@ def test_a_bar_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "loss_step=" in shown
 
 
-def test_validation_too(tmp_path: Path) -> None:
+def test_a_validation_reads_as_little_as_training(tmp_path: Path) -> None:
     readings, _ = run(tmp_path, validation=True, num_sanity_val_steps=0, val_check_interval=STEPS)
     # Its batches go to the logger as the training's do, and its end reads the epoch's values.
     assert len(readings.others) <= 2 * (STEPS // EVERY) + ONCE, readings.others
 
 
-def test_without_anybody_who_looks(tmp_path: Path) -> None:
+def test_where_nobody_looks_no_step_reads(tmp_path: Path) -> None:
     readings, _ = run(tmp_path, logger=False, callbacks=[], enable_progress_bar=False)
     assert readings.by_bar == 0
     assert len(readings.others) <= ONCE, readings.others

@@ -60,7 +60,7 @@ def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: 
     assert waits.found == []
 
 
-def test_a_loop_of_ones_own_on_it() -> None:
+def test_a_loop_of_the_users_own_reads_no_value_from_the_device() -> None:
     accelerator = Accelerator(strategy=SingleDeviceStrategy(SILENT), gradient_accumulation_steps=2)
     # The model first: on its way to this device it is given new parameters.
     model = accelerator.prepare(nn.Linear(3, 1))

@@ -9,23 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from models import Tiny
-from samples import numbered
+from models import Line, Tiny
+from samples import Unsized, numbered
 from torch.utils.data import DataLoader, Sampler
 
 from leyden import Callback, Trainer
 from leyden.callbacks import ModelCheckpoint
-
-
-class Unsized:
-    """A loader without a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
 
 # Epochs of 6 batches, 3 of them: after which batches the run validates.
 INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
@@ -57,7 +46,7 @@ INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
 
 @pytest.mark.parametrize(("arguments", "at"), INTERVALS, ids=[str(arguments) for arguments, _ in INTERVALS])
 @pytest.mark.parametrize("sized", [True, False])
-def test_when_fit_validates(fit: Any, arguments: Any, at: list[int], sized: bool) -> None:
+def test_fit_validates_at_its_intervals(fit: Any, arguments: Any, at: list[int], sized: bool) -> None:
     if not sized and isinstance(arguments.get("val_check_interval"), float):
         pytest.skip("a fraction of an epoch whose length is not known is refused")
     module, train = Tiny(), numbered(6)
@@ -92,7 +81,7 @@ def several(*sizes: int, value: float = 1.0) -> list[DataLoader[Any]]:
     ]
 
 
-def test_several_loaders(fit: Any) -> None:
+def test_several_loaders_are_read_one_after_the_other_and_named_by_index(fit: Any) -> None:
     class Several(Tiny):
         seen: list[tuple[int, int]]
 
@@ -164,21 +153,8 @@ def test_a_shuffled_validation_loader_is_warned_of(fit: Any) -> None:
 
 
 def test_a_loader_without_its_step_is_warned_of(fit: Any) -> None:
-    from leyden import TrainModule
-
-    class Plain(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(2, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch).mean()
-
-        def configure_optimizers(self) -> Any:
-            return None
-
-    with pytest.warns(UserWarning, match="there is a val loader, and Plain has no validation_step"):
-        trainer = fit(Plain(), numbered(2), numbered(1))
+    with pytest.warns(UserWarning, match="there is a val loader, and Line has no validation_step"):
+        trainer = fit(Line(), numbered(2), numbered(1))
     assert trainer.global_step == 2 and trainer.num_val_batches == []
 
 
@@ -235,32 +211,32 @@ def test_none_in_place_of_a_method_takes_it_away(fit: Any, recwarn: pytest.Warni
 
 
 def test_a_limit_of_0_training_batches_leaves_the_sanity_check(fit: Any) -> None:
-    class Own(Tiny):
-        calls: ClassVar[list[str]] = []
+    calls: list[Any] = []
 
+    class Own(Tiny):
         def train_dataloader(self) -> Any:
             raise AssertionError("nobody trains")
 
         def configure_optimizers(self) -> Any:
-            assert self.trainer.estimated_stepping_batches == 0
+            calls.append(self.trainer.estimated_stepping_batches)
             return super().configure_optimizers()
 
         def on_train_start(self) -> None:
-            self.calls.append("train")
+            calls.append("train")
 
         def on_fit_end(self) -> None:
-            self.calls.append("end")
+            calls.append("end")
 
     module = Own()
     trainer = fit(module, None, numbered(4), limit_train_batches=0, enable_progress_bar=True, enable_checkpointing=True)
-    assert (module.validated, module.trained, module.calls) == ([0, 1], [], ["end"])
+    assert (module.validated, module.trained, calls) == ([0, 1], [], [0, "end"])
     assert (trainer.num_training_batches, trainer.global_step, trainer.current_epoch) == (0, 0, 0)
     trainer.fit(module, None, numbered(4), ckpt_path="current")
 
 
 @pytest.mark.parametrize("arguments", [{}, {"limit_val_batches": 0}])
 def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
-    fit: Any, tmp_path: Path, arguments: Any
+    fit: Any, quiet: Any, tmp_path: Path, arguments: Any
 ) -> None:
     class Killed(Tiny):
         def on_validation_start(self) -> None:
@@ -271,13 +247,13 @@ def test_a_resume_without_a_validation_goes_on_after_a_checkpoint_before_one(
         options = {"val_check_interval": 2, "num_sanity_val_steps": 0, "enable_checkpointing": True}
         fit(Killed(), numbered(4), numbered(1), callbacks=saves, **options)
     module = Tiny()
-    trainer = Trainer(accelerator="cpu", max_epochs=1, logger=False, enable_progress_bar=False, **arguments)
+    trainer = Trainer(**quiet, max_epochs=1, **arguments)
     trainer.fit(module, numbered(4), numbered(1) if arguments else None, ckpt_path=saves.best_model_path)
     assert (trainer.global_step, module.validated) == (4, [])
 
 
 @pytest.mark.parametrize(("every", "loaded"), [(0, [0]), (1, [0, 1, 2, 3]), (2, [0, 2])])
-def test_reload_dataloaders_every_n_epochs(fit: Any, every: int, loaded: list[int]) -> None:
+def test_loaders_are_made_anew_every_n_epochs(fit: Any, every: int, loaded: list[int]) -> None:
     class Reloading(Tiny):
         def __init__(self) -> None:
             super().__init__()
@@ -301,19 +277,13 @@ def test_reload_dataloaders_every_n_epochs(fit: Any, every: int, loaded: list[in
 
 
 def test_evaluation_inside_fit_is_seen_by_a_checkpoint(fit: Any) -> None:
-    class Logging(Tiny):
+    class Validated(Tiny):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("value", float(self.global_step))
 
     checkpoint = ModelCheckpoint(monitor="value", mode="max")
-    fit(
-        Logging(),
-        numbered(4),
-        numbered(1),
-        val_check_interval=2,
-        callbacks=checkpoint,
-        enable_checkpointing=True,
-    )
+    options = {"val_check_interval": 2, "callbacks": checkpoint, "enable_checkpointing": True}
+    fit(Validated(), numbered(4), numbered(1), **options)
     assert checkpoint.best_model_score == 4.0
 
 
