@@ -151,7 +151,7 @@ class Regression(Squares):
 
     def loss(self, batch: Any) -> Any:
         x, y = batch
-        return nn.functional.mse_loss(self(x), y)
+        return nn.functional.mse_loss(self(x).to(y.dtype), y)
 
 
 def result_of(module: TrainModule, loss: Tensor) -> Tensor | None:

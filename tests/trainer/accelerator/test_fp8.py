@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from models import QUIET, Regression
+from torch import nn
 
 from leyden import (
     Accelerator,
@@ -19,31 +20,19 @@ from leyden import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
     Trainer,
-    TrainModule,
 )
 from leyden.strategies.errors import MissingExtraError
 from leyden.strategies.precision import Float8Precision
 from leyden.trainer.launched import LaunchSettings
 
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 BATCHES = [(torch.randn(6, 16, generator=torch.Generator().manual_seed(n)), torch.ones(6, 16)) for n in range(5)]
 
 
-class Net(TrainModule):
+class Net(Regression):
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self(batch[0]).float(), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+        super().__init__(net, lambda module: torch.optim.AdamW(module.parameters(), lr=0.01))
 
 
 def by_accelerator(accelerator: Accelerator, model: nn.Module, optimizer: Any, loader: Any) -> None:
@@ -60,7 +49,6 @@ def test_the_weights_of_the_trainer_and_an_exact_load(tmp_path: Path) -> None:
     expected = Net()
     Trainer(
         **QUIET,
-        accelerator="cpu",
         max_epochs=2,
         precision="fp8",
         accumulate_grad_batches=2,

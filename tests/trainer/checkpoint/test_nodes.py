@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Regression
 from ranks.world import run_world
-from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch import nn
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.ddp import DDPStrategy
 from leyden.strategies.errors import ConfigurationError
@@ -27,16 +27,10 @@ from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.errors import CheckpointError
 
 
-class Net(TrainModule):
+class Net(Regression):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return AdamW(self.parameters(), 0.01)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        super().__init__(net, lambda module: AdamW(module.parameters(), 0.01))
 
 
 def on_machines(count: int) -> int:
@@ -56,11 +50,9 @@ def fit(folder: Path, steps: int, strategy: str, ckpt_path: str | None = None, *
     torch.manual_seed(1)
     x = torch.randn(32, 4)
     trainer = Trainer(
-        accelerator="cpu",
+        **{**QUIET, "enable_checkpointing": True},
         strategy=strategy,
         default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
         max_epochs=-1,
         max_steps=steps,
         callbacks=[ModelCheckpoint(filename="{step}", every_n_train_steps=1, save_last=True, save_top_k=2, **saving)],

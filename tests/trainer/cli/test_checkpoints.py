@@ -10,21 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import QUIET, Line, Squares
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
-class Net(TrainModule):
-    def __init__(self, width: int = 4, name: str = "net") -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.layer = nn.Linear(4, width)
+class Net(Line):
+    """Has hyperparameters."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch).pow(2).mean()
+    def __init__(self, width: int = 4, name: str = "net") -> None:
+        super().__init__(4, width)
+        self.save_hyperparameters("width", "name")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters())
@@ -33,9 +32,7 @@ class Net(TrainModule):
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A folder with two checkpoints, the second of weights alone."""
-    trainer = Trainer(
-        max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
+    trainer = Trainer(**QUIET, max_steps=2)
     trainer.fit(Net(), [torch.ones(2, 4)] * 2)
     folder = tmp_path / "checkpoints"
     trainer.save_checkpoint(folder / "one")
@@ -114,9 +111,7 @@ def test_a_lightning_checkpoint_is_converted(here: Any, tmp_path: Path) -> None:
     net = Net.load_from_checkpoint(tmp_path / "model-leyden")
     assert net.hparams == {"width": 4, "name": "theirs"}
     assert all(torch.equal(net.state_dict()[name], weights[name]) for name in weights)
-    trainer = Trainer(
-        max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
+    trainer = Trainer(**QUIET, max_steps=1)
     trainer.fit(net, [torch.ones(2, 4)], ckpt_path=tmp_path / "model-leyden", restore="weights")
 
 
@@ -151,17 +146,16 @@ def test_folders_of_accelerate(here: Any, tmp_path: Path) -> None:
     assert "has no model 7" in here("convert", "state", "--model", "7").stderr
 
 
-class Normed(TrainModule):
+class Normed(Squares):
     """A buffer stands among its parameters, and its losses are kept."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+        super().__init__(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch).square().mean()
+        loss = self.loss(batch)
         self.losses.append(loss.item())
         return loss
 
@@ -224,9 +218,7 @@ def test_a_lightning_run_resumes(after_fit: bool, here: Any, tmp_path: Path) -> 
     done = here("convert", "run.ckpt")
     assert "step 4, 1 optimizer, 1 scheduler" in done.stdout and "not converted" not in done.stdout, done.stderr
     again = Normed()
-    trainer = Trainer(
-        max_epochs=4, logger=False, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu"
-    )
+    trainer = Trainer(**QUIET, max_epochs=4)
     parts = {"weights", "optimizers", "progress"}
     trainer.fit(again, step_data(), ckpt_path=tmp_path / "run-leyden", restore=parts)
     assert again.losses == whole[4:] and trainer.global_step == 8

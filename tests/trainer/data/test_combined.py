@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from samples import Indices, LazyOrder
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader, Mode, holds_loaders
@@ -97,15 +98,9 @@ def test_a_list_of_batches_is_no_collection_of_loaders() -> None:
 
 
 # resume ---------------------------------------------------------------------------------------------------------------
-class Noisy(Dataset[Tensor]):
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
+class Noisy(Indices):
     def __getitem__(self, index: int) -> Tensor:
-        return torch.tensor(float(index)) + torch.rand(())
+        return super().__getitem__(index) + torch.rand(())
 
 
 class Endless:
@@ -134,20 +129,10 @@ def loaders(mode: Mode, kind: str) -> CombinedLoader:
         "b": DataLoader(Noisy(9), 4, shuffle=True, generator=None if kind == "global" else own),
     }
     if kind == "global":
-        parts["d"] = DataLoader(Noisy(11), 2, sampler=Lazy(), num_workers=0)
+        parts["d"] = DataLoader(Noisy(11), 2, sampler=LazyOrder(11), num_workers=0)
     if kind == "unsized":
         parts["c"] = Endless()
     return CombinedLoader(parts, mode)
-
-
-class Lazy(Sampler[int]):
-    """A user's sampler, which draws from the global numbers when it is first asked."""
-
-    def __len__(self) -> int:
-        return 11
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(11).tolist()
 
 
 def note(epoch: int, batch: Any) -> Any:

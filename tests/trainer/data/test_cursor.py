@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from samples import EpochOrder, Indices, LazyOrder
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -23,7 +24,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.rng import rng_state, set_rng_state
 
@@ -33,27 +33,24 @@ BATCH = 4
 COUNT = 6
 
 
-class Indices(Dataset[Tensor]):
-    """Each sample is its index; notes in shared memory which were loaded, from workers too."""
+class Counted(Indices):
+    """Notes in shared memory which samples were loaded, from workers too."""
 
     def __init__(self, size: int = SIZE) -> None:
-        self.size = size
+        super().__init__(size)
         self.loaded = torch.zeros(size, dtype=torch.int64).share_memory_()
-
-    def __len__(self) -> int:
-        return self.size
 
     def __getitem__(self, index: int) -> Tensor:
         self.loaded[index] += 1
-        return torch.tensor(float(index))
+        return super().__getitem__(index)
 
 
-class Noisy(Indices):
+class Noisy(Counted):
     def __getitem__(self, index: int) -> Tensor:
         return super().__getitem__(index) + torch.rand(()) + random.random() + float(np.random.rand())
 
 
-class OwnGenerators(Indices):
+class OwnGenerators(Counted):
     """Draws from generators of its own, one of each library."""
 
     def __init__(self) -> None:
@@ -68,22 +65,6 @@ class OwnGenerators(Indices):
         return super().__getitem__(index) + torch.rand((), generator=self.torch_rng) + noise
 
 
-class Epochwise(Sampler[int]):
-    """A user's sampler: its order follows from the epoch."""
-
-    def __init__(self, size: int = SIZE) -> None:
-        self.size, self.epoch = size, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(self.size, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-
 class EagerGlobal(Sampler[int]):
     """Draws from the global generators when its iterator is made, not when it is first asked."""
 
@@ -94,16 +75,6 @@ class EagerGlobal(Sampler[int]):
         order = list(range(SIZE))
         random.shuffle(order)
         return iter(np.random.permutation(order)[torch.randperm(SIZE).numpy()].tolist())
-
-
-class LazyGlobal(Sampler[int]):
-    """Draws its order from the global generators when it is first asked."""
-
-    def __len__(self) -> int:
-        return SIZE
-
-    def __iter__(self) -> Iterator[int]:
-        yield from torch.randperm(SIZE).tolist()
 
 
 class OwnRandom(Sampler[int]):
@@ -249,37 +220,37 @@ def generator() -> torch.Generator:
 def with_shared_generator(**options: Any) -> DataLoader[Any]:
     shared = generator()
     return DataLoader(
-        Indices(), BATCH, sampler=RandomSampler(range(SIZE), generator=shared), generator=shared, **options
+        Counted(), BATCH, sampler=RandomSampler(range(SIZE), generator=shared), generator=shared, **options
     )
 
 
 WITHOUT_WORKERS: dict[str, Callable[[], Any]] = {
-    "shuffle": lambda: DataLoader(Indices(), BATCH, shuffle=True),
-    "sequential": lambda: DataLoader(Indices(), BATCH),
-    "drop_last": lambda: DataLoader(Indices(), BATCH, shuffle=True, drop_last=True),
-    "no_batches": lambda: DataLoader(Indices(6), batch_size=None, shuffle=True),
+    "shuffle": lambda: DataLoader(Counted(), BATCH, shuffle=True),
+    "sequential": lambda: DataLoader(Counted(), BATCH),
+    "drop_last": lambda: DataLoader(Counted(), BATCH, shuffle=True, drop_last=True),
+    "no_batches": lambda: DataLoader(Counted(6), batch_size=None, shuffle=True),
     "random_data": lambda: DataLoader(Noisy(), BATCH, shuffle=True),
     "own_generators": lambda: DataLoader(OwnGenerators(), BATCH, shuffle=True),
     "generator": lambda: DataLoader(Noisy(), BATCH, shuffle=True, generator=generator()),
     "shared_generator": with_shared_generator,
     "replacement": lambda: DataLoader(Noisy(), BATCH, sampler=RandomSampler(range(SIZE), True, 90)),
     "replacement_generator": lambda: DataLoader(
-        Indices(), BATCH, sampler=RandomSampler(range(SIZE), True, 90, generator=generator())
+        Counted(), BATCH, sampler=RandomSampler(range(SIZE), True, 90, generator=generator())
     ),
     "several_rounds": lambda: DataLoader(
-        Indices(), BATCH, sampler=RandomSampler(range(SIZE), num_samples=70, generator=generator())
+        Counted(), BATCH, sampler=RandomSampler(range(SIZE), num_samples=70, generator=generator())
     ),
     "whole_rounds": lambda: DataLoader(
-        Indices(), BATCH, sampler=RandomSampler(range(SIZE), num_samples=44, generator=generator())
+        Counted(), BATCH, sampler=RandomSampler(range(SIZE), num_samples=44, generator=generator())
     ),
     "subset": lambda: DataLoader(Noisy(), BATCH, sampler=SubsetRandomSampler(range(3, SIZE))),
     "weighted": lambda: DataLoader(Noisy(), BATCH, sampler=weighted()),
     "weighted_generator": lambda: DataLoader(
-        Indices(), BATCH, sampler=weighted(replacement=False, generator=generator())
+        Counted(), BATCH, sampler=weighted(replacement=False, generator=generator())
     ),
-    "set_epoch": lambda: DataLoader(Noisy(), BATCH, sampler=Epochwise()),
+    "set_epoch": lambda: DataLoader(Noisy(), BATCH, sampler=EpochOrder(SIZE)),
     "eager_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=EagerGlobal()),
-    "lazy_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=LazyGlobal()),
+    "lazy_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=LazyOrder(SIZE)),
     "own_random": lambda: DataLoader(Noisy(), BATCH, sampler=OwnRandom()),
     "stateful_sampler": lambda: DataLoader(Noisy(), BATCH, sampler=Stateful()),
     "batch_sampler": lambda: DataLoader(Noisy(), batch_sampler=Batches()),
@@ -293,14 +264,14 @@ WITHOUT_WORKERS: dict[str, Callable[[], Any]] = {
     "range": lambda: range(COUNT),
 }
 WITH_WORKERS: dict[str, Callable[..., Any]] = {
-    "shuffle": lambda **options: DataLoader(Indices(), BATCH, shuffle=True, **options),
-    "generator": lambda **options: DataLoader(Indices(), BATCH, shuffle=True, generator=generator(), **options),
+    "shuffle": lambda **options: DataLoader(Counted(), BATCH, shuffle=True, **options),
+    "generator": lambda **options: DataLoader(Counted(), BATCH, shuffle=True, generator=generator(), **options),
     "shared_generator": with_shared_generator,
-    "eager_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=EagerGlobal(), **options),
-    "lazy_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=LazyGlobal(), **options),
-    "stateful_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=Stateful(), **options),
-    "batch_sampler": lambda **options: DataLoader(Indices(), batch_sampler=Batches(), **options),
-    "unsized_sampler": lambda **options: DataLoader(Indices(), BATCH, sampler=Unsized(), **options),
+    "eager_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=EagerGlobal(), **options),
+    "lazy_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=LazyOrder(SIZE), **options),
+    "stateful_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=Stateful(), **options),
+    "batch_sampler": lambda **options: DataLoader(Counted(), batch_sampler=Batches(), **options),
+    "unsized_sampler": lambda **options: DataLoader(Counted(), BATCH, sampler=Unsized(), **options),
 }
 Record = tuple[Any, ...]
 
@@ -379,7 +350,7 @@ def rest_of(records: list[Record], place: tuple[int, int]) -> list[Record]:
 
 
 @pytest.mark.parametrize("name", WITHOUT_WORKERS)
-def test_every_place_without_workers(name: str) -> None:
+def test_every_place_is_resumed_exactly_without_workers(name: str) -> None:
     make = WITHOUT_WORKERS[name]
     records, inside, _ = full_run(make)
     if "without_length" not in name and name not in ("unsized_sampler", "stateful_stream"):
@@ -392,7 +363,7 @@ def test_every_place_without_workers(name: str) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["new_workers", "persistent"])
 @pytest.mark.parametrize("name", WITH_WORKERS)
-def test_places_with_workers(name: str, persistent: bool) -> None:
+def test_places_are_resumed_exactly_with_workers(name: str, persistent: bool) -> None:
     def make() -> Any:
         return WITH_WORKERS[name](num_workers=2, persistent_workers=persistent, prefetch_factor=1)
 
@@ -405,14 +376,14 @@ def test_places_with_workers(name: str, persistent: bool) -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_WORKERS)
-def test_between_epochs(name: str) -> None:
+def test_a_place_between_epochs_is_resumed_exactly(name: str) -> None:
     make = WITHOUT_WORKERS[name]
     records, _, between = full_run(make)
     check_between(make, records, between)
 
 
 @pytest.mark.parametrize("name", ["shuffle", "stateful_sampler", "shared_generator"])
-def test_between_epochs_with_persistent_workers(name: str) -> None:
+def test_a_place_between_epochs_is_resumed_exactly_with_persistent_workers(name: str) -> None:
     def make() -> Any:
         return WITH_WORKERS[name](num_workers=1, persistent_workers=True)
 
@@ -431,7 +402,7 @@ def check_between(make: Callable[[], Any], records: list[Record], between: dict[
         assert resumed == rest_of(records, (ended + 1, 0))
 
 
-def test_epochs_cut_short_by_a_limit() -> None:
+def test_epochs_cut_short_by_a_limit_are_resumed_exactly() -> None:
     def run(cursor: LoaderCursor, first: int) -> list[Record]:
         return [note(epoch, batch) for epoch in range(first, EPOCHS) for batch, _ in zip(cursor.start(epoch), range(3))]
 
@@ -453,7 +424,7 @@ def test_epochs_cut_short_by_a_limit() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_seek_loads_nothing_before_its_place(workers: int) -> None:
     def make() -> DataLoader[Any]:
-        return DataLoader(Indices(), BATCH, sampler=Epochwise(), num_workers=workers)
+        return DataLoader(Counted(), BATCH, sampler=EpochOrder(SIZE), num_workers=workers)
 
     _, inside, _ = full_run(make)
     loader = make()
@@ -465,7 +436,7 @@ def test_a_seek_loads_nothing_before_its_place(workers: int) -> None:
 
 def test_the_loader_is_left_as_it_was() -> None:
     for workers in (0, 1):
-        loader = DataLoader(Indices(), BATCH, shuffle=True, num_workers=workers)
+        loader = DataLoader(Counted(), BATCH, shuffle=True, num_workers=workers)
         before = dict(vars(loader))
         cursor = LoaderCursor(loader)
         iterator = cursor.start(0)
@@ -523,82 +494,18 @@ def test_a_million_batches_are_skipped_without_loading() -> None:
     assert left == [order[-size:].tolist()]
 
 
-class DrawsAlways(Sampler[int]):
-    def __len__(self) -> int:
-        return SIZE
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(SIZE):
-            yield int(torch.randint(SIZE, ()))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_sampler_that_draws_globally_is_refused(workers: int) -> None:
-    def make() -> DataLoader[Any]:
-        return DataLoader(Indices(), BATCH, sampler=DrawsAlways(), num_workers=workers)
-
-    cursor = LoaderCursor(make())
-    seed(1)
-    whole = [batch.tolist() for batch in cursor.start(0)]
-    state = cursor.state_dict(3)
-    with pytest.raises(ConfigurationError, match=r"DrawsAlways.*torch.Generator.*allow_replay=True"):
-        LoaderCursor(make()).resume(0, state)
-    seed(9)
-    replayed = LoaderCursor(make(), allow_replay=True).resume(0, state)
-    assert [batch.tolist() for batch in replayed] == whole[3:]
-
-
-def test_what_has_no_state_is_refused_unless_it_may_be_replayed() -> None:
-    class Plain(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(20))
-
-    class Readable:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(5))
-
-    for make, name in ((lambda: DataLoader(Plain(), 4), "Plain"), (Readable, "Readable")):
-        whole = [note(0, batch)[1] for batch in make()]
-        cursor = LoaderCursor(make())
-        ahead = lookahead(cursor.start(0))
-        next(ahead), next(ahead)
-        state = cursor.state_dict(2)
-        with pytest.raises(ConfigurationError, match=f"{name}.*state_dict.*allow_replay=True"):
-            LoaderCursor(make()).resume(0, state)
-        replayed = LoaderCursor(make(), allow_replay=True)
-        assert [note(0, batch)[1] for batch in batches(replayed, replayed.resume(0, state))] == whole[2:]
-        cursor = LoaderCursor(make())
-        iterator = cursor.start(0)
-        assert [note(0, batch)[1] for batch in LoaderCursor(make()).resume(0, cursor.state_dict(0))] == whole
-        del iterator
-
-
-def test_state_in_worker_processes_is_refused() -> None:
-    cursor = LoaderCursor(DataLoader(Stream(), BATCH, num_workers=1))
-    next(lookahead(cursor.start(0)))
-    with pytest.raises(ConfigurationError, match="worker processes.*StatefulDataLoader"):
-        cursor.resume(0, cursor.state_dict(1))
-
-
-def test_a_shorter_data_set_is_refused() -> None:
-    cursor = LoaderCursor(DataLoader(Indices(), BATCH))
-    cursor.start(0)
-    with pytest.raises(ConfigurationError, match="is at batch 5.*has 2"):
-        LoaderCursor(DataLoader(Indices(8), BATCH)).resume(0, cursor.state_dict(5))
-
-
 def test_set_epoch_is_called_once_on_every_part() -> None:
     told: list[tuple[str, int]] = []
 
-    class Listening(Epochwise):
+    class Listening(EpochOrder):
         def set_epoch(self, epoch: int) -> None:
             told.append(("sampler", epoch))
 
-    class Data(Indices):
+    class Data(Counted):
         def set_epoch(self, epoch: int) -> None:
             told.append(("data", epoch))
 
-    cursor = LoaderCursor(DataLoader(Data(), BATCH, sampler=Listening()))
+    cursor = LoaderCursor(DataLoader(Data(), BATCH, sampler=Listening(SIZE)))
     cursor.start(4)
     assert sorted(told) == [("data", 4), ("sampler", 4)]
     told.clear()
@@ -610,7 +517,7 @@ def test_set_epoch_is_called_once_on_every_part() -> None:
 
 
 def test_a_sized_loader_is_not_drawn_early() -> None:
-    data = Indices()
+    data = Counted()
     cursor = LoaderCursor(DataLoader(data, BATCH))
     iterator = cursor.start(0)
     assert data.loaded.sum() == 0

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from samples import Stream
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader
@@ -38,7 +39,7 @@ from leyden.trainer.data.limits import (
         (0.5, 0, 0),
     ],
 )
-def test_limits(limit: float, length: int | None, expected: int | None) -> None:
+def test_a_limit_is_a_number_or_a_fraction(limit: float, length: int | None, expected: int | None) -> None:
     assert batches_of(limit, length, "limit_train_batches") == expected
 
 
@@ -55,23 +56,18 @@ def test_limits(limit: float, length: int | None, expected: int | None) -> None:
         (float("nan"), 10, "outside 0.0 to 1.0"),
     ],
 )
-def test_wrong_limits(limit: Any, length: int | None, message: str) -> None:
+def test_a_wrong_limit_is_refused(limit: Any, length: int | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         batches_of(limit, length, "limit_val_batches")
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 def numbers(count: int) -> Any:
     return list(range(count))
 
 
-def test_lengths() -> None:
+def test_a_length_is_known_or_none() -> None:
     assert length_of(DataLoader(numbers(5), 2)) == 3
-    assert length_of(DataLoader(Stream())) is None
+    assert length_of(DataLoader(Stream(range(3)))) is None
     assert length_of(iter([1])) is None
     assert length_of([1, 2]) == 2
 
@@ -84,7 +80,7 @@ def test_empty_loaders_are_refused_with_the_likely_reason() -> None:
     ):
         check_not_empty(DataLoader(numbers(3), 8, drop_last=True), "train")
     check_not_empty(DataLoader(numbers(3)), "train")
-    check_not_empty(DataLoader(Stream()), "train")
+    check_not_empty(DataLoader(Stream(range(3))), "train")
 
 
 def test_shuffling_evaluation_is_warned_of() -> None:
@@ -121,7 +117,7 @@ def test_overfitting_leaves_alone_what_it_cannot_order() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[1], [0]])
 
-    for loader in (DataLoader(numbers(3)), DataLoader(Stream()), [1, 2]):
+    for loader in (DataLoader(numbers(3)), DataLoader(Stream(range(3))), [1, 2]):
         assert without_shuffle(loader) is loader
     own = DataLoader(numbers(2), batch_sampler=Own())
     with pytest.warns(UserWarning, match="Own has no batch_size"):

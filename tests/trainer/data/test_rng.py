@@ -60,7 +60,7 @@ def test_numpy_is_left_out_where_nothing_has_imported_it() -> None:
     ],
     ids=lambda source: type(source).__name__ + type(getattr(source, "bit_generator", None)).__name__,
 )
-def test_single_generators(source: object) -> None:
+def test_a_single_generator_returns_to_its_state(source: object) -> None:
     def number() -> float:
         if isinstance(source, torch.Generator):
             return torch.rand((), generator=source).item()
@@ -108,7 +108,7 @@ def test_an_isolated_block_restores_loaders_and_sends_workers_home() -> None:
     assert loader._iterator is None
 
 
-def test_seeds() -> None:
+def test_a_seed_seeds_all_libraries() -> None:
     assert seed_everything(7) == 7
     numbers = draw()
     random.seed(7), np.random.seed(7), torch.manual_seed(7)
@@ -116,7 +116,9 @@ def test_seeds() -> None:
     assert seed_everything(2**32 - 1) == 2**32 - 1
 
 
-def test_a_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_seed_may_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.delenv(SEED_VARIABLE, raising=False)
     assert seed_everything() == 0
     monkeypatch.setenv(SEED_VARIABLE, "12")
@@ -128,7 +130,7 @@ def test_a_seed_from_the_environment(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
-def test_a_seed_out_of_range(seed: int) -> None:
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
     with pytest.raises(ConfigurationError, match="from 0 to 4294967295"):
         seed_everything(seed)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from samples import Stream
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.combined import CombinedLoader
@@ -100,11 +100,7 @@ def test_the_loader_keeps_its_settings_and_class() -> None:
 
 
 def test_what_has_no_index_is_refused() -> None:
-    class Stream(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(3))
-
     with pytest.raises(ConfigurationError, match="Stream has none"):
-        with_sample_rng(DataLoader(Stream()))
+        with_sample_rng(DataLoader(Stream(range(3))))
     with pytest.raises(ConfigurationError, match="this is a list"):
         with_sample_rng([1, 2])

@@ -75,16 +75,22 @@ def test_tails_equal_the_sampler(name: str, own_generator: bool) -> None:
         assert torch.equal(torch.get_rng_state() if ours is None else ours.get_state(), end), skip
 
 
-def test_more_than_one_chunk() -> None:
-    count = 2 * CHUNK + 77
-    for make in (
-        lambda g: RandomSampler(range(count), generator=g),
-        lambda g: RandomSampler(range(1000), True, count, generator=g),
-        lambda g: WeightedRandomSampler(torch.ones(count), count, generator=g),
-    ):
-        whole = list(make(torch.Generator().manual_seed(3)))
-        for skip in (1, CHUNK - 1, CHUNK + 5, count - 1):
-            assert list(tail_of(make(torch.Generator().manual_seed(3)), skip)) == whole[skip:]
+COUNT = 2 * CHUNK + 77
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda g: RandomSampler(range(COUNT), generator=g),
+        lambda g: RandomSampler(range(1000), True, COUNT, generator=g),
+        lambda g: WeightedRandomSampler(torch.ones(COUNT), COUNT, generator=g),
+    ],
+    ids=["random", "replacement", "weighted"],
+)
+def test_tails_of_more_than_one_chunk_equal_the_sampler(make: Make) -> None:
+    whole = list(make(torch.Generator().manual_seed(3)))
+    for skip in (1, CHUNK - 1, CHUNK + 5, COUNT - 1):
+        assert list(tail_of(make(torch.Generator().manual_seed(3)), skip)) == whole[skip:]
 
 
 class Own(Sampler[int]):

@@ -15,30 +15,24 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.data._utils as data_utils
+from models import Line
 from programs import run_program
-from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 
 
-class Module(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(1, 1)
-        self.workers: list[BaseProcess] = []
+class Module(Line):
+    """Notes the workers that run beside its last step."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.workers = multiprocessing.active_children()
-        return self.net(batch[0]).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def workers_of_a_run(persistent: bool, **limit: Any) -> list[BaseProcess]:
     batches = BatchSampler(SequentialSampler(range(32)), 4, False)
-    data = TensorDataset(torch.ones(32, 1))
+    data = TensorDataset(torch.ones(32, 2))
     loader = DataLoader(
         data, batch_sampler=batches, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork"
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Squares
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
@@ -63,20 +64,14 @@ class Rates(Callback):
         self.seen.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
 
 
-class Module(TrainModule):
+class Module(Squares):
     def __init__(self, optimizer: str, scheduler: str | None, interval: str) -> None:
-        super().__init__()
-        self.names, self.interval = (optimizer, scheduler), interval
         torch.manual_seed(1)
         sparse = optimizer == "SparseAdam"
         body: Any = nn.Embedding(10, 3, sparse=True) if sparse else nn.Sequential(nn.Linear(5, 3), nn.Tanh())
         # Muon takes matrices alone; an optimizer of sparse gradients takes nothing else.
-        self.net = body if sparse else nn.Sequential(body, nn.Linear(3, 1, bias=optimizer != "Muon"))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch).square().mean()
-        self.log("loss", loss)
-        return loss
+        super().__init__(body if sparse else nn.Sequential(body, nn.Linear(3, 1, bias=optimizer != "Muon")))
+        self.names, self.interval = (optimizer, scheduler), interval
 
     def configure_optimizers(self) -> Any:
         name, scheduler = self.names
@@ -96,15 +91,7 @@ def fit(folder: Path, names: tuple[str, str | None, str], path: Path | None = No
         torch.randint(10, (4,), generator=generator) if words else torch.randn(4, 5, generator=generator)
         for _ in range(BATCHES)
     ]
-    trainer = Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        callbacks=[rates],
-        default_root_dir=folder,
-        **limits,
-    )
+    trainer = Trainer(**QUIET, callbacks=[rates], default_root_dir=folder, **limits)
     trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)  # type: ignore[arg-type]
     return trainer, module, rates
 

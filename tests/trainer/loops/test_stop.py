@@ -7,31 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from models import Tiny
+from models import QUIET, Squares, Tiny
 from samples import numbered
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-from leyden import Callback, Trainer, TrainModule
+from leyden import Callback, Trainer
 
 MOMENTS = ("on_validation_batch_end", "on_validation_end", "on_train_epoch_end", "on_train_end")
 
 
-class Random(TrainModule):
+class Random(Squares):
     """All of its steps draw random numbers, and the learning rate follows the loss."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1))
+        super().__init__(nn.Sequential(nn.Linear(3, 8), nn.Dropout(), nn.Linear(8, 1)))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss: Tensor = self.net(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("noise", torch.rand(()))
 
     def configure_optimizers(self) -> Any:
@@ -70,8 +64,7 @@ class StopAndSave(Callback):
 
 
 def run(folder: Path, *callbacks: Callback, **options: Any) -> tuple[Trainer, Random]:
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
-    trainer = Trainer(accelerator="cpu", max_epochs=2, default_root_dir=folder, callbacks=list(callbacks), **off)
+    trainer = Trainer(**QUIET, max_epochs=2, num_sanity_val_steps=0, default_root_dir=folder, callbacks=list(callbacks))
     module, data = Random(), torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
     held = DataLoader(data, 5, shuffle=True, generator=torch.Generator().manual_seed(1))  # type: ignore[arg-type]
     torch.manual_seed(4)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import Squares
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Accelerator, CheckpointError, Trainer, TrainModule
+from leyden import Accelerator, CheckpointError, Trainer
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpoint_books import read_books
 from leyden.strategies.errors import ConfigurationError, LeydenError
@@ -23,22 +24,20 @@ from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
 from leyden.trainer.format.safefile import write_file
 
 
-class Module(TrainModule):
+class Module(Squares):
+    """Logs on both levels, and has two schedulers."""
+
     def __init__(self) -> None:
-        super().__init__()
-        self.net = torch.nn.Linear(3, 1)
+        super().__init__(torch.nn.Linear(3, 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch[0]).square().mean()
+        loss = self.loss(batch)
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", self.net(batch[0]).square().mean())
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val"}
+        plateau = {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer), "monitor": "val_loss"}
         step = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2), "interval": "step"}
         return [optimizer], [step, plateau]
 
@@ -51,7 +50,7 @@ def trainer(folder: Path) -> Trainer:
         enable_progress_bar=False,
         callbacks=[
             ModelCheckpoint(monitor="loss_step", every_n_train_steps=3, save_top_k=2, save_last=True),
-            EarlyStopping("val", patience=99),
+            EarlyStopping("val_loss", patience=99),
         ],
         default_root_dir=folder,
         log_every_n_steps=1,

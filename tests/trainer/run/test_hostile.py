@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Squares
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, CheckpointError, Trainer, TrainModule
@@ -36,21 +37,19 @@ NAMES = [
 ]
 
 
-class Module(TrainModule):
+def scheduled(module: torch.nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters(), 0.01)
+    return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+class Module(Squares):
+    """Has hyperparameters, a scheduler, a draw in each step, and a value of its own in its checkpoints."""
+
     def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
+        net = torch.nn.Sequential(torch.nn.Linear(3, width), torch.nn.Dropout(0.1), torch.nn.Linear(width, 1))
+        super().__init__(net, scheduled)
+        self.save_hyperparameters("width")
         self.loaded: Any = None
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch[0]).square().mean()
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["average"] = torch.ones(2)
@@ -59,18 +58,13 @@ class Module(TrainModule):
         self.loaded = checkpoint
 
 
-def trainer(folder: Path, epochs: int = 3) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        callbacks=[
-            ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_top_k=-1),
-            EarlyStopping("loss", patience=99),
-        ],
-        default_root_dir=folder,
-    )
+def trainer(folder: Path, epochs: int = 3, callbacks: Any = None) -> Trainer:
+    saving = [
+        ModelCheckpoint(folder / "checkpoints", filename="{epoch}", save_top_k=-1),
+        EarlyStopping("loss", patience=99),
+    ]
+    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder}
+    return Trainer(**options, max_epochs=epochs, callbacks=callbacks or saving)
 
 
 def loader() -> Any:
@@ -278,14 +272,8 @@ def test_a_full_disk(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
             if trainer.current_epoch == 1:
                 full_disk(700)
 
-    run = Trainer(
-        accelerator="cpu",
-        max_epochs=3,
-        logger=False,
-        enable_progress_bar=False,
-        callbacks=[Full(), ModelCheckpoint(tmp_path / "checkpoints", filename="{epoch}", save_top_k=1)],
-        default_root_dir=tmp_path,
-    )
+    saving = ModelCheckpoint(tmp_path / "checkpoints", filename="{epoch}", save_top_k=1)
+    run = trainer(tmp_path, callbacks=[Full(), saving])
     with pytest.raises(CheckpointError) as caught:
         run.fit(Module(), loader())
     assert isinstance(caught.value.__cause__, OSError)
@@ -302,14 +290,7 @@ def test_a_full_disk(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
 
 def test_a_path_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    run = Trainer(
-        accelerator="cpu",
-        max_epochs=1,
-        logger=False,
-        enable_progress_bar=False,
-        callbacks=[ModelCheckpoint(tmp_path / "file" / "checkpoints")],
-        default_root_dir=tmp_path,
-    )
+    run = trainer(tmp_path, epochs=1, callbacks=[ModelCheckpoint(tmp_path / "file" / "checkpoints")])
     with pytest.raises(CheckpointError, match="cannot be made: Not a directory") as caught:
         run.fit(Module(), loader())
     assert str(tmp_path / "file" / "checkpoints") in str(caught.value)

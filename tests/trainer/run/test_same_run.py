@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import Line, sgd
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
-from leyden import ConfigurationError, DataModule, Trainer, TrainModule
+from leyden import ConfigurationError, DataModule, Trainer
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.manifest import MANIFEST, read_manifest
@@ -23,19 +24,18 @@ from leyden.trainer.run.identity import Identity, plain
 Optimizers = Callable[["Net"], Any]
 
 
-class Net(TrainModule):
+class Net(Line):
     """A trial of a sweep, whose hyperparameters and optimizers a test chooses."""
 
-    def __init__(self, optimizers: Optimizers | None = None, **hparams: Any) -> None:
+    def __init__(self, optimizers: Optimizers = sgd, **hparams: Any) -> None:
         super().__init__()
         self.save_hyperparameters(hparams)
-        self.optimizers_of = optimizers or (lambda net: SGD(net.parameters(), lr=0.1))
-        self.layer = torch.nn.Linear(2, 1)
+        self.optimizers_of = optimizers
         self.steps = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
-        return self.layer(batch).pow(2).mean()
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         return self.optimizers_of(self)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import QUIET, Line
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -87,18 +88,16 @@ def assert_same(a: Any, b: Any) -> None:
         assert a == b
 
 
-class Module(TrainModule):
+class Module(Line):
+    """Adds a value to its checkpoints."""
+
     def __init__(self, value: Any = None) -> None:
         super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
         self.value, self.loaded, self.steps = value, None, 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps += 1
-        return self.layer(batch[0]).sum()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
+        return super().training_step(batch, batch_idx)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = self.value
@@ -144,15 +143,7 @@ class Data(DataModule):
 
 
 def trainer(folder: Path, *callbacks: Callback, epochs: int = 1) -> Trainer:
-    return Trainer(
-        accelerator="cpu",
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        callbacks=list(callbacks),
-        default_root_dir=folder,
-    )
+    return Trainer(**QUIET, max_epochs=epochs, callbacks=list(callbacks), default_root_dir=folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -256,7 +247,7 @@ def test_nothing_is_composed_for_a_bare_run(tmp_path: Path) -> None:
 
 
 class Average(Callback):
-    """Makes its state in on_train_start, and has none to tell of before."""
+    """Makes its state in on_train_start, and has none before."""
 
     def __init__(self, called: list[str]) -> None:
         self.called, self.weights = called, None
@@ -359,19 +350,8 @@ def test_a_second_fit_that_fails_in_setup_saves_its_own_progress(tmp_path: Path)
                 trainer.save_checkpoint(tmp_path / "second")
                 raise RuntimeError("no second time")
 
-    class Net(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            return self.net(batch[0]).mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     trainer = Trainer(accelerator="cpu", max_epochs=1, barebones=True, callbacks=FailsLater())
-    module, loader = Net(), DataLoader(TensorDataset(torch.ones(4, 1)))
+    module, loader = Line(), DataLoader(TensorDataset(torch.ones(4, 2)))
     trainer.fit(module, loader)
     trainer.save_checkpoint(tmp_path / "first")
     with pytest.raises(RuntimeError, match="no second time"):

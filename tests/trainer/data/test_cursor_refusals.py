@@ -1,0 +1,94 @@
+"""Places that a loader cannot seek to are refused by name, unless the loader may replay what comes before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from samples import Indices, Stream, Unsized
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.cursor import LoaderCursor, lookahead
+
+SIZE = 22
+BATCH = 4
+
+
+class DrawsAlways(Sampler[int]):
+    """Draws each index from torch's global generator, as training does in between."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(SIZE):
+            yield int(torch.randint(SIZE, ()))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_draws_globally_is_refused(workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(Indices(SIZE), BATCH, sampler=DrawsAlways(), num_workers=workers)
+
+    cursor = LoaderCursor(make())
+    torch.manual_seed(1)
+    whole = [batch.tolist() for batch in cursor.start(0)]
+    state = cursor.state_dict(3)
+    with pytest.raises(ConfigurationError, match=r"DrawsAlways.*torch.Generator.*allow_replay=True"):
+        LoaderCursor(make()).resume(0, state)
+    torch.manual_seed(9)
+    replayed = LoaderCursor(make(), allow_replay=True).resume(0, state)
+    assert [batch.tolist() for batch in replayed] == whole[3:]
+
+
+def values(iterator: Iterator[Any]) -> list[Any]:
+    """What is left, read a batch ahead, as for any loader without a length."""
+    return [batch.tolist() if isinstance(batch, Tensor) else batch for batch, _ in lookahead(iterator)]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(lambda: DataLoader(Stream(range(20)), 4), "Stream"), (lambda: Unsized(range(5)), "Unsized")]
+)
+def test_a_loader_without_a_state_is_refused_unless_it_may_be_replayed(make: Callable[[], Any], name: str) -> None:
+    whole = values(iter(make()))
+    cursor = LoaderCursor(make())
+    ahead = lookahead(cursor.start(0))
+    next(ahead), next(ahead)
+    state = cursor.state_dict(2)
+    with pytest.raises(ConfigurationError, match=f"{name}.*state_dict.*allow_replay=True"):
+        LoaderCursor(make()).resume(0, state)
+    assert values(LoaderCursor(make(), allow_replay=True).resume(0, state)) == whole[2:]
+
+
+def test_the_start_of_a_loader_without_a_state_is_not_refused() -> None:
+    cursor = LoaderCursor(DataLoader(Stream(range(20)), 4))
+    iterator = cursor.start(0)
+    resumed = LoaderCursor(DataLoader(Stream(range(20)), 4)).resume(0, cursor.state_dict(0))
+    assert values(resumed) == values(iterator)
+
+
+class Placed(Stream):
+    """Knows its place, but in its own process only."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def test_state_in_worker_processes_is_refused() -> None:
+    cursor = LoaderCursor(DataLoader(Placed(range(SIZE)), BATCH, num_workers=1))
+    next(lookahead(cursor.start(0)))
+    with pytest.raises(ConfigurationError, match="worker processes.*StatefulDataLoader"):
+        cursor.resume(0, cursor.state_dict(1))
+
+
+def test_a_shorter_dataset_is_refused() -> None:
+    cursor = LoaderCursor(DataLoader(Indices(SIZE), BATCH))
+    cursor.start(0)
+    with pytest.raises(ConfigurationError, match="is at batch 5.*has 2"):
+        LoaderCursor(DataLoader(Indices(8), BATCH)).resume(0, cursor.state_dict(5))
