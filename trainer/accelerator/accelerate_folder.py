@@ -116,9 +116,7 @@ class AccelerateFolder:
     def load(self) -> None:
         """Takes it over; random numbers last. Data begins anew: `skip_first_batches` says where to go on."""
         accelerator = self._accelerator
-        left = list(accelerator.bare_models)
-        for hook in accelerator.state_hooks.before_load:
-            hook(left, str(self.path))
+        left = accelerator.state_hooks.run_before_load(accelerator.bare_models, self.path)
         for model, weights in zip(accelerator.bare_models, self._weights, strict=True):
             if any(model is other for other in left):
                 model.load_state_dict(weights, strict=False)

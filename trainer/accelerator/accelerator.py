@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError
@@ -769,11 +770,11 @@ class Accelerator:
         states.check_registrable(objects)
         self.registered.extend(objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> states.Handle:
+    def register_save_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Calls `hook(models, weights, output_dir)` in each save; see `StateHooks`."""
         return self.state_hooks.add(self.state_hooks.before_save, hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> states.Handle:
+    def register_load_state_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """Calls `hook(models, input_dir)` in each load; see `StateHooks`."""
         return self.state_hooks.add(self.state_hooks.before_load, hook)
 

@@ -31,7 +31,7 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 class Collectives:
     """The collectives of a loop that the user writes. Every rank must call them, and every rank gets the result.
 
-    `Accelerator` has each under the same name, with its arguments described.
+    The methods of the same names of `Accelerator` describe the arguments.
 
     Args:
         state: of the rank that calls them.
@@ -62,15 +62,7 @@ class Collectives:
         self._strategy.ranks.barrier()
 
     def gather(self, tensor: T) -> T:
-        """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,).
-
-        Args:
-            tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
-
-        Raises:
-            TypeError: on several ranks, for a Python number and whatever else is no tensor.
-            ConfigurationError: where shapes differ by rank, and the exchange would read memory that is not theirs.
-        """
+        """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,)."""
         if self._strategy.ranks.world_size == 1:
             return tensor
         check_tensors(tensor, "gather")
@@ -89,20 +81,7 @@ class Collectives:
         return [entry for part in self._strategy.ranks.all_gather_object(obj) for entry in part]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
-
-        In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of
-        samples.
-
-        Args:
-            input_data: tensors whose first dimension is that of the batch (or a multiple of it), lists with an entry
-                for each sample, or a nested structure of these. Scalars become (num_processes,). Of a
-                loss that is repeated for each sample of a full batch as many are kept as the last batch has samples.
-            use_gather_object: gather anything as objects; lists are concatenated.
-
-        Raises:
-            TypeError: on several ranks, for a Python number or object that stands for no sample.
-        """
+        """Gathers what belongs to the samples of the current batch: each sample once, in the data set's order."""
         self.announce("gather_for_metrics", None if use_gather_object else input_data, alike=False)
         if use_gather_object:
             return self._gather_list(input_data if isinstance(input_data, list) else [input_data])
@@ -115,7 +94,7 @@ class Collectives:
             kind: Any = type(data)
             return kind({key: self._gather_samples(value) for key, value in data.items()})
         if isinstance(data, (list, tuple)):
-            if any(isinstance(entry, (Tensor, Mapping, list, tuple)) for entry in data) and not _is_objects(data):
+            if _holds_tensor(data):
                 parts = [self._gather_samples(entry) for entry in data]
                 return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
             gathered = self._gather_list(list(data))
@@ -133,7 +112,7 @@ class Collectives:
         if self._strategy.ranks.world_size == 1:
             rows = self._reading[-1].rows_of_samples(len(tensor)) if tensor.dim() and self._reading else None
             return tensor if rows is None or rows == len(tensor) else tensor[:rows]
-        if tensor.dim() == 0 or self._is_regular():
+        if tensor.dim() == 0 or not self._reading or self._reading[-1].is_regular:
             return self._gather_one(tensor)
         lengths: list[int] = self._strategy.ranks.all_gather_object(tensor.shape[0])
         longest = max(lengths)
@@ -142,9 +121,6 @@ class Collectives:
             tensor = torch.cat([tensor, filler])
         parts = self._strategy.ranks.all_gather(tensor)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
-
-    def _is_regular(self) -> bool:
-        return not self._reading or self._reading[-1].is_regular
 
     def _counts(self, lengths: list[int]) -> list[int]:
         """How many of each rank's rows belong to samples that are no repeats."""
@@ -155,16 +131,7 @@ class Collectives:
         return [length // here * true if here else 0 for length, (here, true) in zip(lengths, samples, strict=True)]
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """Reduces tensors over the ranks.
-
-        Args:
-            tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
-            reduction: "sum", "mean", "max", "min", or "none" to leave them.
-            scale: what the result is multiplied by.
-
-        Raises:
-            TypeError: for a Python number and whatever else is no tensor.
-        """
+        """Reduces tensors over the ranks."""
         check_tensors(tensor, "reduce")
         if reduction not in REDUCTIONS:
             raise ConfigurationError(f"reduce(reduction={reduction!r}) is not known. {nearest(reduction, REDUCTIONS)}")
@@ -186,14 +153,7 @@ class Collectives:
         return self._strategy.ranks.broadcast(obj, src)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Brings tensors to the same size in one dimension on every rank, so that they can be gathered.
-
-        Args:
-            tensor: a tensor, or any nested structure of tensors.
-            dim: the dimension; tensors that have fewer are left.
-            pad_index: value of what is added.
-            pad_first: add it before, not after.
-        """
+        """Brings tensors to the same size in one dimension on every rank, so that they can be gathered."""
         self.announce("pad_across_processes", tensor, alike=False)
 
         def one(part: Tensor) -> Tensor:
@@ -256,11 +216,6 @@ def check_tensors(data: Any, name: str) -> None:
         )
     for entry in entries:
         check_tensors(entry, name)
-
-
-def _is_objects(data: Any) -> bool:
-    """True for an entry per sample, each of which is no tensor and holds none."""
-    return not any(_holds_tensor(entry) for entry in data)
 
 
 def _holds_tensor(item: Any) -> bool:

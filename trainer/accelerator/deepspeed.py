@@ -121,7 +121,6 @@ class DeepSpeedPlugin:
         return True
 
 
-@dataclass
 class DummyOptim:
     """Stands for the optimizer that DeepSpeed's config makes.
 
@@ -132,16 +131,10 @@ class DummyOptim:
         kwargs: further parameters of the optimizer, by name, taken where the config says "auto".
     """
 
-    params: Iterable[Any]
-    lr: float = 0.001
-    weight_decay: float = 0.0
-    kwargs: dict[str, Any] = field(default_factory=dict)
-
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
         self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
 
 
-@dataclass
 class DummyScheduler:
     """Stands for the scheduler that DeepSpeed's config makes, or that a function makes of DeepSpeed's optimizer.
 
@@ -152,12 +145,6 @@ class DummyScheduler:
         lr_scheduler_callable: makes a scheduler from the optimizer; the config then has none.
         kwargs: accepted for Accelerate's scripts.
     """
-
-    optimizer: Any
-    total_num_steps: int | None = None
-    warmup_num_steps: int = 0
-    lr_scheduler_callable: Callable[..., Any] | None = None
-    kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __init__(
         self,
@@ -290,6 +277,3 @@ def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:
         if config.get(f"{section}.params.{name}") == "auto"
     }
     config.fill(auto)
-
-
-__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler"]

@@ -199,6 +199,3 @@ def _split(tensors: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]
         shards[-1][name] = tensor
         used += size
     return shards
-
-
-__all__ = ["check_object", "parse_size", "save_object", "whole_state", "write_weights"]

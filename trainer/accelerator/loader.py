@@ -256,9 +256,12 @@ class PreparedLoader:
 
 
 class SkippedLoader:
-    """A prepared loader whose passes begin at a batch, counted from the epoch's start."""
+    """A loader, prepared or not, whose passes begin at a batch, counted from the epoch's start.
 
-    def __init__(self, loader: PreparedLoader, skip: int) -> None:
+    Loads nothing before it where the loader's order can be sought.
+    """
+
+    def __init__(self, loader: Any, skip: int) -> None:
         self.loader = loader
         self.skip = skip
 
@@ -269,23 +272,8 @@ class SkippedLoader:
         return max(0, len(self.loader) - self.skip)
 
     def __iter__(self) -> Iterator[Any]:
-        return self.loader.read(self.skip)
-
-
-class SkippedBatches:
-    """An unprepared loader from a batch on. Loads nothing before it where the loader's order can be sought."""
-
-    def __init__(self, loader: Iterable[Any], skip: int) -> None:
-        self.loader = loader
-        self.skip = skip
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_held(self, "loader", name), name)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self.skip)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.loader, PreparedLoader):
+            return self.loader.read(self.skip)
         return LoaderCursor(self.loader, allow_replay=True).seek(None, self.skip)
 
 
@@ -301,9 +289,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         >>> list(skip_first_batches([1, 2, 3], 2))
         [3]
     """
-    if isinstance(dataloader, PreparedLoader):
-        return SkippedLoader(dataloader, num_batches)
-    return SkippedBatches(dataloader, num_batches)
+    return SkippedLoader(dataloader, num_batches)
 
 
 def _as_it_is(batch: Any) -> Any:

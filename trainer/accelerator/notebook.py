@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -77,31 +78,29 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
     Returns:
         What the function returned on rank 0.
     """
-    before = os.environ.get("ACCELERATE_USE_CPU")
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    try:
+    with _environment({"ACCELERATE_USE_CPU": "true"}):
         return notebook_launcher(function, args, num_processes)
-    finally:
-        if before is None:
-            del os.environ["ACCELERATE_USE_CPU"]
-        else:
-            os.environ["ACCELERATE_USE_CPU"] = before
 
 
 def _with_precision(function: Callable[..., Any], precision: str, *args: Any) -> Any:
     # The second is read by code that runs on Accelerate itself, as transformers' Trainer does.
     variables = {PRECISION: precision, ACCELERATES: precision, SOURCE: "notebook_launcher"} if precision != "no" else {}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
+    with _environment(variables):
         result = function(*args)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # Only ranks that succeed come here: the others would wait for one that failed.
             torch.distributed.barrier()
         return result
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Sets environment variables within the block."""
+    before = {name: os.environ.pop(name) for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import os
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
+from pathlib import Path
 from typing import Any, TypeVar
 
 from leyden.strategies.errors import ConfigurationError, nearest
@@ -15,6 +17,8 @@ from leyden.strategies.errors import ConfigurationError, nearest
 H = TypeVar("H")
 HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")
 WRAPPERS = ("no", "fp16", "bf16")
+AUTOMATIC = re.compile(r"checkpoint_(\d+)")
+"""Names of checkpoints under `automatic_checkpoint_naming`."""
 
 
 @dataclass
@@ -108,6 +112,23 @@ class ProjectConfiguration:
             raise ConfigurationError(f"ProjectConfiguration(total_limit={self.total_limit}): give 1 or more, or None.")
         self.set_directories(self.project_dir)
 
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Folder of the checkpoints that are named automatically."""
+        assert self.project_dir is not None, "the Accelerator checks this"
+        return Path(self.project_dir) / "checkpoints"
+
+    def next_name(self) -> str:
+        """The next automatic name; numbers of an earlier run in the same folder are not used twice."""
+        names = (f"checkpoint_{number}" for number in itertools.count(self.iteration))
+        return next(name for name in names if not os.path.lexists(self.checkpoint_folder / name))
+
+    def continue_after(self, path: Path) -> None:
+        """Counts on from a checkpoint, if it was named automatically."""
+        named = AUTOMATIC.fullmatch(path.name)
+        if named is not None:
+            self.iteration = int(named[1]) + 1
+
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
         """Sets the folder of the run, and that of the trackers where it has none."""
         self.project_dir = project_dir
@@ -125,12 +146,8 @@ class KwargsHandler:
             >>> AutocastKwargs(enabled=False).to_kwargs()
             {'enabled': False}
         """
-        changed = {}
-        for entry in dataclasses.fields(self):  # type: ignore[arg-type]
-            plain = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
-            if getattr(self, entry.name) != plain:
-                changed[entry.name] = getattr(self, entry.name)
-        return changed
+        plain = vars(type(self)())
+        return {name: value for name, value in vars(self).items() if value != plain.get(name, value)}
 
 
 @dataclass
@@ -183,10 +200,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of DDP that differ from torch's defaults."""
-        plain = DistributedDataParallelKwargs()
-        names = ("dim", "broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "check_reduction")
-        more = ("gradient_as_bucket_view", "static_graph")
-        return {name: getattr(self, name) for name in (*names, *more) if getattr(self, name) != getattr(plain, name)}
+        return {name: value for name, value in self.to_kwargs().items() if not name.startswith("comm_")}
 
     def hook(self) -> Any:
         """State and hook for `register_comm_hook`, once the ranks have met; None for none.

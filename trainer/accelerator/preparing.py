@@ -284,7 +284,7 @@ def run_in_context(
         with context():
             # A copy of the module has a forward of its own, bound to the copy.
             outputs = own(*args, **kwargs) if own is not None else function(self, *args, **kwargs)
-        return map_tensors(outputs, _in_float32) if outputs_in_float32 else outputs
+        return map_tensors(outputs, in_float32) if outputs_in_float32 else outputs
 
     forward._leyden_context = True  # type: ignore[attr-defined]
     forward._leyden_own = own  # type: ignore[attr-defined]
@@ -301,7 +301,8 @@ def _run_without_context(module: nn.Module) -> None:
             vars(module)["forward"] = own
 
 
-def _in_float32(tensor: Tensor) -> Tensor:
+def in_float32(tensor: Tensor) -> Tensor:
+    """Converts a tensor in half precision to float32."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -304,13 +304,3 @@ def check_started(strategy: Strategy) -> None:
             "ranks that are there already: start the script with `leyden launch --num_processes "
             f"{strategy.ranks.world_size} …` or torchrun, or call its function through notebook_launcher."
         )
-
-
-__all__: Sequence[str] = [
-    "AcceleratorState",
-    "DistributedType",
-    "PartialState",
-    "check_started",
-    "joined",
-    "split",
-]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import re
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.accelerate_folder import AccelerateFolder, is_folder
+from leyden.trainer.accelerator.plugins import AUTOMATIC
 from leyden.trainer.accelerator.tracking import LoggerTracker
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 KIND = "accelerator"
 """The entry of `user.json` by which a checkpoint of a loop of one's own is known."""
-NAME = re.compile(r"checkpoint_(\d+)")
 UNLIKE = "this Accelerator has {here}: prepare and register the same, in the same order, before load_state."
 
 
@@ -48,17 +49,6 @@ def together(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Mod
         return models[0] if chosen else nn.Module()
     numbered = enumerate(models)
     return nn.ModuleDict({f"model_{n}": model for n, model in numbered if any(model is other for other in chosen)})
-
-
-class Handle:
-    """Removes a hook."""
-
-    def __init__(self, hooks: list[Any], hook: Any) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        if self._hook in self._hooks:
-            self._hooks.remove(self._hook)
 
 
 @dataclass
@@ -71,13 +61,32 @@ class StateHooks:
         before_load: called with (models, input_dir): what it takes out of `models` is not loaded by Leyden.
     """
 
-    before_save: list[Callable[..., Any]] = field(default_factory=list)
-    before_load: list[Callable[..., Any]] = field(default_factory=list)
+    before_save: dict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
+    before_load: dict[int, Callable[..., Any]] = field(default_factory=OrderedDict)
 
-    def add(self, hooks: list[Callable[..., Any]], hook: Callable[..., Any]) -> Handle:
+    def add(self, hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
         """Registers a hook; the handle removes it."""
-        hooks.append(hook)
-        return Handle(hooks, hook)
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def run_before_load(self, models: list[nn.Module], folder: Path) -> list[nn.Module]:
+        """Calls the hooks of a load, and returns the models that they leave to Leyden."""
+        left = list(models)
+        for hook in self.before_load.values():
+            hook(left, str(folder))
+        return left
+
+    def run_before_save(self, models: list[nn.Module], writer: CheckpointWriter) -> list[nn.Module]:
+        """Calls the hooks of a save, and returns the models whose weights they leave to Leyden."""
+        if not self.before_save:
+            return models
+        weights = [model.state_dict() for model in models]
+        owners = {id(state): model for state, model in zip(weights, models, strict=True)}
+        for hook in self.before_save.values():
+            hook(list(models), weights, str(writer.folder))
+        writer.adopt()
+        return [owners[id(state)] for state in weights]
 
 
 LOAD_ARGUMENTS = ("strict", "map_location", "weights_only")
@@ -116,7 +125,7 @@ def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
 
 
 def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
-    """Where a save goes; all ranks are told what rank 0 finds.
+    """The folder of a save; rank 0 finds it for all ranks.
 
     Raises:
         ConfigurationError: if there is no folder to be saved in.
@@ -124,10 +133,8 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
     """
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
-        folder = checkpoint_folder(accelerator)
-        number = CheckpointRanks(accelerator.strategy, folder).first(lambda: _free_number(folder, config.iteration))
-        config.iteration = number
-        return folder / f"checkpoint_{number}"
+        folder = config.checkpoint_folder
+        return folder / CheckpointRanks(accelerator.strategy, folder).first(config.next_name)
     if output_dir is None:
         raise ConfigurationError(
             "save_state() needs a folder: save_state('path'), or Accelerator(project_dir=…, project_config="
@@ -137,13 +144,6 @@ def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) 
     _check_alike(accelerator, "save_state", path)
     CheckpointRanks(accelerator.strategy, path).first(lambda: _make_way(path))
     return path
-
-
-def _free_number(folder: Path, number: int) -> int:
-    """Numbers of an earlier run in the same folder are not used twice."""
-    while os.path.lexists(folder / f"checkpoint_{number}"):
-        number += 1
-    return number
 
 
 def _make_way(path: Path) -> None:
@@ -156,13 +156,6 @@ def _make_way(path: Path) -> None:
             f"{str(path / 'checkpoint')!r}, say.",
         )
     path.rmdir()
-
-
-def checkpoint_folder(accelerator: Accelerator) -> Path:
-    """Folder of checkpoints that are named automatically."""
-    if accelerator.project_dir is None:
-        raise ConfigurationError("automatic_checkpoint_naming needs Accelerator(project_dir=…).")
-    return Path(accelerator.project_dir) / "checkpoints"
 
 
 def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int] | None = None) -> Path:
@@ -181,7 +174,7 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
     ranks = CheckpointRanks(strategy, path)
     overwrite = ranks.first(lambda: is_checkpoint(path))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
-        kept = _run_save_hooks(accelerator, models, writer)
+        kept = accelerator.state_hooks.run_before_save(models, writer)
         _step_states(accelerator).save(writer, together(models, kept))
         writer.state("user", _user(accelerator))
         loaders = [_loader_state(loader, asked) for loader in accelerator.prepared_loaders]
@@ -193,7 +186,7 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
         )
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
-        config.iteration += 1
+        config.continue_after(saved)
         ranks.first(lambda: _remove_old(saved.parent, config.total_limit))
     return saved
 
@@ -225,19 +218,6 @@ def _loggers(accelerator: Accelerator) -> dict[str, Logger]:
     return {tracker.name: tracker.logger for tracker in accelerator.trackers if isinstance(tracker, LoggerTracker)}
 
 
-def _run_save_hooks(accelerator: Accelerator, models: list[nn.Module], writer: CheckpointWriter) -> list[nn.Module]:
-    """Calls the hooks; gives back the models whose weights they left to be saved."""
-    hooks = accelerator.state_hooks.before_save
-    if not hooks:
-        return models
-    weights = [model.state_dict() for model in models]
-    owners = {id(state): model for state, model in zip(weights, models, strict=True)}
-    for hook in hooks:
-        hook(list(models), weights, str(writer.folder))
-    writer.adopt()
-    return [owners[id(state)] for state in weights]
-
-
 def _progress(accelerator: Accelerator) -> dict[str, Any]:
     loaders = accelerator.prepared_loaders
     first = loaders[0] if loaders else None
@@ -252,7 +232,7 @@ def _remove_old(folder: Path, limit: int | None) -> None:
     """Removes the oldest automatic ones above the limit. The new one is committed."""
     if limit is None:
         return
-    named = [path for path in all_checkpoints(folder) if NAME.fullmatch(path.name)]
+    named = [path for path in all_checkpoints(folder) if AUTOMATIC.fullmatch(path.name)]
     for path in named[: max(0, len(named) - limit)]:
         delete(path)
 
@@ -268,9 +248,10 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
         path = Path(os.path.expanduser(os.fspath(input_dir)))
         _check_alike(accelerator, "load_state", path)
         return path
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
+    config = accelerator.project_configuration
+    if not config.automatic_checkpoint_naming:
         raise ConfigurationError("load_state() needs a folder: load_state('path').")
-    folder = checkpoint_folder(accelerator)
+    folder = config.checkpoint_folder
     found = newest(folder, strict=True, ranks=CheckpointRanks(accelerator.strategy, folder))
     if found is None:
         raise CheckpointError(folder, "holds no checkpoint: save_state() writes one.")
@@ -306,9 +287,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
     step_states.load(reader, schedulers)
     users.load(*users.names)
     accelerator.restore_counters(steps)
-    named = NAME.fullmatch(path.name)
-    if named is not None:
-        accelerator.project_configuration.iteration = int(named[1]) + 1
+    accelerator.project_configuration.continue_after(path)
     # The random numbers last, since loaders may draw.
     rank.load(*rank.names)
 
@@ -373,9 +352,7 @@ def _numbered(name: str, items: Iterable[Any]) -> dict[str, Any]:
 def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: bool) -> None:
     """Loads the weights of the models that the hooks leave to be loaded."""
     models = accelerator.bare_models
-    left = list(models)
-    for hook in accelerator.state_hooks.before_load:
-        hook(left, str(reader.path))
+    left = accelerator.state_hooks.run_before_load(models, reader.path)
     if left:
         with naming(reader.weights_file):
             accelerator.strategy.load_module(reader, together(models, left), strict and len(left) == len(models))

@@ -13,6 +13,7 @@ from leyden.strategies.batch import BUILTIN, map_tensors, move_to_device
 from leyden.strategies.launch.environment import rank_environment
 from leyden.trainer.accelerator.collectives import Collectives, check_tensors, synchronise
 from leyden.trainer.accelerator.export import check_object, save_object
+from leyden.trainer.accelerator.preparing import in_float32, unwrap
 from leyden.trainer.accelerator.ranks import PartialState, joined
 from leyden.trainer.data.rng import seed_everything
 
@@ -148,12 +149,9 @@ def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> nn.Module:
     """See `Accelerator.unwrap_model`."""
-    from leyden.trainer.accelerator.preparing import unwrap
-
     return unwrap(model, keep_fp32_wrapper, keep_torch_compile)
 
 
 def convert_to_fp32(tensor: T) -> T:
     """Converts the tensors of a nested structure that are in half precision to float32."""
-    half = (torch.float16, torch.bfloat16)
-    return map_tensors(tensor, lambda part: part.float() if part.dtype in half else part)
+    return map_tensors(tensor, in_float32)
