@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from leyden.trainer.cli.keys import DEEPSPEED, FSDP
+from leyden.trainer.cli.keys import DEEPSPEED, FSDP, PRECISIONS
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.launched import LaunchSettings
 
-PRECISIONS = {None: "no", "16-mixed": "fp16", "bf16-mixed": "bf16", "fp8": "fp8"}
 FSDP_DEFAULTS = {
     "FSDP_VERSION": 1,
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD",
@@ -60,7 +59,8 @@ def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerat
     if accelerator == "cpu" and settings.kind != "DEEPSPEED":
         found["ACCELERATE_USE_CPU"] = True
     if launched.precision is not None or settings.get("mixed_precision") is not None:
-        found["ACCELERATE_MIXED_PRECISION"] = PRECISIONS.get(launched.precision, "no")
+        words = {precision: word for word, precision in PRECISIONS.items()}
+        found["ACCELERATE_MIXED_PRECISION"] = words.get(launched.precision or "", "no")
     if launched.debug:
         found["ACCELERATE_DEBUG_MODE"] = True
     if launched.precision == "fp8":

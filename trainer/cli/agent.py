@@ -47,17 +47,17 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
     logs = Path(kept or tempfile.mkdtemp(prefix="leyden-launch-"))
     machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
     config = engine_config(plan.per_machine, machines, str(logs), **_elastic_settings(plan, logs))
-    told: list[Ended] = []
+    failures: list[Ended] = []
     try:
-        status = run_engine(config, command[0], command[1:], plan.variables(), tell=told.append)
+        status = run_engine(config, command[0], command[1:], plan.variables(), tell=failures.append)
     except RendezvousError as error:
         raise LeydenError(
             f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not "
             f"answer within {MEETING_SECONDS} s. The output of its ranks says why; the logs of this machine's ranks "
             f"are in {logs}."
         ) from error
-    if told:
-        print(block(told[0], _folder(logs, told[0])), file=sys.stderr, flush=True)
+    if failures:
+        print(block(failures[0], _folder(logs, failures[0])), file=sys.stderr, flush=True)
     elif kept is None and not list(logs.glob("*/attempt_1")):
         # After a restart the logs are kept: they say why.
         shutil.rmtree(logs, ignore_errors=True)
@@ -122,21 +122,18 @@ def block(ended: Ended, folder: Path) -> str:
     text = trace.read_text(encoding="utf-8", errors="replace") if trace.is_file() else ""
     text = text.partition("\nExtension modules:")[0]
     exception = said.get("exception") or said.get("message") or ended.words()
+    files = (folder / "stderr.log", trace, folder / "stdout.log")
     rows = [
         ("rank", f"{ended.rank} (local {failure.local_rank}, process {failure.pid})"),
         ("host", str(said.get("host") or socket.gethostname())),
         ("exception", str(exception).split("; all ranks are ended", 1)[0]),
         ("line", str(said.get("line") or _crash_line(text) or "unknown: nothing recorded it")),
-        ("log file", str(next((path for path in _files(folder) if path.is_file()), folder))),
+        ("log file", str(next((path for path in files if path.is_file()), folder))),
     ]
     listed = "\n".join(f"  {name:<10} {value}" for name, value in rows)
     blamed = f"rank {ended.rank} failed first, and all ranks are ended" if not ended.others else ended.others
     head = f"leyden launch: {blamed}."
     return "\n".join(part for part in (text.rstrip(), head, listed) if part)
-
-
-def _files(folder: Path) -> tuple[Path, ...]:
-    return (folder / "stderr.log", folder / TRACE, folder / "stdout.log")
 
 
 def _crash_line(text: str) -> str:

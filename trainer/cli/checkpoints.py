@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ def show(path: str, tensors: bool) -> None:
     _section("files", {name: size_of(entry.size) for name, entry in sorted(manifest.files.items())})
     layout = reader.layout()
     owned = {name: spec for name, spec in layout.items() if "alias_of" not in spec}
-    count = sum(_numel(shape_of(spec)) for spec in owned.values())
+    count = sum(math.prod(shape_of(spec)) for spec in owned.values())
     tied = f", and {len(layout) - len(owned)} tied names" if len(layout) > len(owned) else ""
     click.echo(f"\nweights: {len(owned)} tensors with {count:,} elements{tied}")
     if tensors:
@@ -136,13 +137,6 @@ def shape_of(spec: dict[str, Any]) -> list[int]:
     """Returns the shape of a tensor from its entry in the layout."""
     found = spec.get("shape") or next(iter(spec["parts"].values()))["shape"]
     return [int(size) for size in found]
-
-
-def _numel(shape: list[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _section(title: str, values: Mapping[str, Any]) -> None:

@@ -62,7 +62,7 @@ def command(
         weights, others = folder_weights(source, trust, model)
         taken = of_accelerate(source, Names(weights, _order(like, arguments), before), trust, model or 0)
         taken.left += [
-            name for name in others if not any(name in told for told in taken.left) and name not in taken.files
+            name for name in others if not any(name in left for left in taken.left) and name not in taken.files
         ]
     else:
         loaded = load_weights_only(source, trust=trust)

@@ -62,9 +62,9 @@ class Taken:
         writer.optimizers(self.optimizers)
         writer.state("schedulers", {"schedulers": self.schedulers, "precision": {}, "strategy": {}})
         writer.state("callbacks", {})
-        told = {"epoch": self.progress.epoch, "global_step": self.progress.global_step}
+        counts = {"epoch": self.progress.epoch, "global_step": self.progress.global_step}
         own_loop = {"kind": KIND, "models": 1, "steps": self.progress.global_step, "registered": [], "trackers": {}}
-        writer.state("user", {"checkpoint": told, "datamodule": {}, **own_loop})
+        writer.state("user", {"checkpoint": counts, "datamodule": {}, **own_loop})
         place: dict[str, Any] = {"loader": None, "loaders": None, "logs": None, "metrics": {}, "buffers": {}}
         writer.state("rank-0", {**place, "seed": 0, "rng": self.rng}, of_rank=True)
 

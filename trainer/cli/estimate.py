@@ -66,16 +66,16 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
     held = _held(precision)
     states = OPTIMIZERS[optimizer]
     shards = ranks if strategy.startswith("fsdp") else 1
-    kept = sum(_shard(p, shards) * (held or p.element_size()) for p in _parameters(model))
-    trained = sum(_shard(p, shards) * (held or p.element_size()) for p in _parameters(model) if p.requires_grad)
-    buffers = sum(b.numel() * b.element_size() for b in _buffers(model))
+    kept = sum(_shard(p, shards) * (held or p.element_size()) for p in model.parameters())
+    trained = sum(_shard(p, shards) * (held or p.element_size()) for p in model.parameters() if p.requires_grad)
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
     if not strategy.startswith("fsdp"):
         # DDP copies gradients into the buckets it sends; autocast keeps the weights it has cast until the pass ends.
         gradients = 2 * trained if strategy == "ddp" else trained
-        cast = sum(p.numel() * 2 for p in _parameters(model)) if precision.endswith("mixed") else 0
+        cast = sum(p.numel() * 2 for p in model.parameters()) if precision.endswith("mixed") else 0
         return Memory(kept + buffers, gradients, states * trained, cast)
     computed = HALF.get(precision, held or 4)
-    whole, largest = sum(p.numel() for p in _parameters(model)) * computed, _largest_group(model) * computed
+    whole, largest = sum(p.numel() for p in model.parameters()) * computed, _largest_group(model) * computed
     # The current group and the next one, which is prefetched, and one group's gradients before they are sharded.
     passing = (whole if strategy == "fsdp_shard_grad_op" else 2 * largest) + largest
     if strategy == "fsdp_cpu_offload":
@@ -86,15 +86,6 @@ def memory(model: nn.Module, strategy: str, ranks: int, precision: str, optimize
 def _held(precision: str) -> int | None:
     """Returns the bytes per element; None for the dtype of the module."""
     return {"64-true": 8, "16-true": 2, "bf16-true": 2}.get(precision)
-
-
-def _parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Returns each parameter once, even if it has several names."""
-    return list(model.parameters())
-
-
-def _buffers(model: nn.Module) -> list[torch.Tensor]:
-    return list(model.buffers())
 
 
 def _shard(parameter: nn.Parameter, ranks: int) -> int:
@@ -255,13 +246,10 @@ def command(
 
 def describe(name: str, model: nn.Module, note: str = "") -> str:
     """Describes a model in a few lines: parameters, memory, the largest FSDP group."""
-    parameters = _parameters(model)
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    total, held = (
-        sum(parameter.numel() for parameter in parameters),
-        sum(p.numel() * p.element_size() for p in parameters),
-    )
-    buffers = sum(buffer.numel() * buffer.element_size() for buffer in _buffers(model))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    held = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     lines = [
         f"model       {name} ({type(model).__name__})",
         f"parameters  {total:,}, of which {trained:,} are trained; {size_of(held)} as built, buffers "

@@ -13,20 +13,11 @@ from leyden.strategies.errors import ConfigurationError, nearest
 YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 NVME = ("none", "cpu", "nvme")
 DYNAMO = (
-    *(
-        "no",
-        "eager",
-        "aot_eager",
-        "inductor",
-        "aot_ts_nvfuser",
-        "nvprims_nvfuser",
-        "cudagraphs",
-        "ofi",
-        "fx2trt",
-        "onnxrt",
-    ),
-    *("tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend"),
+    *("no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser", "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"),
+    *("onnxrt", "tensorrt", "aot_torchxla_trace_once", "torchxla_trace_once", "ipex", "tvm", "hpu_backend"),
 )
+PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
+"""The words of `mixed_precision`, but for "no", and the precisions that they mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +129,7 @@ TOP: tuple[ConfigKey, ...] = (
     ConfigKey(
         "distributed_type", (*TYPES, "TPU"), "the kind of machine, and how the model is distributed over it", flag=""
     ),
-    ConfigKey("mixed_precision", ("no", "fp16", "bf16", "fp8"), "the precision of the forward pass"),
+    ConfigKey("mixed_precision", ("no", *PRECISIONS), "the precision of the forward pass"),
     ConfigKey("use_cpu", bool, "run on CPUs even if there are GPUs", flag="cpu"),
     ConfigKey("debug", bool, "compare the operands of collectives over the ranks, and report a mismatch"),
     ConfigKey("num_processes", int, "ranks over all machines; one per GPU if left out", least=-1, most=1_000_000),
@@ -213,7 +204,9 @@ FSDP: tuple[ConfigKey, ...] = (
     ConfigKey("fsdp_version", int, without="this is always FSDP2.", least=1),
 )
 DEEPSPEED: tuple[ConfigKey, ...] = (
-    ConfigKey("zero_stage", int, "what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters", least=0),
+    ConfigKey(
+        "zero_stage", int, "what is sharded: 1 optimizer state, 2 also gradients, 3 also parameters", least=0, most=3
+    ),
     ConfigKey("gradient_accumulation_steps", str, "batches per optimizer step"),
     ConfigKey("gradient_clipping", str, "largest norm of the gradients"),
     ConfigKey("offload_optimizer_device", NVME, "where optimizer state is offloaded to"),
@@ -347,11 +340,19 @@ def read_section(keys: tuple[ConfigKey, ...], found: Mapping[str, Any], section:
     for name, value in found.items():
         key = names.get(name) if isinstance(name, str) else None
         if key is None:
-            place = f"{section}: " if section else ""
-            raise ConfigurationError(
-                f"{place}the key {shown(name)} is not known. {nearest(shown(name), [k.name for k in keys])}"
-            )
+            raise _unknown(name, [key.name for key in keys], section)
         if key.name == "fsdp_sharding_strategy":
             value = NAMES_OF_1.get(shown(value).strip("'"), value)
         values[key.name] = key.read(value)
     return values
+
+
+def _unknown(name: Any, known: list[str], section: str) -> ConfigurationError:
+    """The error for a key that is unknown in a section, or at the top level (""), where it may belong in a section."""
+    if section:
+        return ConfigurationError(f"{section}: the key {shown(name)} is not known. {nearest(shown(name), known)}")
+    for family, keys in FAMILIES.items():
+        if any(name in (key.name, *key.older) for key in keys):
+            return ConfigurationError(f"the key {name!r} belongs in the section {family}: indent it there.")
+    text = name[:99] if isinstance(name, str) else shown(name)
+    return ConfigurationError(f"the key {shown(name)} is not known. {nearest(text, [*known, *FAMILIES, *OLDER_TYPES])}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -19,13 +20,13 @@ from leyden.trainer.cli.secrets import masked_words
 from leyden.trainer.cli.settings import Settings, found_file, read_file
 
 KINDS = {
-    "multi_gpu": "MULTI_GPU",
-    "use_fsdp": "FSDP",
-    "use_deepspeed": "DEEPSPEED",
-    "use_megatron_lm": "MEGATRON_LM",
-    "tpu": "XLA",
+    "multi_gpu": ("MULTI_GPU", "Use the GPUs of this machine."),
+    "use_fsdp": ("FSDP", "Shard the model with FSDP."),
+    "use_deepspeed": ("DEEPSPEED", "Shard with DeepSpeed."),
+    "use_megatron_lm": ("MEGATRON_LM", "Use Megatron-LM."),
+    "tpu": ("XLA", "Run on TPUs with XLA."),
 }
-"""Flags that set what distributed_type sets in the file."""
+"""Flags that set what distributed_type sets in the file, each with its value there and its help."""
 
 
 class KeyType(click.ParamType):  # type: ignore[type-arg]
@@ -106,15 +107,19 @@ OPTIONS: list[click.Parameter] = [
     click.Option(["-q", "--quiet"], is_flag=True, help="Do not show the plan."),
     click.Option(["-m", "--module"], is_flag=True, help="SCRIPT is a module, as for python -m."),
     _switch("no_python", "SCRIPT is an executable, not run by Python."),
-    _switch("multi_gpu", "Use the GPUs of this machine."),
-    _switch("use_fsdp", "Shard the model with FSDP."),
-    _switch("use_deepspeed", "Shard with DeepSpeed."),
-    _switch("use_megatron_lm", "Use Megatron-LM."),
+    *(_switch(name, help) for name, (_, help) in KINDS.items()),
     _switch("use_parallelism_config", "Has no effect: the sizes of the axes decide."),
-    _switch("tpu", "Run on TPUs with XLA."),
-    click.Option(["--rdzv_endpoint"], metavar="HOST:PORT", help="Where machines meet, instead of at a main machine."),
+    click.Option(
+        ["--rdzv_endpoint", "endpoint"], metavar="HOST:PORT", help="Where machines meet, instead of at a main machine."
+    ),
     click.Option(["--rdzv_id"], help="Name of the rendezvous, if several jobs share an endpoint."),
-    click.Option(["--rdzv_conf"], default="", metavar="KEY=VALUE,…", help="Further settings of the rendezvous."),
+    click.Option(
+        ["--rdzv_conf"],
+        default="",
+        metavar="KEY=VALUE,…",
+        callback=lambda ctx, param, text: _pairs(text),
+        help="Further settings of the rendezvous.",
+    ),
     click.Option(
         ["--monitor_interval"],
         type=click.FloatRange(0.01),
@@ -161,15 +166,7 @@ def run(
         raise ConfigurationError(
             "--module and --no_python exclude each other, since Python runs a module: give one of them."
         )
-    elastic = ElasticOptions(
-        endpoint=flags.pop("rdzv_endpoint"),
-        rdzv_id=flags.pop("rdzv_id"),
-        rdzv_conf=_pairs(flags.pop("rdzv_conf")),
-        monitor_interval=flags.pop("monitor_interval"),
-        log_dir=flags.pop("log_dir"),
-        tee=flags.pop("tee"),
-        role=flags.pop("role"),
-    )
+    elastic = ElasticOptions(**{field.name: flags.pop(field.name) for field in dataclasses.fields(ElasticOptions)})
     given = _given(flags)
     below = _file(file, alone=bool(given.get("use_cpu", False)))
     settings = given.over(below)
@@ -214,7 +211,7 @@ def _given(flags: dict[str, Any]) -> Settings:
     }
     values = {key.name: flags.get(key.name) for key in TOP}
     if kinds:
-        values["distributed_type"] = KINDS[kinds[0]]
+        values["distributed_type"] = KINDS[kinds[0]][0]
     return Settings(values, {name: section for name, section in sections.items() if section})
 
 

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
 from leyden.trainer.cli.accelerate_variables import accelerate_variables
-from leyden.trainer.cli.keys import FP8
+from leyden.trainer.cli.keys import FP8, PRECISIONS
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.cli.zero import number, zero_of
 from leyden.trainer.launched import LaunchSettings
 
-PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp8": "fp8"}
 PORT = 29500
+Meeting: TypeAlias = tuple[int | None, str, int, str]
+"""The number of this machine, and the address, port and backend of the rendezvous."""
 NOT_HERE = "torch sees no GPU on this machine: the plan is for a machine that has them, and would not start here"
 
 
@@ -194,24 +196,26 @@ def resolve(
     _check_pod(settings)
     accelerator = _accelerator(settings, machine)
     task = _slurm_task(settings, environ)
-    if task is not None and task.local_world_size > 1:
-        return _as_rank(settings, elastic, task, machine, accelerator, source, environ)
+    rank = task if task is not None and task.local_world_size > 1 else None
     machines = int(settings.get("num_machines", 1)) if task is None else task.num_nodes
-    per_machine = _per_machine(settings, machine, accelerator, machines)
-    machine_rank, address, port, backend = _meeting(settings, elastic, machines, task)
+    if rank is not None:
+        _check_rank(settings, rank)
+        per_machine = rank.local_world_size
+        meeting: Meeting = (rank.node_rank, *(rank.address or ("", 0)), "static")
+    else:
+        per_machine = _per_machine(settings, machine, accelerator, machines)
+        meeting = _meeting(settings, elastic, machines, task)
     return LaunchPlan(
         settings,
         elastic,
         accelerator,
         per_machine,
         machines,
-        machine_rank,
-        address,
-        port,
-        backend,
+        *meeting,
         _threads(settings, machine, per_machine, environ),
         launched_of(settings, source, accelerator, per_machine * machines),
         _caveats(settings, machine, accelerator),
+        rank,
     )
 
 
@@ -224,16 +228,8 @@ def _caveats(settings: Settings, machine: Machine, accelerator: str) -> tuple[st
     )
 
 
-def _as_rank(
-    settings: Settings,
-    elastic: ElasticOptions,
-    task: RankEnvironment,
-    machine: Machine,
-    accelerator: str,
-    source: str,
-    environ: Mapping[str, str],
-) -> LaunchPlan:
-    """Makes the plan of a task of srun that is a rank itself."""
+def _check_rank(settings: Settings, task: RankEnvironment) -> None:
+    """Raises for settings that a task of srun that is a rank itself cannot follow."""
     wanted = settings.get("num_processes", -1)
     if wanted not in (-1, task.world_size):
         raise ConfigurationError(
@@ -244,22 +240,6 @@ def _as_rank(
         raise ConfigurationError(
             "max_restarts needs an agent on each machine: start one task there (srun --ntasks-per-node=1)."
         )
-    address, port = task.address or ("", 0)
-    return LaunchPlan(
-        settings,
-        elastic,
-        accelerator,
-        task.local_world_size,
-        task.num_nodes,
-        task.node_rank,
-        address,
-        port,
-        "static",
-        _threads(settings, machine, task.local_world_size, environ),
-        launched_of(settings, source, accelerator, task.world_size),
-        _caveats(settings, machine, accelerator),
-        task,
-    )
 
 
 def _tpu_variables(settings: Settings) -> dict[str, str]:
@@ -388,10 +368,8 @@ def _per_machine(settings: Settings, machine: Machine, accelerator: str, machine
     return per_machine
 
 
-def _meeting(
-    settings: Settings, elastic: ElasticOptions, machines: int, task: RankEnvironment | None
-) -> tuple[int | None, str, int, str]:
-    """Returns the number of this machine, and the address, port and backend of the rendezvous."""
+def _meeting(settings: Settings, elastic: ElasticOptions, machines: int, task: RankEnvironment | None) -> Meeting:
+    """Returns where and how the machines meet."""
     backend = settings.get("rdzv_backend")
     if backend not in (None, "static", "c10d", "etcd", "etcd-v2"):
         raise ConfigurationError(f"rdzv_backend: {backend!r} is not known: use static or c10d.")
@@ -452,11 +430,9 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
         strategy, options = _strategy(settings, ranks)
     if settings.kind == "MEGATRON_LM":
         norm = settings.section("megatron_lm_config").get("megatron_lm_gradient_clipping")
-    unused = {name for name, _ in settings.without_effect()}
     compiled = {
         name.removeprefix("dynamo_").removeprefix("use_"): value
-        for name, value in settings.section("dynamo_config").items()
-        if name not in unused
+        for name, value in settings.effective("dynamo_config").items()
     }
     if compiled.get("backend", "no") == "no":
         compiled = {}
@@ -470,12 +446,12 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
         accumulate_grad_batches=steps,
         gradient_clip_val=number("gradient_clipping", norm, float),
         compile=compiled,
-        fp8=_fp8(settings, unused) if precision == "fp8" else {},
+        fp8=_fp8(settings) if precision == "fp8" else {},
         debug=bool(settings.get("debug", False)),
     )
 
 
-def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
+def _fp8(settings: Settings) -> dict[str, Any]:
     """Returns the fp8 recipe, without keys that have no effect."""
     section = settings.section("fp8_config")
     if not section:
@@ -483,19 +459,15 @@ def _fp8(settings: Settings, unused: set[str]) -> dict[str, Any]:
     from leyden.strategies.precision.fp8_config import NO_MSAMP, backend_of
 
     if backend_of(section) == "MSAMP":
-        raise ConfigurationError(
-            f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer ElasticOptions)."
-        )
-    unused = unused | {key.name for key in FP8 if key.without}
-    return {name: value for name, value in section.items() if name not in unused}
+        raise ConfigurationError(f"fp8_backend: MSAMP: {NO_MSAMP}: use AO (torchao) or TE (Transformer Engine).")
+    unused = {key.name for key in FP8 if key.without}
+    return {name: value for name, value in settings.effective("fp8_config").items() if name not in unused}
 
 
 def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any]]:
     """Returns the strategy's name and options; None for the default of one rank or of several."""
     if settings.kind == "FSDP":
-        options = settings.section("fsdp_config")
-        unused = {name for name, _ in settings.without_effect()}
-        options = {name: value for name, value in options.items() if name not in unused}
+        options = settings.effective("fsdp_config")
         # FSDPStrategy reads the file's own names.
         return ("ddp", {}) if options.get("fsdp_sharding_strategy") == "NO_SHARD" else ("fsdp", options)
     if settings.kind == "MEGATRON_LM":
@@ -505,9 +477,7 @@ def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any
         return "xla" if ranks == 1 else "xla_ddp", {}
     axes = settings.section("parallelism_config")
     sizes = {name: value for name, value in axes.items() if name.endswith("_size")}
-    product = 1
-    for size in sizes.values():
-        product *= size
+    product = math.prod(sizes.values())
     if product == 1:
         return None, {}
     if ranks % product:

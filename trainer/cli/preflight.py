@@ -10,9 +10,9 @@ import json
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from leyden.strategies.errors import ConfigurationError
@@ -40,7 +40,7 @@ class Facts:
 
     rank: int | None
     host: str
-    values: Mapping[str, str]
+    values: dict[str, str]
 
     @property
     def name(self) -> str:
@@ -67,7 +67,6 @@ def facts_of(rank: int | None, machines: int, backend: str) -> Facts:
 class _Guest:
     connection: socket.socket
     facts: Facts
-    found: str = field(default="")
 
 
 def check(facts: Facts, machines: int, address: str, port: int, timeout: float, say: Callable[[str], None]) -> None:
@@ -127,22 +126,22 @@ def _receive(
 ) -> None:
     """Waits for a line from each machine; closes connections that send anything else."""
     end = time.monotonic() + timeout
-    told = False
+    announced = False
     while len(guests) < machines - 1:
         left = end - time.monotonic()
         if left <= 0:
             return
         # The first wait is short, so that the screen soon says what this machine is waiting for.
-        server.settimeout(left if told else min(left, 2.0))
+        server.settimeout(left if announced else min(left, 2.0))
         try:
             connection, _ = server.accept()
         except TimeoutError:
-            if not told:
+            if not announced:
                 say(
                     f"waiting for {machines - 1 - len(guests)} other machine{'s' * (machines > 2)}, up to "
                     f"{timeout:.0f} s"
                 )
-                told = True
+                announced = True
             continue
         connection.settimeout(min(10.0, max(left, 1.0)))
         try:
@@ -192,7 +191,7 @@ def _answer(guests: list[_Guest], wrong: str) -> None:
 def _visit(facts: Facts, address: str, port: int, timeout: float) -> None:
     """Connects to the main machine, trying again until it listens."""
     end = time.monotonic() + timeout
-    line = json.dumps({"rank": facts.rank, "host": facts.host, "values": dict(facts.values)}).encode() + b"\n"
+    line = json.dumps(asdict(facts)).encode() + b"\n"
     while True:
         try:
             with socket.create_connection(

@@ -73,14 +73,14 @@ def _record(kind: type[BaseException], error: BaseException, trace: types.Traceb
     with contextlib.suppress(OSError):
         (folder / TRACE).write_text(text, encoding="utf-8")
         path = folder / Path(os.environ[ERROR_FILE]).name
-        told = _recorded(path)
+        record = _recorded(path)
         last = f"{kind.__name__}: {error}"
         rank = os.environ.get("RANK", "0")
-        told.setdefault("message", f"rank {rank}: {last}")
-        told.setdefault("lost", _is_lost(error))
-        told.setdefault("extraInfo", {"py_callstack": text, "timestamp": str(int(time.time()))})
-        told.update(exception=last, line=_line(error, shown), host=socket.gethostname(), time=time.time())
-        path.write_text(json.dumps({"message": told}), encoding="utf-8")
+        record.setdefault("message", f"rank {rank}: {last}")
+        record.setdefault("lost", _is_lost(error))
+        record.setdefault("extraInfo", {"py_callstack": text, "timestamp": str(int(time.time()))})
+        record.update(exception=last, line=_line(error, shown), host=socket.gethostname(), time=time.time())
+        path.write_text(json.dumps({"message": record}), encoding="utf-8")
 
 
 def _recorded(path: Path) -> dict[str, Any]:
@@ -137,16 +137,16 @@ def _report_restart(folder: Path) -> None:
         return
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     before = folder.parent.parent / f"attempt_{count - 1}"
-    found = sorted(_failures(before), key=lambda told: (bool(told.get("lost")), float(told.get("time", 0))))
+    found = sorted(_failures(before), key=lambda record: (bool(record.get("lost")), float(record.get("time", 0))))
     why = str(found[0]["message"]) if found else "a rank was killed from outside, here or on another machine"
     print(f"leyden launch: restart {count} of {limit}, since {why} (more in {before})", file=sys.stderr, flush=True)
 
 
 def _failures(folder: Path) -> Iterator[dict[str, Any]]:
     for path in folder.glob("*/error.json"):
-        told = _recorded(path)
-        if told.get("message"):
-            yield told
+        record = _recorded(path)
+        if record.get("message"):
+            yield record
 
 
 if __name__ == "__main__":

@@ -39,10 +39,7 @@ def masked_value(name: str, value: str) -> str:
         >>> masked_value("hub", "hf_" + "a" * 34)
         '***'
     """
-    name = name.rsplit(".", 1)[-1]
-    if value and (_SURE.search(name) or (_LIKELY.search(name) and _is_long(value))):
-        return HIDDEN
-    return masked_text(value)
+    return HIDDEN if value and _is_secret(name, value) else masked_text(value)
 
 
 def masked_text(text: str) -> str:
@@ -54,9 +51,8 @@ def masked_text(text: str) -> str:
     """
 
     def pair(found: re.Match[str]) -> str:
-        name, value = found["name"].rsplit(".", 1)[-1], found["value"]
-        secret = _SURE.search(name) or (_LIKELY.search(name) and _is_long(value.strip("'\"")))
-        return f"{found['name']}{found['sign']}{HIDDEN}" if secret else found[0]
+        is_secret = _is_secret(found["name"], found["value"].strip("'\""))
+        return f"{found['name']}{found['sign']}{HIDDEN}" if is_secret else found[0]
 
     return _IN_ADDRESS.sub(HIDDEN, _LOOKS.sub(HIDDEN, _PAIR.sub(pair, text)))
 
@@ -73,6 +69,12 @@ def masked_words(words: Sequence[str]) -> list[str]:
         flag = before.lstrip("-") if before.startswith("-") and "=" not in before else ""
         shown.append(word if word.startswith("-") and "=" not in word else masked_value(flag, word))
     return shown
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Returns True if the name says that the value is a secret; for some names it must look like one too."""
+    name = name.rsplit(".", 1)[-1]
+    return bool(_SURE.search(name) or (_LIKELY.search(name) and _is_long(value)))
 
 
 def _is_long(value: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.cli.keys import FAMILIES, OLDER_TYPES, TOP, ConfigKey, read_section, shown
 
 FILE = "default_config.yaml"
@@ -85,6 +85,11 @@ class Settings:
     def section(self, name: str) -> dict[str, Any]:
         """Returns the values that are set in a section."""
         return {key: value for key, value in self.sections.get(name, {}).items() if value is not None}
+
+    def effective(self, name: str) -> dict[str, Any]:
+        """Returns the values of a section, without those that have no effect here."""
+        unused = {key for key, _ in self.without_effect()}
+        return {key: value for key, value in self.section(name).items() if key not in unused}
 
     def over(self, below: Settings) -> Settings:
         """Returns these settings, completed by those of `below`."""
@@ -209,29 +214,10 @@ def parse(found: Mapping[str, Any]) -> Settings:
         sections.setdefault("dynamo_config", {}).update(
             read_section(FAMILIES["dynamo_config"], {"dynamo_backend": rest.pop("dynamo_backend")})
         )
-    _check_names(rest)
     settings = Settings(read_section(TOP, rest), sections, notes=notes)
     if settings.kind == "TPU":
         settings.values["distributed_type"] = "XLA"
     return settings
-
-
-def _check_names(rest: Mapping[str, Any]) -> None:
-    """Raises for unknown keys, and for keys that belong in a section."""
-    known = [key.name for key in TOP]
-    for raw in rest:
-        name = raw if isinstance(raw, str) else shown(raw)
-        owner = next((family for family, keys in FAMILIES.items() if name in _names(keys)), None)
-        if name not in known and owner is not None:
-            raise ConfigurationError(f"the key {name!r} belongs in the section {owner}: indent it there.")
-        if name not in known:
-            raise ConfigurationError(
-                f"the key {shown(raw)} is not known. {nearest(name[:99], [*known, *FAMILIES, *OLDER_TYPES])}"
-            )
-
-
-def _names(keys: tuple[ConfigKey, ...]) -> set[str]:
-    return {name for key in keys for name in (key.name, *key.older)}
 
 
 def _older_switches(rest: dict[str, Any]) -> list[str]:

@@ -28,8 +28,8 @@ SPREADS = {
 """Choices, each with the strategy that it needs to be offered, and its meaning."""
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
 """Backends that torch has everywhere; a file may name others."""
-HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-SHARDINGS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
+PORT = dataclasses.replace(KEYS["main_process_port"], least=1)
+WITHOUT_REPLICAS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 AXES = {
     "tp": "Ranks that split each layer (tensor parallel)",
@@ -54,7 +54,6 @@ class Wizard:
         self.values: dict[str, Any] = {}
         self.sections: dict[str, dict[str, Any]] = {}
         self.on_gpus = False
-        self.spread = "ddp"
 
     def run(self) -> Settings:
         """Asks all questions and returns the answers as settings."""
@@ -129,7 +128,7 @@ class Wizard:
             return
         self._ask("machine_rank", f"Which of them is this, from 0 to {count - 1}", 0, check=self._rank)
         self._ask("main_process_ip", "Address of machine 0", None, check=address)
-        self._ask("main_process_port", "Port of machine 0", 29500, check=port)
+        self._ask("main_process_port", "Port of machine 0", 29500, check=PORT.read)
 
     def _rank(self, value: Any) -> int:
         rank, count = int(KEYS["machine_rank"].read(value)), int(self.values["num_machines"])
@@ -169,17 +168,22 @@ class Wizard:
         choices = {name: meaning for name, (strategy, meaning) in SPREADS.items() if strategy in NAMES}
         if self.values["num_processes"] == 1:
             choices = {"ddp": "one rank, nothing to distribute", "deepspeed": "DeepSpeed, for its offloading"}
-        self.spread = choose("How is the model distributed", choices, earlier if earlier in choices else "ddp")
-        {"ddp": lambda: None, "fsdp": self._fsdp, "deepspeed": self._deepspeed}.get(
-            self.spread, self._parallel if self.spread == "parallel" else self._megatron
-        )()
+        spread = choose("How is the model distributed", choices, earlier if earlier in choices else "ddp")
+        questions = {
+            "fsdp": self._fsdp,
+            "deepspeed": self._deepspeed,
+            "parallel": self._parallel,
+            "megatron": self._megatron,
+        }
+        if spread in questions:
+            questions[spread]()
 
     def _fsdp(self) -> None:
         self.values["distributed_type"], section = "FSDP", "fsdp_config"
         ranks = self.values["num_processes"]
         # Hybrid sharding needs at least two replicas of two ranks.
-        had = () if ranks < 0 or (ranks >= 4 and ranks % 2 == 0) else tuple(n for n in SHARDINGS if n not in HYBRID)
-        self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section, choices=had)
+        choices = () if ranks < 0 or (ranks >= 4 and ranks % 2 == 0) else WITHOUT_REPLICAS
+        self._ask("fsdp_sharding_strategy", "What is sharded", "FULL_SHARD", section, choices=choices)
         policy = self._ask("fsdp_auto_wrap_policy", "How are modules grouped", "TRANSFORMER_BASED_WRAP", section)
         if policy == "TRANSFORMER_BASED_WRAP":
             text = "Classes of the blocks to group, separated by commas (auto: the repeated block of the model)"
@@ -198,7 +202,7 @@ class Wizard:
             return
         del self.sections[section]["deepspeed_config_file"]
         text = "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters"
-        stage = self._ask("zero_stage", text, 2, section, check=zero_stage)
+        stage = self._ask("zero_stage", text, 2, section)
         self._ask("gradient_accumulation_steps", "Batches per optimizer step", 1, section, check=batches)
         self._ask("gradient_clipping", "Largest norm of the gradients (none: no clipping)", "none", section, check=norm)
         if stage >= 2:
@@ -309,20 +313,6 @@ def address(value: Any) -> str:
             f"main_process_ip: {text!r} is not an address: give a host name or an IP address, such as 10.0.0.1."
         )
     return text
-
-
-def port(value: Any) -> int:
-    number = int(KEYS["main_process_port"].read(value))
-    if not 1 <= number <= 65535:
-        raise ConfigurationError(f"main_process_port: {number} is not a port: give 1 to 65535.")
-    return number
-
-
-def zero_stage(value: Any) -> int:
-    stage = int(KEYS["zero_stage"].read(value))
-    if stage > 3:
-        raise ConfigurationError(f"zero_stage: {stage} is not a stage: give 0, 1, 2 or 3.")
-    return stage
 
 
 def batches(value: Any) -> Any:

@@ -39,14 +39,9 @@ def zero_of(settings: Settings) -> Zero:
     Raises:
         ConfigurationError: if a value is invalid, or the section and the file contradict each other.
     """
-    unused = {name for name, _ in settings.without_effect()}
-    options = {name: value for name, value in settings.section("deepspeed_config").items() if name not in unused}
-    given = {
-        "gradient_accumulation_steps": number(
-            "gradient_accumulation_steps", options.pop("gradient_accumulation_steps", None), int
-        ),
-        "gradient_clipping": number("gradient_clipping", options.pop("gradient_clipping", None), float),
-    }
+    options = settings.effective("deepspeed_config")
+    kinds = {"gradient_accumulation_steps": int, "gradient_clipping": float}
+    given = {name: number(name, options.pop(name, None), kind) for name, kind in kinds.items()}
     file = options.get("deepspeed_config_file")
     config = ZeroConfig(None if file is None else os.path.expanduser(file), stage=options.get("zero_stage"))
     if file is not None:
