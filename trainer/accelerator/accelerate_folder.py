@@ -136,15 +136,16 @@ class AccelerateFolder:
             obj.load_state_dict(state)
         step = self._random.get("step", 0)
         accelerator.restore_counters(step if isinstance(step, int) else 0)
-        self._set_random()
+        set_host_random(self._random)
+        if "torch_cuda_manual_seed" in self._random and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(self._random["torch_cuda_manual_seed"])
 
-    def _set_random(self) -> None:
-        states = self._random
-        random.setstate(states["random_state"])
-        torch.set_rng_state(states["torch_manual_seed"])
-        if "numpy_random_seed" in states:
-            import numpy as np
 
-            np.random.set_state(states["numpy_random_seed"])
-        if "torch_cuda_manual_seed" in states and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(states["torch_cuda_manual_seed"])
+def set_host_random(states: Mapping[str, Any]) -> None:
+    """Sets the random numbers of Python, torch's CPU and NumPy to those of a file `random_states_<rank>.pkl`."""
+    random.setstate(states["random_state"])
+    torch.set_rng_state(states["torch_manual_seed"])
+    if "numpy_random_seed" in states:
+        import numpy as np
+
+        np.random.set_state(states["numpy_random_seed"])

@@ -41,8 +41,17 @@ class Mistakes:
         """How often each trained parameter had been changed when the first window began."""
 
     def in_pass(self) -> None:
-        """At the start of a pass over a loader."""
-        self._check_devices()
+        """At the start of a pass over a loader: models must be where batches come."""
+        stepping = self._stepping
+        if not self._places:
+            return
+        for model in stepping.bare_models:
+            first = next(model.parameters(), None)
+            if first is not None and first.device != stepping.device and first.device.type != "cpu":
+                raise ConfigurationError(
+                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on "
+                    f"{stepping.device}: leave out .to(...), or give Accelerator(device_placement=False)."
+                )
 
     def in_accumulate(self, models: Sequence[Any]) -> None:
         """In `accumulate(model)`."""
@@ -136,18 +145,6 @@ class Mistakes:
         ):
             raise ConfigurationError(text)
         warnings.warn(text, stacklevel=5)
-
-    def _check_devices(self) -> None:
-        stepping = self._stepping
-        if not self._places:
-            return
-        for model in stepping.bare_models:
-            first = next(model.parameters(), None)
-            if first is not None and first.device != stepping.device and first.device.type != "cpu":
-                raise ConfigurationError(
-                    f"{type(model).__name__} was moved to {first.device} after prepare, and batches come on "
-                    f"{stepping.device}: leave out .to(...), or give Accelerator(device_placement=False)."
-                )
 
 
 def hint_at_first_print(state: PartialState) -> None:

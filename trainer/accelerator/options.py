@@ -163,22 +163,20 @@ def _fill(given: dict[str, Any]) -> None:
     if launched is None:
         return
     plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
-    own = {
-        "strategy": given["strategy"] != "auto" or any(given[name] for name in plugins),
-        "mixed_precision": given["mixed_precision"] is not None,
-        "gradient_accumulation_steps": given["gradient_accumulation_steps"] != 1
-        or given["gradient_accumulation_plugin"] is not None,
-        "cpu": given["cpu"],
-        "dynamo_backend": given["dynamo_backend"] is not None,
+    accumulates = given["gradient_accumulation_steps"] != 1 or given["gradient_accumulation_plugin"] is not None
+    # The launch's value, and whether the script gives its own.
+    offers: dict[str, tuple[Any, bool]] = {
+        "strategy": (launched.strategy, given["strategy"] != "auto" or any(given[name] for name in plugins)),
+        "mixed_precision": (launched.precision, given["mixed_precision"] is not None),
+        "gradient_accumulation_steps": (launched.accumulate_grad_batches, accumulates),
+        "cpu": (launched.accelerator == "cpu" or None, given["cpu"]),
+        "dynamo_backend": (
+            launched.compile.get("backend", "inductor") if launched.compile else None,
+            given["dynamo_backend"] is not None,
+        ),
     }
-    values = {
-        "strategy": launched.strategy,
-        "mixed_precision": launched.precision,
-        "gradient_accumulation_steps": launched.accumulate_grad_batches,
-        "cpu": launched.accelerator == "cpu" or None,
-        "dynamo_backend": launched.compile.get("backend", "inductor") if launched.compile else None,
-    }
-    filled = launched.fill(values, {name for name, given_here in own.items() if given_here})
+    values = {name: value for name, (value, _) in offers.items()}
+    filled = launched.fill(values, {name for name, (_, is_own) in offers.items() if is_own})
     if "dynamo_backend" in filled:
         given["compile_options"] = {name: value for name, value in launched.compile.items() if name != "backend"}
     given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None

@@ -21,7 +21,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, settle
 from leyden.trainer.accelerator.loader import PreparedLoader
 from leyden.trainer.accelerator.rank_loaders import rank_loader
-from leyden.trainer.accelerator.scheduler import PreparedScheduler, warn_of_multiplied_schedules
+from leyden.trainer.accelerator.scheduler import PreparedScheduler
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, tell
 from leyden.trainer.engine.prepared import PreparedOptimizer, parameters_of
@@ -195,7 +195,12 @@ class Preparing:
         with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.ranks.world_size
         prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)
         if with_optimizer and ranks > 1 and not self.schedulers:
-            warn_of_multiplied_schedules(ranks)
+            # Elsewhere schedulers count the calls of all ranks.
+            warnings.warn(
+                f"schedulers count optimizer steps here, on {ranks} ranks as on one: a warm-up or total that was "
+                "multiplied by num_processes is now too long, so leave the factor out.",
+                stacklevel=3,
+            )
         self.schedulers.append(prepared)
         return prepared
 

@@ -66,12 +66,3 @@ class PreparedScheduler:
                 "is.",
                 stacklevel=4,
             )
-
-
-def warn_of_multiplied_schedules(ranks: int) -> None:
-    """Warns of schedules that scripts multiply by num_processes, since elsewhere they count the calls of all ranks."""
-    warnings.warn(
-        f"schedulers count optimizer steps here, on {ranks} ranks as on one: a warm-up or total that was multiplied by "
-        "num_processes is now too long, so leave the factor out.",
-        stacklevel=4,
-    )

@@ -17,17 +17,14 @@ if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
     from leyden.trainer.accelerator.ranks import PartialState
 
-# Name -> module, class, the package that it needs.
+# Name -> module, class, the package that it needs, the argument for the project: "name" is a folder in the run's.
 LOGGERS = {
-    "tensorboard": ("leyden.callbacks.tensorboard", "TensorBoardLogger", "tensorboard"),
-    "wandb": ("leyden.callbacks.wandb_logger", "WandbLogger", "wandb"),
-    "csv": ("leyden.callbacks.csv_logger", "CSVLogger", None),
-    "comet_ml": ("leyden.callbacks.comet_logger", "CometLogger", "comet_ml"),
-    "mlflow": ("leyden.callbacks.mlflow_logger", "MLFlowLogger", "mlflow"),
+    "tensorboard": ("leyden.callbacks.tensorboard", "TensorBoardLogger", "tensorboard", "name"),
+    "wandb": ("leyden.callbacks.wandb_logger", "WandbLogger", "wandb", "project"),
+    "csv": ("leyden.callbacks.csv_logger", "CSVLogger", None, "name"),
+    "comet_ml": ("leyden.callbacks.comet_logger", "CometLogger", "comet_ml", "project"),
+    "mlflow": ("leyden.callbacks.mlflow_logger", "MLFlowLogger", "mlflow", "experiment_name"),
 }
-# Those that keep their files in a run's folder take the project's name as a folder, the others as a project.
-FOLDERS = ("tensorboard", "csv")
-PROJECT = {"wandb": "project", "comet_ml": "project", "mlflow": "experiment_name"}
 
 
 class GeneralTracker(ABC):
@@ -304,8 +301,8 @@ def build(
 
 def make_logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
     """A logger by its name, with its files below a folder."""
-    module, kind, _ = LOGGERS[name]
-    arguments: dict[str, Any] = {"name": project_name} if name in FOLDERS else {PROJECT[name]: project_name}
+    module, kind, _, project = LOGGERS[name]
+    arguments: dict[str, Any] = {project: project_name}
     if name == "tensorboard":
         # Where scripts look for it: in the folder of that name itself, not in one for each run.
         arguments["version"] = ""

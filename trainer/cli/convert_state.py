@@ -4,19 +4,19 @@ possible.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.accelerator.accelerate_folder import set_host_random
 from leyden.trainer.accelerator.saving import KIND
 from leyden.trainer.checkpoint.foreign import load_weights_only
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.data.rng import rng_state
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.format.errors import CheckpointError
@@ -56,6 +56,31 @@ class Taken:
         parts = [(len(self.optimizers), "optimizer"), (len(self.schedulers), "scheduler")]
         found = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return ", ".join([*found, *(["random numbers"] if self.rng is not None else [])])
+
+    def take_steppers(self, states: Mapping[str, Any], schedulers: Mapping[str, Any], names: Names) -> None:
+        """Takes all optimizers and schedulers, or none: they are identified only by their number."""
+        try:
+            optimizers = [_named(where, state, names) for where, state in states.items()]
+            for where, state in schedulers.items():
+                check_encodable(state, where=where)
+        except ConfigurationError as error:
+            self.left += [str(error).rstrip("."), *(at for at in (*states, *schedulers) if at not in str(error))]
+            return
+        self.optimizers, self.schedulers = optimizers, list(schedulers.values())
+        self.files += [*states, *schedulers]
+
+    def take_random(self, path: Path, trust: bool) -> None:
+        """Takes the random numbers of the first rank, and the steps that Accelerate counted."""
+        try:
+            states = load_weights_only(path, trust=trust)
+            set_host_random(states)
+        except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError):
+            self.left.append(f"{path.name} (random numbers; {'unreadable' if trust else 'a pickle, see --trust'})")
+            return
+        self.rng = rng_state(devices=False)
+        self.files.append(path.name)
+        step = _count(states, "step")
+        self.progress = Progress(global_step=step, stepped=step)
 
     def write(self, writer: CheckpointWriter) -> None:
         """Writes the state so that a Trainer or an Accelerator can resume it, with the data from the beginning."""
@@ -153,7 +178,7 @@ def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
     taken = Taken()
     states = {f"optimizer {i}": state for i, state in enumerate(loaded.get("optimizer_states") or [])}
     schedulers = {f"scheduler {i}": state for i, state in enumerate(loaded.get("lr_schedulers") or [])}
-    _take(taken, states, schedulers, names)
+    taken.take_steppers(states, schedulers, names)
     loop = loaded.get("loops", {}).get("fit_loop", {})
     batches = loop.get("epoch_loop.batch_progress", {})
     epoch, step = (_count(loaded, name) for name in ("epoch", "global_step"))
@@ -185,12 +210,11 @@ def of_accelerate(folder: Path, names: Names, trust: bool, model: int) -> Taken:
         why = "safetensors does not record the order of parameters; give --like package.module:Class"
         taken.left += [f"{name} ({why})" for name in states] + list(schedulers)
     else:
-        _take(taken, states, schedulers, names)
+        taken.take_steppers(states, schedulers, names)
     ranks = sorted(folder.glob("random_states_*.pkl"))
     if ranks:
-        step = _take_random(taken, ranks[0], trust)
+        taken.take_random(ranks[0], trust)
         taken.left += [path.name for path in ranks[1:]]
-        taken.progress = Progress(global_step=step, stepped=step)
     rest = ("sampler*.bin", "dl_state*.bin", "scaler*.pt", "custom_checkpoint_*.pkl", "optimizer_*/")
     taken.left += [path.name for pattern in rest for path in sorted(folder.glob(pattern))]
     return taken
@@ -207,44 +231,11 @@ def _read(folder: Path, stem: str, trust: bool, left: list[str]) -> dict[str, An
     return found
 
 
-def _take(taken: Taken, states: Mapping[str, Any], schedulers: Mapping[str, Any], names: Names) -> None:
-    """Takes all optimizers and schedulers, or none: they are identified only by their number."""
-    try:
-        taken.optimizers = [_named(where, state, names) for where, state in states.items()]
-        for where, state in schedulers.items():
-            check_encodable(state, where=where)
-        taken.schedulers = list(schedulers.values())
-        taken.files += [*states, *schedulers]
-    except ConfigurationError as error:
-        taken.optimizers, taken.schedulers = [], []
-        taken.left += [str(error).rstrip("."), *(where for where in (*states, *schedulers) if where not in str(error))]
-
-
 def _named(where: str, state: Any, names: Names) -> dict[str, Any]:
     try:
         return named(state, names)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}, which {error}") from error
-
-
-def _take_random(taken: Taken, path: Path, trust: bool) -> int:
-    """Takes the first rank's random numbers, and returns the steps that Accelerate counted."""
-    try:
-        states = load_weights_only(path, trust=trust)
-        random.setstate(states["random_state"])
-        torch.set_rng_state(states["torch_manual_seed"])
-        if "numpy_random_seed" in states:
-            import numpy as np
-
-            np.random.set_state(states["numpy_random_seed"])
-    except (CheckpointError, KeyError, TypeError, ValueError, RuntimeError):
-        taken.left.append(f"{path.name} (random numbers; {'unreadable' if trust else 'a pickle, see --trust'})")
-        return 0
-    from leyden.trainer.data.rng import rng_state
-
-    taken.rng = rng_state(devices=False)
-    taken.files.append(path.name)
-    return _count(states, "step")
 
 
 def _count(loaded: Mapping[str, Any], name: str) -> int:

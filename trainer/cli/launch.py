@@ -48,6 +48,20 @@ class KeyType(click.ParamType):  # type: ignore[type-arg]
             self.fail(str(error).partition(": ")[2], param, ctx)
 
 
+class Flag(click.Option):
+    """The flag of a key of the file.
+
+    Args:
+        names: of the flag and of its parameter.
+        group: under which the help lists it.
+        **settings: of `click.Option`.
+    """
+
+    def __init__(self, names: list[str], group: str, **settings: Any) -> None:
+        super().__init__(names, **settings)
+        self.group = group
+
+
 class Launch(click.Command):
     """A command whose help groups the flags by family."""
 
@@ -56,16 +70,14 @@ class Launch(click.Command):
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
             if record is not None:
-                groups.setdefault(_GROUPS.get(param.name or "", "Options"), []).append(record)
+                group = param.group if isinstance(param, Flag) else "Options"
+                groups.setdefault(group, []).append(record)
         for name, rows in groups.items():
             with formatter.section(name):
                 formatter.write_dl(rows)
 
 
-_GROUPS: dict[str, str] = {}
-
-
-def _flags() -> list[click.Option]:
+def _flags() -> list[Flag]:
     """Makes a flag for each key of the file that has one."""
     made = []
     titles = {
@@ -85,13 +97,12 @@ def _flags() -> list[click.Option]:
     return made
 
 
-def _flag(key: ConfigKey, title: str) -> click.Option:
-    name = key.flag or key.name
-    _GROUPS[key.name] = title
+def _flag(key: ConfigKey, title: str) -> Flag:
+    name, help = key.flag or key.name, key.help or key.without
     if not key.name.startswith(tuple(name.removesuffix("config") for name in FAMILIES)) and key.kind is bool:
-        return click.Option([f"--{name}/--no_{name}", key.name], default=None, help=key.help or key.without)
+        return Flag([f"--{name}/--no_{name}", key.name], title, default=None, help=help)
     older = [f"--{other}" for other in key.older if other.startswith(("fsdp_", "fp8_"))]
-    return click.Option([f"--{name}", *older, key.name], type=KeyType(key), help=key.help or key.without)
+    return Flag([f"--{name}", *older, key.name], title, type=KeyType(key), help=help)
 
 
 def _switch(name: str, help: str) -> click.Option:

@@ -50,16 +50,8 @@ class Net(TrainModule):
         strategy.ranks.barrier()
 
     def on_train_end(self) -> None:
-        self.found["weights"] = whole_weights(self)
-
-
-def whole_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the module's weights on the CPU, gathered if they are sharded."""
-    found = {}
-    for name, value in module.state_dict().items():
-        gathered = value.full_tensor() if hasattr(value, "full_tensor") else value
-        found[name] = gathered.detach().float().cpu().clone()
-    return found
+        weights = self.trainer.strategy.full_state_dict(self, rank0_only=False)
+        self.found["weights"] = {name: value.detach().float().cpu().clone() for name, value in weights.items()}
 
 
 def samples(count: int) -> TensorDataset:

@@ -114,11 +114,8 @@ class Wizard:
                 "gpu_ids",
                 f"GPUs to use: all, or some of 0 to {self.machine.gpus - 1}, such as 0,1",
                 "all",
-                check=self._ids,
+                check=lambda value: gpu_numbers(value, self.machine.gpus),
             )
-
-    def _ids(self, value: Any) -> str:
-        return gpu_numbers(value, self.machine.gpus)
 
     def _machines(self) -> None:
         if self.values["compute_environment"] == "SLURM":
@@ -412,8 +409,5 @@ def update(above: str | None, file: str | None) -> None:
 
 
 def _written(path: Path) -> None:
-    click.echo(f"Written to {path}. Look at the plan with: leyden launch --dry-run{_given(path)} SCRIPT")
-
-
-def _given(path: Path) -> str:
-    return "" if path == default_file() else f" --config_file {path}"
+    file = "" if path == default_file() else f" --config_file {path}"
+    click.echo(f"Written to {path}. Look at the plan with: leyden launch --dry-run{file} SCRIPT")
