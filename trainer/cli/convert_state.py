@@ -57,7 +57,7 @@ class Taken:
         found = [f"{count} {name}{'s' * (count > 1)}" for count, name in parts if count]
         return ", ".join([*found, *(["random numbers"] if self.rng is not None else [])])
 
-    def take_steppers(self, states: Mapping[str, Any], schedulers: Mapping[str, Any], names: Names) -> None:
+    def take_step_states(self, states: Mapping[str, Any], schedulers: Mapping[str, Any], names: Names) -> None:
         """Takes all optimizers and schedulers, or none: they are identified only by their number."""
         try:
             optimizers = [_named(where, state, names) for where, state in states.items()]
@@ -178,7 +178,7 @@ def of_lightning(loaded: Mapping[str, Any], names: Names) -> Taken:
     taken = Taken()
     states = {f"optimizer {i}": state for i, state in enumerate(loaded.get("optimizer_states") or [])}
     schedulers = {f"scheduler {i}": state for i, state in enumerate(loaded.get("lr_schedulers") or [])}
-    taken.take_steppers(states, schedulers, names)
+    taken.take_step_states(states, schedulers, names)
     loop = loaded.get("loops", {}).get("fit_loop", {})
     batches = loop.get("epoch_loop.batch_progress", {})
     epoch, step = (_count(loaded, name) for name in ("epoch", "global_step"))
@@ -210,7 +210,7 @@ def of_accelerate(folder: Path, names: Names, trust: bool, model: int) -> Taken:
         why = "safetensors does not record the order of parameters; give --like package.module:Class"
         taken.left += [f"{name} ({why})" for name in states] + list(schedulers)
     else:
-        taken.take_steppers(states, schedulers, names)
+        taken.take_step_states(states, schedulers, names)
     ranks = sorted(folder.glob("random_states_*.pkl"))
     if ranks:
         taken.take_random(ranks[0], trust)
