@@ -54,16 +54,22 @@ def saved(module: TrainModule, quiet: Any, tmp_path: Path) -> Path:
     return trainer.save_checkpoint(tmp_path / "saved")
 
 
-def test_what_is_kept() -> None:
+def test_the_arguments_of_init_are_kept() -> None:
     assert Base(3, 0.2, deep=True, more=1).hparams == {"width": 3, "rate": 0.2, "deep": True, "more": 1}
     assert Derived(4, name="b", rate=9).hparams == {"width": 4, "name": "b", "rate": 9, "deep": False}
-    assert Chosen({"x": 1}).hparams == {"x": 1}
-    assert Chosen(argparse.Namespace(y=2)).hparams == {"y": 2}
-    assert Chosen(Options(5)).hparams == {"width": 5, "rate": 0.5}
-    assert Chosen(Options(5), ignore="rate").hparams == {"width": 5}
 
 
-def test_names_and_ignored_ones() -> None:
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [({"x": 1}, {"x": 1}), (argparse.Namespace(y=2), {"y": 2}), (Options(5), {"width": 5, "rate": 0.5})],
+    ids=["dict", "Namespace", "dataclass"],
+)
+def test_what_is_given_is_kept_by_its_names(given: Any, kept: dict[str, Any]) -> None:
+    assert Chosen(given).hparams == kept
+    assert Chosen(given, ignore="rate").hparams == {name: value for name, value in kept.items() if name != "rate"}
+
+
+def test_names_are_kept_and_ignored_ones_are_not() -> None:
     class Some(TrainModule):
         def __init__(self, a: int = 1, b: int = 2, net: Any = None) -> None:
             super().__init__()
@@ -74,13 +80,18 @@ def test_names_and_ignored_ones() -> None:
             super().__init__()
             self.save_hyperparameters(ignore="net")
 
-    assert Some(net=torch.nn.Linear(1, 1)).hparams == {"a": 1}
-    module = But(net=torch.nn.Linear(1, 1))
-    assert module.hparams == {"a": 1}
+    assert Some(net=torch.nn.Linear(1, 1)).hparams == But(net=torch.nn.Linear(1, 1)).hparams == {"a": 1}
+
+
+def test_hparams_may_change_and_hparams_initial_do_not() -> None:
+    module = Chosen({"a": 1})
     module.hparams.a = 5
     assert (module.hparams["a"], module.hparams_initial) == (5, {"a": 1})
+
+
+def test_a_misspelt_hyperparameter_names_the_nearest() -> None:
     with pytest.raises(AttributeError, match=r"no hyperparameter 'aa'\. Did you mean 'a'\?"):
-        _ = module.hparams.aa
+        _ = Chosen({"a": 1}).hparams.aa
 
 
 def test_an_argument_that_was_deleted_is_named() -> None:
@@ -118,20 +129,22 @@ def test_arguments_that_were_not_kept_are_given(quiet: Any, tmp_path: Path) -> N
         Wraps.load_from_checkpoint(path)
 
 
-def test_hparams_of_a_file_and_weights_that_are_not_strict(quiet: Any, tmp_path: Path) -> None:
+def test_hparams_may_come_from_a_file(quiet: Any, tmp_path: Path) -> None:
     path = saved(Base(3), quiet, tmp_path)
     (tmp_path / "hparams.json").write_text(json.dumps({"width": 3, "rate": 7.0}))
     assert Base.load_from_checkpoint(path, hparams_file=tmp_path / "hparams.json").hparams.rate == 7.0
 
+
+def test_weights_that_a_checkpoint_lacks_need_strict_false(quiet: Any, tmp_path: Path) -> None:
     class Longer(Base):
         def __init__(self, width: int, **rest: Any) -> None:
             super().__init__(width, **rest)
             self.more = torch.nn.Linear(1, 1)
 
+    path = saved(Base(3), quiet, tmp_path)
     with pytest.raises(ConfigurationError, match=r"more\.weight.*strict_loading = False"):
         Longer.load_from_checkpoint(path)
     assert Longer.load_from_checkpoint(path, strict=False).hparams.width == 3
-    assert Base.load_from_checkpoint(path, map_location="cpu").device == torch.device("cpu")
 
 
 def test_on_load_checkpoint_sees_what_on_save_checkpoint_kept(quiet: Any, tmp_path: Path) -> None:
@@ -147,14 +160,14 @@ def test_on_load_checkpoint_sees_what_on_save_checkpoint_kept(quiet: Any, tmp_pa
     assert Keeping.load_from_checkpoint(saved(Keeping(1), quiet, tmp_path)).words == ["a", "b"]
 
 
-def test_a_foreign_checkpoint_by_trust(tmp_path: Path) -> None:
+def test_a_foreign_checkpoint_is_loaded_by_trust(tmp_path: Path) -> None:
     module = Base(2)
     torch.save({"state_dict": module.state_dict(), "epoch": 3}, tmp_path / "other.ckpt")
     loaded = Base.load_from_checkpoint(tmp_path / "other.ckpt", trust=True, width=2)
     assert torch.equal(loaded.net.weight, module.net.weight)
 
 
-def test_both_owners_are_logged(quiet: Any) -> None:
+def test_hyperparameters_of_module_and_datamodule_are_logged(quiet: Any) -> None:
     from leyden.callbacks import Logger
 
     class Data(DataModule):
@@ -186,7 +199,7 @@ def test_both_owners_are_logged(quiet: Any) -> None:
     assert logger.given == {"size": 2, "width": 1, "rate": 0.5, "deep": False}
 
 
-def test_to_onnx(quiet: Any, tmp_path: Path) -> None:
+def test_to_onnx_writes_a_file(quiet: Any, tmp_path: Path) -> None:
     pytest.importorskip("onnx")
     pytest.importorskip("onnxscript")
 
@@ -384,7 +397,7 @@ def test_map_location_as_torch_load_takes_it(quiet: Any, tmp_path: Path) -> None
     path = saved(Base(3), quiet, tmp_path)
     where: tuple[Any, ...] = ("meta", torch.device("meta"), {"cpu": "meta"})
     assert [Base.load_from_checkpoint(path, map_location=at).device.type for at in where] == ["meta"] * 3
-    for at in (None, {"cuda:1": "cuda:0"}, lambda storage, location: storage, lambda storage, location: None):
+    for at in (None, "cpu", {"cuda:1": "cuda:0"}, lambda storage, location: storage, lambda storage, location: None):
         assert Base.load_from_checkpoint(path, map_location=at, weights_only=True).device.type == "cpu"
 
 

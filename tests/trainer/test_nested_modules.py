@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import Squares
 from samples import numbered
 from torch import Tensor, nn
 
@@ -28,27 +29,23 @@ class Part(TrainModule):
         return out
 
 
-class Whole(TrainModule):
+class Whole(Squares):
     """Its parts are made in `__init__`, below another layer, and in `configure_model`."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(Part())
+        super().__init__(nn.Sequential(Part()))
 
     def configure_model(self) -> None:
         self.head = Part()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.body(batch).mean() + self.head(batch).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+    def forward(self, x: Tensor) -> Any:
+        return self.net(x) + self.head(x)
 
 
 def test_modules_inside_a_module_log_and_know_the_run(fit: Any) -> None:
     module = Whole()
     trainer = fit(module, numbered(2), max_epochs=2)
-    for part in (module.body[0], module.head):
+    for part in (module.net[0], module.head):
         assert part.seen == [(0, 0), (0, 1), (1, 2), (1, 3)]
         assert part.trainer is trainer
     assert {"out_step", "out_epoch"} <= trainer.callback_metrics.keys()

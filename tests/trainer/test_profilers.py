@@ -56,14 +56,14 @@ def test_the_pytorch_profiler_writes_a_trace(fit: Any, tmp_path: Path) -> None:
     assert sum(str(name).startswith("ProfilerStep#") for name in names) >= 3
 
 
-def test_the_pytorch_profiler_in_evaluation(quiet: Any, tmp_path: Path) -> None:
+def test_the_pytorch_profiler_writes_a_trace_of_an_evaluation(quiet: Any, tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path / "traces", "table")
     Trainer(**quiet, profiler=profiler).test(Tiny(), numbered(8), verbose=False)
     assert len([*(tmp_path / "traces").glob("*.pt.trace.json*")]) == 1
     assert "test_step" in (tmp_path / "traces" / "test-table.txt").read_text()
 
 
-def test_a_profiler_of_ones_own(fit: Any) -> None:
+def test_a_profiler_of_the_users_own_hears_each_action_and_step(fit: Any) -> None:
     class Own(Profiler):
         def __init__(self) -> None:
             super().__init__()
@@ -87,7 +87,7 @@ def test_a_profiler_of_ones_own(fit: Any) -> None:
     assert profiler.calls[-1] == "mine"
 
 
-def test_actions_end_in_order() -> None:
+def test_actions_end_in_the_order_of_their_start() -> None:
     profiler = SimpleProfiler()
     profiler.start("outer")
     profiler.start("inner")

@@ -45,7 +45,7 @@ def by_accelerator(accelerator: Accelerator, model: nn.Module, optimizer: Any, l
             optimizer.zero_grad()
 
 
-def test_the_weights_of_the_trainer_and_an_exact_load(tmp_path: Path) -> None:
+def test_a_loop_trains_as_the_trainer_and_resumes_exactly(tmp_path: Path) -> None:
     expected = Net()
     Trainer(
         **QUIET,
@@ -80,7 +80,7 @@ def precision_of(*handlers: Any, mixed_precision: Any = "fp8") -> Any:
     return Accelerator(cpu=True, mixed_precision=mixed_precision, kwargs_handlers=list(handlers)).precision
 
 
-def test_the_recipes_of_a_script() -> None:
+def test_the_recipes_of_a_script_choose_the_precision() -> None:
     from torchao.float8 import Float8LinearConfig
 
     made = precision_of(AORecipeKwargs(pad_inner_dim=False, enable_fsdp_float8_all_gather=True))

@@ -109,7 +109,7 @@ def test_collectives_of_one_process_return_what_they_get() -> None:
     assert extract_model_from_parallel(nn.DataParallel(nn.Identity())).__class__ is nn.Identity
 
 
-def test_states_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_there_without_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (AcceleratorState().num_processes, AcceleratorState().mixed_precision) == (1, "no")
     assert AcceleratorState(mixed_precision="bf16").mixed_precision == "bf16"
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")

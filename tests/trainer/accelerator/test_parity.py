@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import Stream, pairs
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from leyden import Accelerator, GradScalerKwargs
 
 DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def numbers(count: int = 9) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(count, 4, generator=generator), torch.randn(count, 1, generator=generator))
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
@@ -26,7 +22,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    return model, optimizer, scheduler, DataLoader(numbers(), 2, shuffle=True)
+    return model, optimizer, scheduler, DataLoader(pairs(9), 2, shuffle=True)
 
 
 def state_of(model: nn.Module) -> list[Tensor]:
@@ -100,7 +96,7 @@ def gan() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, torch.optim.Opti
     generator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
     critic = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     steps = torch.optim.Adam(generator.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 1e-2)
-    return generator, critic, *steps, DataLoader(numbers(), 3, shuffle=True)
+    return generator, critic, *steps, DataLoader(pairs(9), 3, shuffle=True)
 
 
 def penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
@@ -165,7 +161,7 @@ def test_one_backward_for_two_optimizers_scales_once() -> None:
     model, *optimizers = accelerator.prepare(model, *optimizers)
     plain, steps = parts()
     scaler = torch.amp.GradScaler("cpu", **scaling)
-    for x, y in DataLoader(numbers(), 3):
+    for x, y in DataLoader(pairs(9), 3):
         with accelerator.autocast():
             loss = F.mse_loss(model(x), y)
         accelerator.backward(loss)
@@ -183,17 +179,10 @@ def test_one_backward_for_two_optimizers_scales_once() -> None:
     assert accelerator.scaler.get_scale() == scaler.get_scale() == 64.0
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """Numbered samples without a length."""
-
-    def __iter__(self) -> Any:
-        yield from numbers(7)
-
-
 @pytest.mark.parametrize("sized", [True, False])
 def test_a_short_last_window_is_divided_by_its_length(sized: bool) -> None:
     """7 batches by 4: a window's gradients are the mean over its batches, with or without a loader's length."""
-    data: Any = numbers(7) if sized else Stream()
+    data: Any = pairs(7) if sized else Stream(pairs(7))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = nn.Linear(4, 1)
     model, loader, optimizer = accelerator.prepare(
@@ -211,7 +200,7 @@ def test_a_short_last_window_is_divided_by_its_length(sized: bool) -> None:
             optimizer.zero_grad()
     assert windows == [4, 3]
     for start, stop, gradient in ((0, 4, gradients[0]), (4, 7, gradients[1])):
-        x, y = numbers(7)[start:stop]
+        x, y = pairs(7)[start:stop]
         [wanted] = torch.autograd.grad(F.mse_loss(model(x), y), [model.weight])
         torch.testing.assert_close(gradient, wanted)
 
@@ -220,7 +209,7 @@ def test_a_sum_is_divided_by_the_items_of_its_window() -> None:
     """Tokens: batches of 1, 3 and 2 items make one step, whose gradient is the mean over 6."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
     model = nn.Linear(4, 1)
-    x, y = numbers(6)[:]
+    x, y = pairs(6)[:]
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     for rows in (slice(0, 1), slice(1, 4), slice(4, 6)):
         with accelerator.accumulate(model):
@@ -237,7 +226,7 @@ def test_a_closure_evaluates_the_loss_in_the_step() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, _, _ = build()
     model, optimizer = accelerator.prepare(model, optimizer)
-    x, y = numbers()[:]
+    x, y = pairs(9)[:]
     before = state_of(model)
 
     def closure() -> Tensor:
@@ -257,7 +246,7 @@ def test_windows_continue_over_epochs_without_sync_with_dataloader() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = nn.Linear(4, 1)
     model, optimizer, loader = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(numbers(4), 1)
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(pairs(4), 1)
     )
     closes = []
     for _ in range(2):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import Stream
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from leyden import Accelerator, ConfigurationError, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from leyden.utils import RNGType
@@ -67,19 +67,13 @@ def test_unwrapping_keeps_a_model_compiled_and_takes_data_parallel_off() -> None
     assert accelerator.unwrap_model(nn.DataParallel(module)) is module
 
 
-class Stream(IterableDataset[Any]):
-    """Batches without a number: the last window closes early, and is known to only then."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from torch.arange(10.0).view(5, 2, 1)
-
-
 def trained(prepares: bool, items: bool) -> torch.Tensor:
+    """Five batches of a stream, by windows of two: that the last one closes early is known only then."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.001)
-    model, loader = accelerator.prepare(model, DataLoader(Stream(), None))
+    model, loader = accelerator.prepare(model, DataLoader(Stream(torch.arange(10.0).view(5, 2, 1)), None))
     if prepares:
         optimizer = accelerator.prepare(optimizer)
     for x in loader:

@@ -10,15 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from samples import pairs
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from leyden import Accelerator, CheckpointError, ConfigurationError, ProjectConfiguration, skip_first_batches
-
-
-def numbers(count: int = 12) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(count, 4, generator=generator), torch.randn(count, 1, generator=generator))
 
 
 class Counter:
@@ -46,7 +42,7 @@ class Run:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-        loader = DataLoader(numbers(), 2, shuffle=True)
+        loader = DataLoader(pairs(12), 2, shuffle=True)
         self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
             model, optimizer, scheduler, loader
         )

@@ -139,7 +139,7 @@ def test_wandb_records_values_and_images_offline(tmp_path: Path) -> None:
     assert list((tmp_path / "wandb").glob("offline-run-*/files/media/images/digits_*.png"))
 
 
-def test_a_smaller_batch_until_it_fits() -> None:
+def test_a_batch_is_made_smaller_until_it_fits() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     tried = []
 

@@ -77,7 +77,9 @@ def steps_of(folder: Path, read: Any) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("action", ["new", "overwrite", "delete"])
-def test_killed_at_every_step_of_a_save(action: str, tmp_path: Path, write: Any, read: Any) -> None:
+def test_a_save_killed_at_any_step_leaves_a_whole_checkpoint(
+    action: str, tmp_path: Path, write: Any, read: Any
+) -> None:
     name = "new" if action == "new" else "old"
     count = int(run(KILLED_AT_EVERY_STEP, tmp_path, name, action))
     assert count > (10 if action == "delete" else 60)
@@ -214,7 +216,7 @@ FULL_DISK = """
 """
 
 
-def test_a_full_disk(tmp_path: Path, read: Any) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, read: Any) -> None:
     said = run(FULL_DISK, tmp_path, 100_000)
     assert str(tmp_path / "new" / "model.safetensors") in said
     assert "File too large" in said
@@ -223,7 +225,7 @@ def test_a_full_disk(tmp_path: Path, read: Any) -> None:
     assert float(read(tmp_path / "old")["model"]["weight"][0, 0]) == 1.0
 
 
-def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
+def test_a_file_where_a_folder_is_needed_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"file.*choose another path") as caught:
         CheckpointWriter(tmp_path / "file" / "new")
@@ -236,7 +238,7 @@ def test_a_file_where_a_folder_is_needed(tmp_path: Path) -> None:
         CheckpointWriter(tmp_path / "folder", overwrite=True)
 
 
-def test_the_parent_taken_away_while_writing(tmp_path: Path) -> None:
+def test_a_parent_that_vanishes_during_a_save_is_named(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "runs" / "new")
     shutil.rmtree(tmp_path / "runs")
     with pytest.raises(CheckpointError, match="runs/new/a.json: cannot be written: No such file") as caught:
@@ -254,7 +256,7 @@ def test_a_name_is_never_used_twice(tmp_path: Path, write: Any, read: Any) -> No
     assert write(tmp_path / "taken").name == "taken-v1"
 
 
-def test_overwrite_replaces(tmp_path: Path, write: Any, read: Any) -> None:
+def test_overwrite_replaces_a_checkpoint(tmp_path: Path, write: Any, read: Any) -> None:
     write(tmp_path / "last", 1, overwrite=True)
     assert write(tmp_path / "last", 2, overwrite=True) == tmp_path / "last"
     assert os.listdir(tmp_path) == ["last"]
@@ -271,7 +273,7 @@ def test_an_error_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_names_that_cannot_be_written(tmp_path: Path) -> None:
+def test_names_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "new") as writer:
         for name in ("manifest", "../x", "/x", "a//b", "a\\b"):
             with pytest.raises(CheckpointError, match="cannot be written as"):
@@ -304,7 +306,7 @@ def test_the_working_directory_may_change(tmp_path: Path, monkeypatch: pytest.Mo
         assert writer.commit(progress={}) == tmp_path / "relative"
 
 
-def test_files_of_several_chunks(tmp_path: Path) -> None:
+def test_files_of_several_chunks_come_back(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {
         "a": torch.randint(0, 255, (CHUNK + 12345,), dtype=torch.uint8),
@@ -341,7 +343,7 @@ def test_newest_goes_by_the_counter_and_not_by_name_or_time(tmp_path: Path, writ
     assert [read_manifest(path).save_counter for path in paths] == [1, 2, 3]
 
 
-def test_none_there_and_only_damaged_ones(tmp_path: Path, write: Any) -> None:
+def test_newest_is_none_without_a_checkpoint_and_raises_if_all_are_damaged(tmp_path: Path, write: Any) -> None:
     assert newest(tmp_path / "none", strict=True) is None
     (tmp_path / "notes").mkdir()
     assert newest(tmp_path, strict=True) is None

@@ -46,7 +46,7 @@ def every_stretch() -> Iterator[tuple[tuple[int, ...], int, int]]:
         yield from ((shape, start, end - start) for start in range(count + 1) for end in range(start, count + 1))
 
 
-def test_rectangles_are_the_stretch() -> None:
+def test_rectangles_cover_their_stretch() -> None:
     for shape, start, count in every_stretch():
         whole = torch.arange(math.prod(shape)).view(shape)
         found = rectangles(shape, start, count)
@@ -55,7 +55,7 @@ def test_rectangles_are_the_stretch() -> None:
         assert [int(value) for part in values for value in part.reshape(-1)] == list(range(start, start + count))
 
 
-def test_a_fragment_is_no_tensor_to_reckon_with() -> None:
+def test_a_fragment_shows_its_tensor_and_refuses_arithmetic() -> None:
     fragment = Fragment(torch.ones(3), (2, 3), 2)
     assert fragment.shape == (2, 3) and fragment.detach() is fragment and "3 elements from 2" in repr(fragment)
     with pytest.raises(NotImplementedError, match="use its `flat`"):
@@ -195,7 +195,7 @@ def test_each_element_is_written_once(saved: dict[str, str]) -> None:
         assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
 
 
-def test_merged_to_one_file(saved: dict[str, str], tmp_path: Path) -> None:
+def test_a_checkpoint_of_fragments_merges_to_one_file(saved: dict[str, str], tmp_path: Path) -> None:
     for path in saved.values():
         found = load_file(merge(path, tmp_path))
         assert all(torch.equal(found[name], value) for name, value in values().items())
@@ -282,7 +282,7 @@ def test_fragments_that_do_not_fill_a_tensor_are_refused(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_where_an_engine_offloads_to_is_its_own_matter() -> None:
+def test_an_engine_decides_where_it_offloads_to() -> None:
     """A parameter elsewhere with its state on the CPU: who resumes has the state beside the parameter."""
     parameter = torch.nn.Parameter(torch.empty(2, 3, device="meta"))
 

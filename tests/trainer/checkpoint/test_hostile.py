@@ -63,7 +63,7 @@ def test_the_list_of_files_is_complete(two: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit(two: tuple[Path, Path], read: Any, name: str, place: float) -> None:
+def test_a_flipped_bit_is_refused(two: tuple[Path, Path], read: Any, name: str, place: float) -> None:
     data = bytearray((two[1] / name).read_bytes())
     data[int(place * (len(data) - 1))] ^= 1 << int(place * 7)
     (two[1] / name).write_bytes(data)
@@ -81,26 +81,26 @@ def test_every_bit_of_the_manifest_counts(two: tuple[Path, Path]) -> None:
 
 @pytest.mark.parametrize("keep", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("name", FILES)
-def test_a_truncated_file(two: tuple[Path, Path], read: Any, name: str, keep: float) -> None:
+def test_a_truncated_file_is_refused(two: tuple[Path, Path], read: Any, name: str, keep: float) -> None:
     os.truncate(two[1] / name, int(os.path.getsize(two[1] / name) * keep))
     assert_refused(*two, name, read)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_longer_file(two: tuple[Path, Path], read: Any, name: str) -> None:
+def test_a_longer_file_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
     with open(two[1] / name, "ab") as file:
         file.write(b" ")
     assert_refused(*two, name, read)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file(two: tuple[Path, Path], read: Any, name: str) -> None:
+def test_a_missing_file_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
     (two[1] / name).unlink()
     assert_refused(*two, name, read)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_folder_or_a_fifo_in_place_of_a_file(two: tuple[Path, Path], read: Any, name: str) -> None:
+def test_a_folder_or_a_fifo_in_place_of_a_file_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
     (two[1] / name).unlink()
     (two[1] / name).mkdir()
     assert_refused(*two, name, read)
@@ -139,7 +139,7 @@ def forge(folder: Path, name: str, data: bytes) -> None:
 @pytest.mark.parametrize("zipped", [False, True])
 @pytest.mark.parametrize("forged", [False, True])
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_in_place_of_a_file(
+def test_a_pickle_in_place_of_a_file_is_refused(
     two: tuple[Path, Path], read: Any, name: str, forged: bool, zipped: bool, tmp_path: Path
 ) -> None:
     mark = tmp_path / "code-was-run"
@@ -164,7 +164,7 @@ def with_names(manifest: Manifest, files: dict[str, FileEntry]) -> bytes:
 @pytest.mark.parametrize(
     "name", ["../outside.json", "/etc/passwd", "a/../../outside.json", "C:\\x", "..", "", "./a", "a\0b"]
 )
-def test_a_name_that_leads_out(two: tuple[Path, Path], read: Any, name: str) -> None:
+def test_a_name_that_leads_out_is_refused(two: tuple[Path, Path], read: Any, name: str) -> None:
     manifest = read_manifest(two[1])
     (two[1] / MANIFEST).write_bytes(with_names(manifest, {**manifest.files, name: FileEntry(0, ())}))
     assert_refused(*two, MANIFEST, read)
@@ -172,7 +172,7 @@ def test_a_name_that_leads_out(two: tuple[Path, Path], read: Any, name: str) -> 
 
 @pytest.mark.parametrize("where", ["rank-0.json", "layout.json"])
 @pytest.mark.parametrize("name", ["../old/rank-0.safetensors", "/etc/passwd", "unlisted.safetensors"])
-def test_a_json_that_names_a_file_outside(two: tuple[Path, Path], read: Any, where: str, name: str) -> None:
+def test_a_json_that_names_a_file_outside_is_refused(two: tuple[Path, Path], read: Any, where: str, name: str) -> None:
     text = (two[1] / where).read_text()
     inside = "rank-0.safetensors" if where == "rank-0.json" else "model.safetensors"
     assert inside in text
@@ -182,7 +182,7 @@ def test_a_json_that_names_a_file_outside(two: tuple[Path, Path], read: Any, whe
         read(two[1])
 
 
-def test_a_link_that_leaves_the_folder(two: tuple[Path, Path], read: Any) -> None:
+def test_a_link_that_leaves_the_folder_is_refused(two: tuple[Path, Path], read: Any) -> None:
     for name in FILES:
         kept = (two[1] / name).read_bytes()
         (two[1] / name).unlink()
@@ -227,7 +227,7 @@ SAFETENSORS = {
 
 
 @pytest.mark.parametrize("kind", SAFETENSORS)
-def test_a_forged_safetensors_file(two: tuple[Path, Path], kind: str) -> None:
+def test_a_forged_safetensors_file_is_refused(two: tuple[Path, Path], kind: str) -> None:
     forge(two[1], "model.safetensors", SAFETENSORS[kind])
     reader = CheckpointReader(two[1])
     with pytest.raises(CheckpointError, match=r"model.safetensors"):
@@ -239,7 +239,7 @@ BOMBS = [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 100_000, b"", b"\xff\xfe", b
 
 @pytest.mark.parametrize("name", ["layout.json", "optimizer.json", "rank-0.json", "callbacks.json", "progress.json"])
 @pytest.mark.parametrize("data", BOMBS, ids=lambda data: repr(data[:6]))
-def test_a_forged_json_file(two: tuple[Path, Path], read: Any, name: str, data: bytes) -> None:
+def test_a_forged_json_file_is_refused(two: tuple[Path, Path], read: Any, name: str, data: bytes) -> None:
     if (name, data) == ("progress.json", b"{}"):
         pytest.skip("an empty progress is sound")
     forge(two[1], name, data)
@@ -260,7 +260,7 @@ def test_a_forged_json_file(two: tuple[Path, Path], read: Any, name: str, data: 
         lambda layout: layout.update(extra=["x"]),
     ],
 )
-def test_a_forged_layout(two: tuple[Path, Path], change: Callable[[Any], None]) -> None:
+def test_a_forged_layout_is_refused(two: tuple[Path, Path], change: Callable[[Any], None]) -> None:
     layout = json.loads((two[1] / "layout.json").read_text())
     change(layout)
     forge(two[1], "layout.json", json.dumps(layout).encode())
@@ -323,7 +323,7 @@ def test_a_newer_format_says_so(two: tuple[Path, Path]) -> None:
         CheckpointReader(two[1])
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         CheckpointReader(tmp_path / "none")
     (tmp_path / "file").write_bytes(b"x")
@@ -371,7 +371,7 @@ def test_a_foreign_pickle_of_weights_runs_nothing(tmp_path: Path, recwarn: pytes
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("data", [b"", b"garbage", b"\x80\x04."])
-def test_a_foreign_file_that_is_none(tmp_path: Path, data: bytes) -> None:
+def test_a_foreign_file_of_other_bytes_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.pt").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"x\.pt"):
         load_foreign(tmp_path / "x.pt", trust=True)

@@ -131,7 +131,7 @@ def test_an_optimizer_resumes_bit_for_bit(kind: str, dtype: torch.dtype, tmp_pat
     assert_same_state(loaded.state_dict(), optimizer.state_dict())
 
 
-def test_before_the_first_step(tmp_path: Path) -> None:
+def test_an_optimizer_resumes_from_before_its_first_step(tmp_path: Path) -> None:
     module = build("AdamW", torch.float32)
     reader = save(tmp_path / "c", module, O.AdamW(module.parameters(), lr=0.5))
     loaded = O.AdamW(module.parameters(), lr=0.1)
@@ -191,7 +191,7 @@ def test_parameters_outside_the_module_have_names_too(tmp_path: Path) -> None:
     assert torch.equal(other.state[outside]["momentum_buffer"], torch.ones(3))
 
 
-def test_shared_learning_rate_tensor_stays_shared(tmp_path: Path) -> None:
+def test_a_shared_learning_rate_tensor_stays_shared(tmp_path: Path) -> None:
     module = build("Adam", torch.float32)
     rate = torch.tensor(0.1)
     groups = [{"params": [p]} for p in module.parameters()]
@@ -211,7 +211,7 @@ class Own(torch.optim.SGD):
         super().load_state_dict(state_dict)
 
 
-def test_an_optimizer_with_its_own_state_dict(tmp_path: Path) -> None:
+def test_an_optimizer_with_its_own_state_dict_resumes(tmp_path: Path) -> None:
     module = build("SGD", torch.bfloat16)
     optimizer = Own(module.parameters(), lr=0.1, momentum=0.9)
     train(module, optimizer, range(2))
@@ -224,7 +224,7 @@ def test_an_optimizer_with_its_own_state_dict(tmp_path: Path) -> None:
     assert_same_state(loaded.state_dict(), optimizer.state_dict())
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_state_that_does_not_fit_is_named() -> None:
     module = build("Adam", torch.float32)
     optimizer = O.Adam(module.parameters())
     train(module, optimizer, range(1))
@@ -283,7 +283,7 @@ def test_the_table_has_all_of_torchs_schedulers() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", SCHEDULERS)
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["float", "tensor"])
-def test_schedulers_go_on(kind: str, rate: Any, disk: Any, tmp_path: Path) -> None:
+def test_a_scheduler_resumes_bit_for_bit(kind: str, rate: Any, disk: Any, tmp_path: Path) -> None:
     module = build("SGD", torch.float32)
 
     def begin() -> tuple[Optim, Any]:

@@ -208,7 +208,7 @@ def differ(folder: str) -> str:
     return str(error.value)
 
 
-def test_ranks_with_other_tensors_are_named(tmp_path: Path) -> None:
+def test_ranks_whose_tensors_differ_save_nothing(tmp_path: Path) -> None:
     run_world(2, differ, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

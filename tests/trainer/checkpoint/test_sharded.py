@@ -378,7 +378,7 @@ def read_alone(path: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=dict(os.environ))
 
 
-def test_merged_to_one_file(saved: dict[str, Any], tmp_path: Path) -> None:
+def test_a_sharded_checkpoint_merges_to_one_file(saved: dict[str, Any], tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_model
 

@@ -128,7 +128,7 @@ def test_code_in_a_file_is_not_run_unless_trusted(here: Any, tmp_path: Path) -> 
     assert set(CheckpointReader(tmp_path / "out").model()) == {"net.layer.weight", "net.layer.bias"}
 
 
-def test_folders_of_accelerate(here: Any, tmp_path: Path) -> None:
+def test_folders_of_accelerate_are_converted(here: Any, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
     first, second = {"weight": torch.ones(2)}, {"weight": torch.zeros(3)}
@@ -289,7 +289,7 @@ def reordered(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": {place: state["state"][(place + 1) % 6] for place in range(6)}}
 
 
-def test_a_folder_with_an_index(here: Any, tmp_path: Path) -> None:
+def test_a_folder_with_an_index_is_converted(here: Any, tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir()
     save_file({"a": torch.ones(2)}, folder / "model-00001-of-00002.safetensors")

@@ -53,7 +53,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_two_ranks_of_a_file_and_flags(leyden: Any, script: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_by_a_file_and_flags(leyden: Any, script: Path, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("use_cpu: true\nnum_processes: 4\nmixed_precision: bf16\nsame_network: true\n")
     done = leyden("launch", "--config_file", file, "--num-processes", 2, "train.py", "--lr", "0.1")
@@ -81,7 +81,7 @@ def own(printed: str) -> str:
     return "".join(line for line in printed.splitlines(keepends=True) if not line.startswith("[Gloo] "))
 
 
-def test_a_failure_is_one_block(leyden: Any, script: Path, tmp_path: Path) -> None:
+def test_a_failure_is_reported_in_one_block(leyden: Any, script: Path, tmp_path: Path) -> None:
     done = leyden("launch", "--cpu", "--num_processes", 2, "-q", "train.py", "--raise")
     assert done.returncode == 1
     assert own(done.stdout) == ""
@@ -274,7 +274,7 @@ def test_a_dry_run_starts_nothing(here: Any, tmp_path: Path) -> None:
         (("launch", "-m", "--no_python", "a"), "give one of them"),
     ],
 )
-def test_mistakes_on_the_command_line(here: Any, arguments: tuple[str, ...], words: str) -> None:
+def test_mistakes_on_the_command_line_are_named(here: Any, arguments: tuple[str, ...], words: str) -> None:
     done = here(*arguments)
     assert done.returncode == 2
     assert words in done.stderr

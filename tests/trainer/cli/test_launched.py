@@ -37,7 +37,7 @@ def test_arguments_left_open_are_filled(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.usefixtures("launched")
-def test_the_scripts_own_arguments_stand(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_scripts_own_arguments_override_the_launch(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(precision="32-true", callbacks=GradientAccumulation(2), gradient_clip_val=None)
     assert trainer.precision == "32-true"
     assert trainer.accumulate_grad_batches == 2
@@ -76,7 +76,7 @@ def test_an_accelerator_compiles_as_the_file_says(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("launched")
-def test_one_rank_says_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_rank_0_prints_what_is_filled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "1")
     assert filled_by_launch({})["precision"] == "bf16-mixed"
     assert capsys.readouterr().out == ""
@@ -98,7 +98,9 @@ def test_a_section_of_the_file_makes_the_strategy(monkeypatch: pytest.MonkeyPatc
         Trainer(logger=False)
 
 
-def test_a_plain_process_takes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_was_not_launched_is_filled_with_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("LEYDEN_PRECISION", "bf16-mixed")
     assert Trainer(logger=False).precision == "32-true"
     assert capsys.readouterr().out == ""

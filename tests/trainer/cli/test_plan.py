@@ -31,16 +31,28 @@ def plan(
     return resolve(parse(found), elastic or ElasticOptions(), machine, "flags", environ)
 
 
-def test_one_machine_by_itself() -> None:
-    assert (plan({}).per_machine, plan({}).accelerator, plan({}).threads) == (1, "cpu", 8)
-    assert (plan({}, GPUS).per_machine, plan({}, GPUS).accelerator) == (4, "cuda")
+@pytest.mark.parametrize(
+    ("found", "machine", "ranks", "accelerator"),
+    [
+        ({}, CPU, 1, "cpu"),
+        ({}, GPUS, 4, "cuda"),
+        ({"num_processes": 2}, GPUS, 2, "cuda"),
+        ({"use_cpu": True}, GPUS, 1, "cpu"),
+        ({"gpu_ids": "1,3"}, GPUS, 2, "cuda"),
+    ],
+)
+def test_one_machine_has_a_rank_for_each_device(
+    found: dict[str, Any], machine: Machine, ranks: int, accelerator: str
+) -> None:
+    planned = plan(found, machine)
+    assert (planned.per_machine, planned.accelerator) == (ranks, accelerator)
+    assert planned.variables().get("CUDA_VISIBLE_DEVICES") == found.get("gpu_ids")
+
+
+def test_ranks_share_the_cores_of_a_machine_unless_a_variable_says_otherwise() -> None:
+    assert plan({}).threads == 8
     assert plan({"num_processes": 2}).threads == 4
     assert plan({"num_processes": 2}, OMP_NUM_THREADS="3").threads == 3
-    assert plan({"num_processes": 2}, GPUS).per_machine == 2
-    assert plan({"use_cpu": True}, GPUS).per_machine == 1
-    chosen = plan({"gpu_ids": "1,3"}, GPUS)
-    assert chosen.per_machine == 2
-    assert chosen.variables()["CUDA_VISIBLE_DEVICES"] == "1,3"
 
 
 @pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP", "DEEPSPEED"])
@@ -68,20 +80,18 @@ def test_gpu_ids_without_a_gpu_are_warned_of() -> None:
     assert "beware" not in plan({"gpu_ids": "all"}).lines("python train.py")
 
 
-def test_several_machines() -> None:
+def test_several_machines_meet_at_the_main_address() -> None:
     where = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "10.0.0.1", "num_processes": 4}
     found = plan(where)
-    assert (found.per_machine, found.machine_rank, found.address, found.port, found.backend) == (
-        2,
-        1,
-        "10.0.0.1",
-        29500,
-        "static",
-    )
+    assert (found.machine_rank, found.per_machine) == (1, 2)
+    assert (found.address, found.port, found.backend) == ("10.0.0.1", 29500, "static")
     # A static meeting is one for all time, and ranks that start anew must meet again.
     assert plan({**where, "max_restarts": 1}).backend == "c10d"
-    anywhere = plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host:123"))
-    assert (anywhere.machine_rank, anywhere.address, anywhere.port, anywhere.backend) == (None, "host", 123, "c10d")
+
+
+def test_machines_without_a_number_meet_at_an_end_point() -> None:
+    found = plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host:123"))
+    assert (found.machine_rank, found.address, found.port, found.backend) == (None, "host", 123, "c10d")
 
 
 def test_one_task_of_slurm_on_each_machine_is_an_agent() -> None:
@@ -134,12 +144,12 @@ def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
         ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is not a number"),
     ],
 )
-def test_what_cannot_be_is_named(found: dict[str, Any], machine: Machine, words: str) -> None:
+def test_an_impossible_plan_is_refused(found: dict[str, Any], machine: Machine, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         plan(found, machine)
 
 
-def test_an_end_point_must_be_one() -> None:
+def test_an_end_point_must_have_a_host_and_a_port() -> None:
     with pytest.raises(ConfigurationError, match="give host:port"):
         plan({"num_machines": 2}, elastic=ElasticOptions(endpoint="host"))
     with pytest.raises(ConfigurationError, match="leave rdzv_backend out"):

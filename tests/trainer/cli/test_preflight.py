@@ -64,19 +64,19 @@ def test_a_machine_that_does_not_come_is_named() -> None:
     assert all("machine 2 did not connect" in word for word in words)
 
 
-def test_the_same_number_twice() -> None:
+def test_machines_with_the_same_number_are_refused() -> None:
     twice = [*machines(2), Facts(1, "host2", VALUES)]
     assert all("its own --machine_rank" in word for word in meet(twice, 3))
 
 
-def test_a_main_machine_that_is_not_reached() -> None:
+def test_a_main_machine_that_is_not_reached_is_named() -> None:
     [words] = meet(machines()[1:2], 3, timeout=0.5)
     assert words.startswith("machine 1 (host1) could not reach the main machine at 127.0.0.1:")
     with pytest.raises(ConfigurationError, match="does not know the host"):
         check(machines()[1], 3, "no-such-host.invalid", 1, 0.5, lambda text: None)
 
 
-def test_a_port_that_is_taken() -> None:
+def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
@@ -107,7 +107,7 @@ def test_a_stranger_is_sent_away() -> None:
         main.result()
 
 
-def test_the_facts_of_this_machine() -> None:
+def test_the_facts_of_this_machine_have_all_values() -> None:
     facts = facts_of(0, 2, "static")
     assert set(facts.values) == set(VALUES)
     assert facts.values["machines"] == "2"

@@ -92,7 +92,7 @@ def test_an_accelerate_file_is_read_as_it_is(tmp_path: Path) -> None:
     assert all(unused.values())
 
 
-def test_a_deepspeed_file_of_before(tmp_path: Path) -> None:
+def test_a_deepspeed_file_of_earlier_versions_is_read(tmp_path: Path) -> None:
     settings = read_file(written(tmp_path, DEEPSPEED))
     assert settings.kind == "DEEPSPEED"
     assert settings.precision == "fp16"
@@ -105,7 +105,7 @@ def test_a_deepspeed_file_of_before(tmp_path: Path) -> None:
     ("switch", "kind"),
     [("use_fsdp", "FSDP"), ("use_deepspeed", "DEEPSPEED"), ("use_megatron_lm", "MEGATRON_LM"), ("use_ddp", "NO")],
 )
-def test_older_switches(switch: str, kind: str) -> None:
+def test_older_switches_are_read(switch: str, kind: str) -> None:
     assert parse({switch: True}).kind == kind
     assert parse({switch: "false"}).kind == "NO"
     assert len(parse({switch: True}).notes) == 1
@@ -132,7 +132,7 @@ def test_older_switches(switch: str, kind: str) -> None:
         ("!!python/object/apply:os.system ['true']", "is not a valid configuration file in YAML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
+def test_a_wrong_key_or_value_is_named(tmp_path: Path, text: str, words: str) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ConfigurationError) as caught:
         read_file(path)
@@ -162,7 +162,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert yaml.safe_load((tmp_path / "new" / "file.yaml").read_text())["mixed_precision"] == "no"
 
 
-def test_flags_stand_over_the_file() -> None:
+def test_flags_override_the_file() -> None:
     below = parse(
         {"num_processes": 4, "debug": True, "fsdp_config": {"fsdp_offload_params": True, "fsdp_min_num_params": 3}}
     )

@@ -341,7 +341,7 @@ def test_default_update_and_nobody_to_answer(here: Any, tmp_path: Path) -> None:
     }
 
 
-def test_nobody_to_answer(here: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_terminal_nothing_is_asked(here: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: SIM115
     done = here("config")
     assert (done.returncode, "leyden config default" in done.stderr) == (2, True)

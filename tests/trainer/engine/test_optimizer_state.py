@@ -127,14 +127,14 @@ def check_resume(folder: Path, names: tuple[str, str | None, str], steps: int) -
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(name: str, tmp_path: Path) -> None:
+def test_each_optimizer_of_torch_resumes_exactly(name: str, tmp_path: Path) -> None:
     check_resume(tmp_path, (name, None, "step"), steps=3)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch")
 @pytest.mark.parametrize(("interval", "steps"), [("step", 3), ("epoch", 5)])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, interval: str, steps: int, tmp_path: Path) -> None:
+def test_each_scheduler_of_torch_resumes_exactly(name: str, interval: str, steps: int, tmp_path: Path) -> None:
     check_resume(tmp_path, ("SGD", name, interval), steps)
 
 

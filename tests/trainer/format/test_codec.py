@@ -254,7 +254,7 @@ def test_a_generator_draws_its_next_numbers(disk: Any) -> None:
     assert torch.equal(torch.rand(4, generator=back), torch.rand(4, generator=generator))
 
 
-def test_module_buffers_in_a_set_and_as_values(disk: Any) -> None:
+def test_a_set_of_tensors_comes_back(disk: Any) -> None:
     tensor = torch.arange(3)
     assert torch.equal(disk({tensor}).pop(), tensor)
 

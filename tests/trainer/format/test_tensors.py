@@ -37,7 +37,7 @@ def through_model(path: Path, state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5,), (2, 3)], ids=str)
-def test_dtypes_and_shapes(dtype: torch.dtype, shape: tuple[int, ...], disk: Any, tmp_path: Path) -> None:
+def test_dtypes_and_shapes_come_back(dtype: torch.dtype, shape: tuple[int, ...], disk: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     count = torch.Size(shape).numel() * dtype.itemsize
     source = torch.randint(0, 2, (count,), dtype=torch.uint8)
@@ -70,7 +70,7 @@ def test_strides_come_back(tensor: torch.Tensor, disk: Any, tmp_path: Path) -> N
         assert back.stride() == tensor.stride() or tensor.is_contiguous()
 
 
-def test_views_with_gaps_conjugates_and_negatives(disk: Any) -> None:
+def test_views_with_gaps_conjugates_and_negatives_come_back(disk: Any) -> None:
     base = torch.complex(torch.arange(10.0), torch.ones(10))
     for tensor in (torch.arange(10.0)[::3], base.conj(), base.imag, base.conj().imag, torch.ones(4, 4)[1:3, 1:3]):
         assert torch.equal(disk([tensor])[0], tensor.clone())
@@ -103,7 +103,7 @@ SPARSE = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0]])
     ],
     ids=["coo", "uncoalesced", "empty", "complex", "csr", "csc", "bsr", "bsc"],
 )
-def test_sparse_layouts(make: Callable[[], torch.Tensor], disk: Any, tmp_path: Path) -> None:
+def test_sparse_layouts_come_back(make: Callable[[], torch.Tensor], disk: Any, tmp_path: Path) -> None:
     tensor = make()
     for back in (disk({"x": tensor})["x"], through_model(tmp_path / "model", {"x": tensor})["x"]):
         assert back.layout == tensor.layout
@@ -141,7 +141,7 @@ def test_neighbours_in_one_storage_stay_apart(disk: Any) -> None:
     assert back[0].untyped_storage().nbytes() == 12
 
 
-def test_parameters_and_requires_grad(disk: Any) -> None:
+def test_parameters_and_requires_grad_come_back(disk: Any) -> None:
     parameter = nn.Parameter(torch.ones(2), requires_grad=False)
     leaf = torch.ones(2, requires_grad=True)
     back = disk({"p": parameter, "data": parameter.data, "leaf": leaf, "result": leaf * 2})
@@ -197,7 +197,7 @@ def test_safetensors_loads_the_model_file_into_a_module(tmp_path: Path) -> None:
     assert torch.equal(fresh[0].weight, module[0].weight)
 
 
-def test_some_weights_only(tmp_path: Path) -> None:
+def test_some_weights_are_read_without_the_others(tmp_path: Path) -> None:
     module = Tied()
     with CheckpointWriter(tmp_path / "c") as writer:
         writer.model(module.state_dict())
@@ -215,7 +215,7 @@ class WithExtra(nn.Linear):
         self.extra = state
 
 
-def test_extra_state_of_modules(tmp_path: Path) -> None:
+def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
     back = through_model(tmp_path / "c", WithExtra(2, 2).state_dict())
     fresh = WithExtra(2, 2)
     fresh.load_state_dict(back)
@@ -223,7 +223,7 @@ def test_extra_state_of_modules(tmp_path: Path) -> None:
     assert torch.equal(fresh.extra["history"][1], torch.ones(2))
 
 
-def test_model_refuses_by_name(tmp_path: Path) -> None:
+def test_a_weight_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with CheckpointWriter(tmp_path / "c") as writer, pytest.raises(UnsupportedStateError, match=r"\['net.w'\].*meta"):
         writer.model({"net.w": torch.empty(2, device="meta")})
 

@@ -125,7 +125,7 @@ def test_aggregations_of_torchmetrics(make: Any) -> None:
     torch.testing.assert_close(merged, whole.compute())
 
 
-def test_metrics_inside_of_metrics() -> None:
+def test_metrics_inside_metrics_are_merged() -> None:
     """Wrappers, and sums of metrics, have states inside them."""
     ranks = [MinMaxMetric(MeanMetric()) for _ in range(2)]
     sums = [MeanMetric() + SumMetric() for _ in range(2)]

@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Squares
 from silent_device import SILENT, Begins, Waits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Accelerator, Trainer, TrainModule
+from leyden import Accelerator, Trainer
 from leyden.strategies import SingleDeviceStrategy
 
 
-class Net(TrainModule):
+class Net(Squares):
     """Logs in every way, and weighs by items."""
 
     def __init__(self, items: str) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1))
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 1)))
         self.items = items
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self.net(batch[0]).square().sum()
+        loss = self(batch[0]).square().sum()
         for reduction in ("mean", "sum", "max", "min"):
             self.log(reduction, loss, prog_bar=True, on_step=True, on_epoch=True, reduce_fx=reduction)
         self.log("number", len(batch[0]), on_epoch=True)
@@ -41,8 +41,8 @@ class Net(TrainModule):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: str, tmp_path: Path) -> None:
     waits = Waits()
-    off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
+        **{**QUIET, "accelerator": "auto"},
         strategy=SingleDeviceStrategy(SILENT),
         precision=precision,
         accumulate_grad_batches=3,
@@ -51,7 +51,6 @@ def test_a_fit_reads_no_value_from_the_device(items: str, clip: Any, precision: 
         max_epochs=2,
         callbacks=[Begins(waits)],
         default_root_dir=tmp_path,
-        **off,
     )
     with waits:
         trainer.fit(Net(items), DataLoader(TensorDataset(torch.ones(40, 3, device=SILENT)), 4, shuffle=True))

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from models import Squares
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Callback, Trainer, TrainModule
@@ -31,12 +32,11 @@ def row_of(progress: dict[str, Any]) -> tuple[str, ...]:
     return max((row for row in TABLE if row[0] == progress["phase"] and holds.issuperset(row)), key=len)
 
 
-class Module(TrainModule):
+class Module(Squares):
     """Draws random numbers in each step, and records the hooks that a resume can begin with."""
 
     def __init__(self, cuts: bool = False, stops_at: int = -1, bare: bool = False) -> None:
-        super().__init__()
-        self.net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        super().__init__(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)))
         self.cuts, self.stops_at, self.bare = cuts, stops_at, bare
         self.calls: list[str] = []
 
@@ -52,7 +52,7 @@ class Module(TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.trainer.should_stop = self.trainer.global_step + 1 == self.stops_at
-        loss = self.net(batch[0]).pow(2).mean()
+        loss = self.loss(batch)
         self.log("loss", loss, on_epoch=True)
         return loss
 
@@ -60,7 +60,7 @@ class Module(TrainModule):
         self.calls.append("on_validation_start")
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch[0]).pow(2).mean() + torch.rand(()))
+        self.log("val_loss", self.loss(batch) + torch.rand(()))
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
         self.calls.append("lr_scheduler_step")

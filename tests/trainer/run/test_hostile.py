@@ -133,7 +133,7 @@ def test_the_list_of_files_is_complete(run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_flipped_bit(run_folder: Path, name: str) -> None:
+def test_a_flipped_bit_is_refused(run_folder: Path, name: str) -> None:
     path = newest(run_folder) / name
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
@@ -142,14 +142,14 @@ def test_a_flipped_bit(run_folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_truncated_file(run_folder: Path, name: str) -> None:
+def test_a_truncated_file_is_refused(run_folder: Path, name: str) -> None:
     path = newest(run_folder) / name
     os.truncate(path, path.stat().st_size // 2)
     assert_refused(run_folder, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_missing_file(run_folder: Path, name: str) -> None:
+def test_a_missing_file_is_refused(run_folder: Path, name: str) -> None:
     (newest(run_folder) / name).unlink()
     assert_refused(run_folder, name)
 
@@ -165,7 +165,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pickle_in_place_of_a_file(run_folder: Path, name: str) -> None:
+def test_a_pickle_in_place_of_a_file_is_refused(run_folder: Path, name: str) -> None:
     bomb = Bomb(run_folder / "code-was-run")
     (newest(run_folder) / name).write_bytes(pickle.dumps(bomb))
     assert_refused(run_folder, name)
@@ -187,7 +187,7 @@ def vouch(folder: Path, name: str, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, "hparams.json")])
-def test_a_pickle_that_the_manifest_vouches_for(run_folder: Path, name: str) -> None:
+def test_a_pickle_that_the_manifest_vouches_for_is_refused(run_folder: Path, name: str) -> None:
     """A checksum is no signature: a file that is no JSON or no safetensors is refused before the weights change."""
     vouch(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))
     module, run = Module(), trainer(run_folder, epochs=4)
@@ -200,7 +200,7 @@ def test_a_pickle_that_the_manifest_vouches_for(run_folder: Path, name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["../epoch=1/model.safetensors", "/etc/passwd", "a/../../x"])
-def test_a_name_that_leads_out(run_folder: Path, name: str) -> None:
+def test_a_name_that_leads_out_is_refused(run_folder: Path, name: str) -> None:
     manifest = read_manifest(newest(run_folder))
     files = {**manifest.files, name: FileEntry(0, ())}
     data = Manifest(files, manifest.save_counter, manifest.saved_at, {}, 1, "x").to_bytes()
@@ -208,7 +208,7 @@ def test_a_name_that_leads_out(run_folder: Path, name: str) -> None:
     assert_refused(run_folder, MANIFEST)
 
 
-def test_a_layout_that_leads_out(run_folder: Path) -> None:
+def test_a_layout_that_leads_out_is_refused(run_folder: Path) -> None:
     text = (newest(run_folder) / "layout.json").read_text()
     assert "model.safetensors" in text
     vouch(newest(run_folder), "layout.json", text.replace("model.safetensors", "../epoch=1/model.safetensors").encode())
@@ -218,13 +218,13 @@ def test_a_layout_that_leads_out(run_folder: Path) -> None:
 
 @pytest.mark.parametrize("length", [2**63, safefile.MAX_HEADER + 1, 10_000])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".safetensors")])
-def test_an_oversized_header(run_folder: Path, name: str, length: int) -> None:
+def test_an_oversized_header_is_refused(run_folder: Path, name: str, length: int) -> None:
     vouch(newest(run_folder), name, length.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=name):
         trainer(run_folder).fit(Module(), loader(), ckpt_path=newest(run_folder))
 
 
-def test_only_damaged_ones(run_folder: Path) -> None:
+def test_a_folder_of_damaged_checkpoints_is_an_error(run_folder: Path) -> None:
     for epoch in range(3):
         os.truncate(run_folder / "checkpoints" / f"epoch={epoch}" / "model.safetensors", 10)
     with warnings.catch_warnings():
@@ -264,7 +264,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def test_a_full_disk(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
+def test_a_full_disk_leaves_the_earlier_checkpoints_whole(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
     """The second epoch's checkpoint cannot be written: the run ends with an error, the first one's is whole."""
 
     class Full(Callback):
@@ -288,7 +288,7 @@ def test_a_full_disk(tmp_path: Path, full_disk: Callable[[int], None]) -> None:
     assert again.progress.batches == 8
 
 
-def test_a_path_below_a_file(tmp_path: Path) -> None:
+def test_a_folder_below_a_file_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     run = trainer(tmp_path, epochs=1, callbacks=[ModelCheckpoint(tmp_path / "file" / "checkpoints")])
     with pytest.raises(CheckpointError, match="cannot be made: Not a directory") as caught:
@@ -297,7 +297,7 @@ def test_a_path_below_a_file(tmp_path: Path) -> None:
     assert isinstance(caught.value.__cause__, NotADirectoryError)
 
 
-def test_a_save_that_fails_by_hand(tmp_path: Path) -> None:
+def test_a_save_by_hand_that_fails_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     run = trainer(tmp_path, epochs=1)
     run.fit(Module(), loader())
     (tmp_path / "file").write_text("x")
