@@ -402,6 +402,8 @@ class Trainer(TrainerView):
                     found = run.loaders.evaluation(kind)
                     result = EvaluationLoop(run, name, found).run() if found else []  # type: ignore[arg-type]
                 ending.in_order(run, partial(self._last_words, run))
+                if stage == "fit":
+                    run.logs.nans.warn()
             except BaseException as error:
                 ending.by_error(run, error, (run.module, self, *run.callbacks))
                 raise

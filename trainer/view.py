@@ -380,7 +380,7 @@ class TrainerView:
         if self._fit is None:
             return float("inf")
         self._fit.load_training_data()
-        return self._fit.estimated_steps()
+        return self.fit_loop.estimated_steps(self._fit.num_batches, self._fit.accumulation)
 
     # its settings -----------------------------------------------------------------------------------------------------
     @property

@@ -44,7 +44,7 @@ class Share:
         total: samples on all ranks.
         idle: True if at least one rank has no sample.
         even: True if all ranks have the same number.
-        told: True if batch sizes are known; otherwise every batch counts as one sample.
+        sized: True if batch sizes are known; otherwise every batch counts as one sample.
         rest: samples of the epoch's last global batch if it is known to be smaller than the others; else 0.
     """
 
@@ -52,7 +52,7 @@ class Share:
     total: int
     idle: bool = False
     even: bool = True
-    told: bool = True
+    sized: bool = True
     rest: int = 0
 
     def weight(self, ranks: int) -> float:

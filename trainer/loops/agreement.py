@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
     from leyden.trainer.events.signals import Signals
     from leyden.trainer.loops.clock import Clock
+    from leyden.trainer.run.state import Run
 
 Answer = Callable[[], list[bool]]
 
@@ -22,8 +23,7 @@ class Agreement:
     that both end as in one process.
 
     Args:
-        ranks: all of them.
-        signals: those that came to this rank.
+        run: of this rank, with its request to stop and its signals.
         clock: the training time of this rank; that of the first rank counts.
 
     Attributes:
@@ -32,8 +32,8 @@ class Agreement:
         validation_is_due: by an interval in time, on the first rank's clock.
     """
 
-    def __init__(self, ranks: Ranks, signals: Signals, clock: Clock) -> None:
-        self._ranks, self._signals, self._clock = ranks, signals, clock
+    def __init__(self, run: Run, clock: Clock) -> None:
+        self._run, self._ranks, self._signals, self._clock = run, run.strategy.ranks, run.signals, clock
         self._answer: Answer | None = None
         self._wants_cut = False
         self.stops = self.time_is_up = self.validation_is_due = False
@@ -50,19 +50,14 @@ class Agreement:
         self._wants_cut = self._wants_cut or cut
         return self._take() if self._answer is not None else False
 
-    def send(self, stops: bool) -> None:
-        """Sends what this rank wants, to be read at the end of the next window.
+    def send(self) -> None:
+        """Sends what this rank wants, to be read at the end of the next window."""
+        self._answer = self._ask()
 
-        Args:
-            stops: this rank wants the run to stop.
-        """
-        self._answer = self._ask(stops)
-
-    def exchange(self, stops: bool, epoch_ends: bool = False) -> None:
+    def exchange(self, epoch_ends: bool = False) -> None:
         """Asks and waits for the answer.
 
         Args:
-            stops: this rank wants the run to stop.
             epoch_ends: the epoch is over, and with it any request to end it.
         """
         if epoch_ends:
@@ -70,15 +65,15 @@ class Agreement:
         if self._answer is not None:
             # Older than what is asked now.
             self._answer()
-        self._answer = self._ask(stops)
+        self._answer = self._ask()
         self._take()
 
-    def _ask(self, stops: bool) -> Answer:
+    def _ask(self) -> Answer:
         clock, decides_on_time = self._clock, self._ranks.is_global_zero
         return self._ranks.exchange_flags(
             (
                 *self._signals.pending_here(),
-                stops,
+                self._run.should_stop,
                 decides_on_time and clock.time_is_up(),
                 decides_on_time and clock.validation_is_due(),
                 self._wants_cut,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,12 +12,13 @@ import torch
 from leyden.strategies.batch import move_to_device
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.rng import rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.events.hooks import overrides
+from leyden.trainer.logging.metric_states import load_metric_states, metric_states
 from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.loops.agreement import Pass
-from leyden.trainer.loops.idle import without_trace
-from leyden.trainer.loops.signature import step_arguments
+from leyden.trainer.loops.user_step import step_arguments, without_trace
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.rows import StepRows
 
@@ -66,9 +67,13 @@ class EvaluationLoop:
         Returns:
             For each loader the values that were logged for it, and in fit nothing; None if a signal broke the pass off.
         """
-        self._done = self._run.progress.validation_batches if self._run.state.stage == "fit" else 0
+        run = self._run
+        in_fit = run.state.stage == "fit"
+        self._done = run.progress.validation_batches if in_fit else 0
+        if in_fit and not run.state.sanity_checking:
+            run.strategy.synchronize_buffers()
         self._rows, self._names = self._step_rows(), []
-        with self._run.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
+        with run.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
@@ -136,12 +141,29 @@ class EvaluationLoop:
             )
         if run.transfer is not None:
             filler = run.transfer(filler, index)
-        with without_trace(run.module, self.logs):
+        with self.logs.discarding(), without_trace(run.module):
             run.strategy.evaluate(self.step, filler, self._extra(batch_idx, index))
 
     def _extra(self, batch_idx: int, index: int) -> tuple[int, ...]:
         """What the step takes beside the batch."""
         return (*((batch_idx,) if self.takes_index else ()), *((index,) if self.takes_loader else ()))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns what a pass changes: the states of its loaders, of the module's metrics and of random numbers."""
+        metrics = metric_states(self._run.module.named_modules())
+        return {"loaders": self.loader_states(), "metrics": metrics, "rng": rng_state()}
+
+    def undoing(self, before: dict[str, Any]) -> Callable[[], None]:
+        """Returns what brings all of that back to now, when `before` was taken: an interrupted pass is run again."""
+        modules = list(self._run.module.named_modules())
+        undo_rng = undoing([cursor.loader for cursor, _ in self.loaders])
+
+        def undo() -> None:
+            self.load_loader_states(before["loaders"])
+            load_metric_states(modules, before["metrics"])
+            undo_rng()
+
+        return undo
 
     def loader_states(self) -> list[dict[str, Any]]:
         """What the loaders carry from one pass to the next, such as generators of their own."""
@@ -189,8 +211,8 @@ class EvaluationLoop:
         if len(self.loaders) == 1:
             return [numbers]
         # A rank may have had no batch of a loader.
-        told = self._run.strategy.ranks.all_gather_object(self._names)
-        own = [set[str]().union(*names) for names in zip(*told, strict=True)]
+        of_ranks = self._run.strategy.ranks.all_gather_object(self._names)
+        own = [set[str]().union(*names) for names in zip(*of_ranks, strict=True)]
         of_all = numbers.keys() - set[str]().union(*own)
         return [{name: value for name, value in numbers.items() if name in names | of_all} for names in own]
 

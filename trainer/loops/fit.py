@@ -7,7 +7,6 @@ there. What a batch does to the weights is in `step.py`, validation in `validati
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -16,13 +15,15 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.data.cursor import LoaderCursor, lookahead
 from leyden.trainer.data.sharding import NOTHING, Share
+from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
+from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself
 from leyden.trainer.loops.clock import Clock
-from leyden.trainer.loops.counters import Count
-from leyden.trainer.loops.draws import Draws, check_drawing, draws_itself
+from leyden.trainer.loops.schedulers import Schedulers
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.loops.validation import Validation
+from leyden.trainer.module import TrainModule
 from leyden.trainer.run.build import seconds_of
 from leyden.trainer.run.differences import check_batches
 from leyden.trainer.run.saving import check_composable
@@ -65,6 +66,7 @@ class FitLoop:
         self.closes_epoch = False
         """True while the closing callbacks of an epoch's end run; for them it is still the current epoch."""
         self.step: Step
+        self.schedulers: Schedulers
         self._iterator: Iterator[Any] | None = None
         self._settles = False
         """Something may follow a step: a validation, schedulers, other ranks, or a profiler that counts it."""
@@ -83,8 +85,7 @@ class FitLoop:
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
         self._began = time.perf_counter()
-        ranks = run.strategy.ranks
-        self._agreement = Agreement(ranks, run.signals, self.clock) if ranks.world_size > 1 else None
+        self._agreement = Agreement(run, self.clock) if run.strategy.ranks.world_size > 1 else None
         self.validation = Validation(run, self.clock, self._agreement)
 
     # the way through a fit --------------------------------------------------------------------------------------------
@@ -97,7 +98,9 @@ class FitLoop:
         self._restored = restored
         run = self._run
         step = AutomaticStep if self.module.automatic_optimization else ManualStep
-        self.step = step(run, run.step_function("training_step"))
+        longest = 1 if self.accumulation is None else self.accumulation.longest
+        self.schedulers = Schedulers(run.schedulers, self.module, self.hooks, self.strategy.ranks)
+        self.step = step(run, run.step_function("training_step"), self.schedulers, longest > 1)
         draws = draws_itself(self.module.training_step)
         if draws:
             check_drawing(run)
@@ -115,11 +118,11 @@ class FitLoop:
         self.hooks.fire_all("on_train_start")
         self.clock.start()
         if self._agreement is not None:
-            self._agreement.exchange(run.should_stop)
+            self._agreement.exchange()
         if not self.arguments.barebones:
             check_composable(run)
         self._resume()
-        self._tell_if_done()
+        self._report_if_done()
         while not self._is_done():
             self._note_listeners()
             if self.progress.phase == "epoch_start":
@@ -279,7 +282,8 @@ class FitLoop:
         self.logs.end_batch()
         if batch_idx == 0:
             self.logs.note_idle("train")
-        self.step.shadow(lambda: self._on_device(cursor.filler()), batch_idx)
+        with self.logs.discarding():
+            self.step.shadow(lambda: self._on_device(cursor.filler()), batch_idx)
         return None
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
@@ -324,9 +328,10 @@ class FitLoop:
                 continue.
         """
         progress = self.progress
+        fell_short = self.num_batches is not None and 0 < progress.batch < self.num_batches
         if self.engine.window.is_open:
             self._close_short_window()
-        elif complete and not progress.ended and (self._cut or self._fell_short()):
+        elif complete and not progress.ended and (self._cut or fell_short):
             self._cut_short()
         if self._run.signals.received is not None and (not complete or progress.phase == "stepped"):
             return
@@ -335,22 +340,18 @@ class FitLoop:
         self.hooks.fire("on_train_epoch_end")
         self._run.send(self.logs.reduce_epoch("train", keep=not complete)[1])
         if complete and self.module.automatic_optimization:
-            self.step.step_plateau_schedulers("epoch", progress.epoch + 1)
+            self._step_on_plateau("epoch", progress.epoch + 1)
         self.clock.note()
         progress.end_epoch(complete)
         self.closes_epoch = True
         self.hooks.close("on_train_epoch_end")
         self.closes_epoch = False
         if self._agreement is not None:
-            self._agreement.exchange(self._run.should_stop, epoch_ends=True)
+            self._agreement.exchange(epoch_ends=True)
         if complete:
             self._iterator = None
             if not self._is_done():
                 self._next_epoch()
-
-    def _fell_short(self) -> bool:
-        """True if the loader ended before the length that it had promised."""
-        return self.num_batches is not None and 0 < self.progress.batch < self.num_batches
 
     def _close_short_window(self) -> None:
         """The loader ended before its reported length: averages the open window over the batches it really had."""
@@ -395,7 +396,7 @@ class FitLoop:
         """What comes between two windows, after the batch's hooks."""
         self._settle()
         if self._agreement is not None:
-            (self._agreement.exchange if is_last else self._agreement.send)(self._run.should_stop)
+            (self._agreement.exchange if is_last else self._agreement.send)()
 
     def _after_step(self, is_last: bool) -> None:
         """Notes for checkpoints saved from here on that the window's step is done, and whether a validation is due."""
@@ -403,7 +404,7 @@ class FitLoop:
         is_due = self.validation.is_due(is_last, self._window_start)
         progress.end_window(is_last, is_due, progress.skipped if progress.cut else self.step.was_skipped)
         if is_last and self._run.schedulers and self.module.automatic_optimization:
-            self.step.step_schedulers("epoch", progress.epoch + 1)
+            self.schedulers.step("epoch", progress.epoch + 1)
         if self._run.profiler is not None and not progress.cut:
             self._run.profiler.step()
 
@@ -434,8 +435,22 @@ class FitLoop:
             progress.end_validation()
             waits = not (progress.cut or progress.skipped) and self.module.automatic_optimization
             if self._run.schedulers and waits:
-                self.step.step_plateau_schedulers("step", progress.stepped)
+                self._step_on_plateau("step", progress.stepped)
             progress.settle()
+
+    def _step_on_plateau(self, interval: str, count: int) -> None:
+        """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
+        due = self.schedulers.due_on_plateau(interval, count)
+        if not due:
+            return
+        self.logs.begin_apart()
+        self.schedulers.step_on_plateau(due, self.logs.callback_metrics)
+        every = 1 if interval == "epoch" else self.arguments.log_every_n_steps
+        if every and self.progress.global_step % every == 0:
+            self._run.send(self.logs.step_values("train"))
+        if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
+            # These schedulers go by the epoch's values, reduced already: what they log is reduced by itself.
+            self._run.send(self.logs.reduce_epoch("train")[1])
 
     def _validate_at_stop(self) -> None:
         """Validates the weights of a run that `should_stop` ended inside an epoch, unless they just were."""
@@ -497,32 +512,18 @@ class FitLoop:
             loader = {"place": None, "rest": self.cursor.rest_state(ended), "validation": validation}
         return {"loader": loader, **self.validation.before_pass()}
 
-    def estimated_steps(self) -> float:
-        """Optimizer steps of the whole fit; inf where it has no end."""
-        limit = self.limits.max_steps if self.limits.max_steps != -1 else float("inf")
-        epochs = self.limits.max_epochs
-        if epochs in (None, -1) or self.num_batches is None:
-            return limit
-        accumulation, total = self.accumulation, 0
-        for epoch in range(epochs or 0):
-            total += math.ceil(self.num_batches / (accumulation.length(epoch) if accumulation is not None else 1))
-        return min(limit, total)
-
     # stopping ---------------------------------------------------------------------------------------------------------
     def _is_done(self) -> bool:
         """True if no further epoch begins."""
-        limit = self.limits.max_epochs
-        return (limit is not None and limit != -1 and self.progress.epochs_done >= limit) or self._stops()
+        return self.limits.epochs_reached(self.progress.epochs_done) or self._stops()
 
-    def _tell_if_done(self) -> None:
-        """Says that a resumed run trains nothing, as its checkpoint has reached the limits already."""
-        epochs, steps = self.limits.max_epochs, self.limits.max_steps
-        limits = [f"max_epochs={epochs}"] if epochs is not None and 0 <= epochs <= self.progress.epochs_done else []
-        limits += [f"max_steps={steps}"] if 0 <= steps <= self.progress.global_step else []
-        if self._restored is not None and limits and not self.arguments.barebones:
+    def _report_if_done(self) -> None:
+        """Reports that a resumed run trains nothing, as its checkpoint has reached the limits already."""
+        reached = self.limits.reached(self.progress)
+        if self._restored is not None and reached and not self.arguments.barebones:
             self._run.print(
                 f"nothing is left to do: the run is at epoch {self.progress.epoch}, step {self.progress.global_step}, "
-                f"and has reached {' and '.join(limits)}. Give a higher limit to train on."
+                f"and has reached {' and '.join(reached)}. Give a higher limit to train on."
             )
 
     def _stops(self) -> bool:
@@ -546,11 +547,9 @@ class FitLoop:
         """Why the fit ended, in a few words."""
         if self.arguments.limit_train_batches == 0:
             return "limit_train_batches=0 skips training"
-        steps, epochs = self.limits.max_steps, self.limits.max_epochs
-        if steps != -1 and self.progress.global_step >= steps:
-            return f"max_steps={steps} reached"
-        if epochs is not None and epochs != -1 and self.progress.epochs_done >= epochs:
-            return f"max_epochs={epochs} reached"
+        reached = self.limits.reached(self.progress)
+        if reached:
+            return f"{reached[-1]} reached"
         return "stopped early (should_stop)" if self._run.should_stop else "max_time reached"
 
     def seconds(self) -> float:

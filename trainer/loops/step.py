@@ -16,26 +16,34 @@ from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.loops.idle import without_trace
-from leyden.trainer.loops.signature import step_arguments
+from leyden.trainer.loops.user_step import step_arguments, without_trace
 from leyden.trainer.module import TrainModule
 
 if TYPE_CHECKING:
+    from leyden.trainer.loops.schedulers import Schedulers
     from leyden.trainer.run.state import Run
 
 
 class Step(ABC):
-    """What automatic and manual optimisation share: the user's training step, and the schedulers."""
+    """The optimisation step of a fit, automatic or manual.
 
-    def __init__(self, run: Run, training_step: Callable[..., Any]) -> None:
-        self._run = run
+    Args:
+        run: of the fit.
+        training_step: the user's, as `Run.step_function` returns it.
+        schedulers: those of the run.
+        accumulates: some window has several batches.
+    """
+
+    def __init__(self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, accumulates: bool) -> None:
         self.module = run.module
         self.engine = run.engine
-        self.strategy = run.strategy
+        self.strategy = run.engine.strategy
         self.window = run.engine.window
         self.hooks = run.hooks
         self.progress = run.progress
         self.training_step = training_step
+        self.schedulers = schedulers
+        self.accumulates = accumulates
         self.takes_index = step_arguments(self.module.training_step)[0]
         self.has_stepped = False
         """An optimizer stepped when the last window closed."""
@@ -56,7 +64,7 @@ class Step(ABC):
 
     @abstractmethod
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
-        """Shadows the other ranks' step on a global batch of which this rank has no sample.
+        """Shadows the other ranks' step on a global batch of which this rank has no sample; the caller discards logs.
 
         Args:
             filler: gives a batch that may be run for it.
@@ -66,37 +74,6 @@ class Step(ABC):
     @abstractmethod
     def close(self, batch_idx: int) -> None:
         """Ends the window: brings its gradients to their mean and steps."""
-
-    def step_schedulers(self, interval: str, count: int) -> None:
-        """Steps the schedulers of an interval that are due, all but those that wait for a validation."""
-        for config in self._run.schedulers:
-            if not config.reduce_on_plateau and config.due(interval, count):
-                with self.hooks.inside("lr_scheduler_step"):
-                    self.module.lr_scheduler_step(config.scheduler, None)
-
-    def step_plateau_schedulers(self, interval: str, count: int) -> None:
-        """Steps the schedulers that depend on a monitored value, and sends the loggers what is logged in that."""
-        configs = self._run.schedulers
-        due = [config for config in configs if config.reduce_on_plateau and config.due(interval, count)]
-        if not due:
-            return
-        logs = self._run.logs
-        logs.begin_apart()
-        for config in due:
-            metric = config.monitored(logs.callback_metrics())
-            if self.strategy.ranks.world_size > 1:
-                # A value of a step is each rank's own, and the learning rate must be one.
-                metric = self.strategy.ranks.broadcast(None if metric is None else float(metric))
-            if metric is not None:
-                with self.hooks.inside("lr_scheduler_step"):
-                    self.module.lr_scheduler_step(config.scheduler, metric)
-        every = 1 if interval == "epoch" else self._run.arguments.log_every_n_steps
-        if every and self.progress.global_step % every == 0:
-            self._run.send(logs.step_values("train"))
-        if interval == "epoch" and overrides(self.module, "lr_scheduler_step", TrainModule):
-            # The epoch's values are there by now, as these schedulers go by them: what was logged since is reduced by
-            # itself.
-            self._run.send(logs.reduce_epoch("train")[1])
 
 
 class AutomaticStep(Step):
@@ -109,8 +86,8 @@ class AutomaticStep(Step):
         ConfigurationError: if an optimizer that evaluates the loss several times (LBFGS) meets something that cannot.
     """
 
-    def __init__(self, run: Run, training_step: Callable[..., Any]) -> None:
-        super().__init__(run, training_step)
+    def __init__(self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, accumulates: bool) -> None:
+        super().__init__(run, training_step, schedulers, accumulates)
         module = self.module
         arguments = run.arguments
         self.clip_value = arguments.gradient_clip_val
@@ -151,7 +128,7 @@ class AutomaticStep(Step):
         refusal = None
         if len(self.optimizers) > 1:
             refusal = "a second optimizer: use manual optimisation"
-        elif _accumulates(self._run):
+        elif self.accumulates:
             refusal = "accumulation over several batches: use accumulate_grad_batches=1 and a larger batch"
         elif self.strategy.precision.may_skip:
             refusal = "a gradient scaler: use precision='bf16-mixed' or '32-true'"
@@ -192,14 +169,13 @@ class AutomaticStep(Step):
                 f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank "
                 "without a sample cannot do: give the loader drop_last=True."
             )
-        with self._run.logs.discarding():
-            if self.window.index == 0:
-                self._zero_grad(batch_idx)
-            extra = (batch_idx,) if self.takes_index else ()
-            with without_trace(self.module, self._run.logs):
-                self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
-            if self.window.closes:
-                self.close(batch_idx)
+        if self.window.index == 0:
+            self._zero_grad(batch_idx)
+        extra = (batch_idx,) if self.takes_index else ()
+        with without_trace(self.module):
+            self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
+        if self.window.closes:
+            self.close(batch_idx)
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
@@ -233,8 +209,8 @@ class AutomaticStep(Step):
             strategy.end_step()
         self.has_stepped = stepped
         self.progress.count_window(stepped or not self.prepared)
-        if stepped and self._run.schedulers:
-            self.step_schedulers("step", self.progress.stepped)
+        if stepped and self.schedulers.configs:
+            self.schedulers.step("step", self.progress.stepped)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         if self.hooks_step:
@@ -282,17 +258,17 @@ class AutomaticStep(Step):
         self.strategy.end_step()
         self.progress.count_window(self.has_stepped)
         if self.has_stepped:
-            self.step_schedulers("step", self.progress.stepped)
+            self.schedulers.step("step", self.progress.stepped)
         return first[0] if first else None
 
 
 class ManualStep(Step):
     """The module calls `manual_backward` and steps its optimizers; a batch in which one stepped is a global step."""
 
-    def __init__(self, run: Run, training_step: Callable[..., Any]) -> None:
-        super().__init__(run, training_step)
+    def __init__(self, run: Run, training_step: Callable[..., Any], schedulers: Schedulers, accumulates: bool) -> None:
+        super().__init__(run, training_step, schedulers, accumulates)
         arguments = run.arguments
-        if _accumulates(run):
+        if accumulates:
             raise ConfigurationError(
                 "accumulate_grad_batches cannot be used with manual optimisation: step every n batches in "
                 "training_step."
@@ -332,7 +308,7 @@ class ManualStep(Step):
         self.window.weigh(0.0, idle=True)
         self.engine.begin_step()
         extra = (batch_idx,) if self.takes_index else ()
-        with without_trace(self.module, self._run.logs):
+        with without_trace(self.module):
             self.strategy.forward(self.training_step, batch, extra)
         self.close(batch_idx)
 
@@ -364,7 +340,3 @@ def detached(outputs: Any) -> Any:
     if isinstance(outputs, dict):
         return {key: value.detach() if isinstance(value, Tensor) else value for key, value in outputs.items()}
     return outputs
-
-
-def _accumulates(run: Run) -> bool:
-    return run.accumulation is not None and run.accumulation.longest > 1

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.data.rng import isolated_rng, rng_state, undoing
-from leyden.trainer.logging.metric_states import load_metric_states, metric_states
+from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.loops.evaluate import EvaluationLoop
 
 if TYPE_CHECKING:
@@ -142,12 +141,11 @@ class Validation:
             # It was due in the checkpoint's run, and this one has none.
             return True
         self._clock.note()
-        self._run.strategy.synchronize_buffers()
         self._progress.begin_validation()
         self._validated = self._progress.batches
         done = False
-        with self._remembering():
-            undo = self._undoing()
+        with self._remembering() as before:
+            undo = self.loop.undoing(before)
             try:
                 done = self.loop.run() is not None
                 if self._aside:
@@ -158,17 +156,16 @@ class Validation:
                     with suppress(Exception):
                         undo()
         if self._agreement is not None:
-            self._agreement.exchange(self._run.should_stop)
+            self._agreement.exchange()
         return done
 
     @contextmanager
-    def _remembering(self) -> Iterator[None]:
-        """Keeps what loaders, metrics and random numbers are before a pass for what is saved inside the block."""
+    def _remembering(self) -> Iterator[dict[str, Any]]:
+        """Keeps what a pass changes as it is now, for what is saved inside the block."""
         assert self.loop is not None
-        metrics = metric_states(self._run.module.named_modules())
-        self._before = {"loaders": self.loop.loader_states(), "metrics": metrics, "rng": rng_state()}
+        self._before = before = self.loop.snapshot()
         try:
-            yield
+            yield before
         finally:
             self._before = None
 
@@ -181,19 +178,6 @@ class Validation:
     def _runs_again(self) -> bool:
         """A resume begins before the pass that runs."""
         return self._run.state.sanity_checking or self._aside or self._progress.phase == "stepped"
-
-    def _undoing(self) -> Callable[[], None]:
-        """Returns what brings loaders, metrics and random numbers back to now: an interrupted pass is run again."""
-        assert self.loop is not None and self._before is not None
-        loop, before, modules = self.loop, self._before, list(self._run.module.named_modules())
-        undo_rng = undoing([cursor.loader for cursor, _ in loop.loaders])
-
-        def undo() -> None:
-            loop.load_loader_states(before["loaders"])
-            load_metric_states(modules, before["metrics"])
-            undo_rng()
-
-        return undo
 
     def loader_states(self) -> list[dict[str, Any]]:
         """Where the validation loaders stand between two passes."""

@@ -27,15 +27,13 @@ def in_order(run: Run, last_words: Callable[[], str | None]) -> None:
     """
     interruption = run.signals.exception()
     if interruption is not None:
-        _call_on_exception(run, interruption)
+        run.report(interruption)
     run.finalize("success" if interruption is None else "interrupted")
     words = last_words()
     if words is not None:
         run.print(words)
     if interruption is not None:
         raise interruption
-    if run.state.stage == "fit":
-        run.logs.nans.warn()
 
 
 def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
@@ -56,7 +54,7 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     is_first = ranks.report_failure(better, place)
     # Where there are several ranks, the report names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")
-    _call_on_exception(run, error)
+    run.report(error)
     try:
         run.finalize("failed")
     except Exception as second:
@@ -89,12 +87,13 @@ def call_teardown(hooks: Hooks, datamodule: DataModule | None, stage: str, run_e
         raise errors[0]
 
 
-def _call_on_exception(run: Run, error: BaseException) -> None:
-    for second in run.hooks.fire_each("on_exception", error):
+def call_on_exception(hooks: Hooks, datamodule: DataModule | None, error: BaseException) -> None:
+    """Calls everybody's `on_exception`, the DataModule's last; one that raises keeps nobody else from theirs."""
+    for second in hooks.fire_each("on_exception", error):
         _warn_of_second(second)
-    if run.datamodule is not None:
+    if datamodule is not None:
         try:
-            run.datamodule.on_exception(error)
+            datamodule.on_exception(error)
         except Exception as second:
             _warn_of_second(second)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.run.build import seconds_of
 
 if TYPE_CHECKING:
+    from leyden.callbacks.gradient_accumulation import GradientAccumulation
     from leyden.trainer.arguments import Arguments
+    from leyden.trainer.events.progress import Progress
 
 
 class FitLimits:
@@ -89,6 +92,29 @@ class FitLimits:
         if value is not None:
             _check(f"min_steps={value!r}", value, 0)
         self._min_steps = value
+
+    def epochs_reached(self, epochs: int) -> bool:
+        """True if so many epochs reach `max_epochs`."""
+        return self._max_epochs not in (None, -1) and epochs >= (self._max_epochs or 0)
+
+    def reached(self, progress: Progress) -> list[str]:
+        """Returns the limits that a fit has reached, as the user wrote them."""
+        epochs = [f"max_epochs={self._max_epochs}"] if self.epochs_reached(progress.epochs_done) else []
+        steps = [f"max_steps={self._max_steps}"] if 0 <= self._max_steps <= progress.global_step else []
+        return epochs + steps
+
+    def estimated_steps(self, num_batches: int | None, accumulation: GradientAccumulation | None) -> float:
+        """Optimizer steps of the whole fit; inf where it has no end.
+
+        Args:
+            num_batches: of an epoch; None where the loader does not know.
+            accumulation: decides how many batches make a step; None where each is one.
+        """
+        limit = self._max_steps if self._max_steps != -1 else float("inf")
+        if self._max_epochs in (None, -1) or num_batches is None:
+            return limit
+        lengths = (1 if accumulation is None else accumulation.length(epoch) for epoch in range(self._max_epochs or 0))
+        return min(limit, sum(math.ceil(num_batches / length) for length in lengths))
 
     def past_minimum(self, epochs: int, steps: int) -> bool:
         """True if so many epochs and steps are enough for `should_stop` to have its effect."""

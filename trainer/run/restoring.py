@@ -17,8 +17,8 @@ from leyden.trainer.data.positions import check_loaders
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.errors import CheckpointError, blame, naming
 from leyden.trainer.run.resuming import Goal, Reader, progress_of
-from leyden.trainer.run.saving import rank_owners, step_states_of, users_of
-from leyden.trainer.run.user_states import OWN
+from leyden.trainer.run.run_states import rank_owners, step_states_of
+from leyden.trainer.run.user_states import OWN, UserStates
 
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
@@ -46,7 +46,7 @@ class Restorer:
     def __init__(self, run: Run, reader: Reader | None, goal: Goal) -> None:
         self.reader = reader
         self._run, self._parts = run, goal.parts
-        self._users = users_of(run)
+        self._users = UserStates(run)
         self._progress: Progress | None = None
         self._rank: Unclaimed | None = None
         self._schedulers: dict[str, Any] | None = None

@@ -7,18 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.strategies.errors import LeydenError
-from leyden.trainer.checkpoint.buffers import Buffers
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.owners import RankStateOwner, collect_rank, rank_file
-from leyden.trainer.checkpoint.step_states import StepStates
+from leyden.trainer.checkpoint.owners import collect_rank, rank_file
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-from leyden.trainer.data.rng import RandomNumbers
 from leyden.trainer.format.codec import check_encodable
-from leyden.trainer.format.manifest import KEPT
-from leyden.trainer.logging.log_states import LogStates
-from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.resuming import depth_of
+from leyden.trainer.run.run_states import rank_owners, step_states_of
 from leyden.trainer.run.user_states import UserStates
 
 if TYPE_CHECKING:
@@ -71,7 +66,7 @@ def save(
     if loop is not None and loop.progress is not run.progress:
         # The loop of an earlier fit: this one has none yet.
         loop = None
-    strategy = run.strategy
+    strategy = run.engine.strategy
     ranks = CheckpointRanks(strategy, path, trainer.saves_on_each_node)
     home = _home(trainer, Path(os.path.abspath(path)))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home) as writer:
@@ -83,7 +78,7 @@ def save(
             strategy.save(writer, run.module, None)
         else:
             _save_states(run, loop, writer, ranks)
-        hparams = _hparams(run)
+        hparams = UserStates(run).hparams()
         if hparams:
             writer.state("hparams", hparams)
         return writer.commit(
@@ -93,7 +88,7 @@ def save(
 
 def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:
     """Writes the weights, and the state of everybody who has one."""
-    users = users_of(run)
+    users = UserStates(run)
     composed = users.compose(run.progress)
     step_states_of(run).save(writer, run.module)
     users.warn_of_difference(composed, ranks)
@@ -102,7 +97,7 @@ def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ran
     if run.identity is not None:
         writer.json(IDENTITY, run.identity.to_dict())
     states = {**users.own(composed), **rank_state(run, loop, ranks)}
-    writer.state(rank_file(run.strategy.data_rank), states, of_rank=True)
+    writer.state(rank_file(run.engine.strategy.data_rank), states, of_rank=True)
 
 
 def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None = None) -> dict[str, Any]:
@@ -122,34 +117,12 @@ def check_composable(run: Run) -> None:
     """
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
 
-    states = users_of(run).compose(run.progress)
+    states = UserStates(run).compose(run.progress)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in run.callbacks)
     for optimizer in run.engine.optimizers if saves else ():
-        run.strategy.master_weights.saved_form(optimizer)
+        run.engine.strategy.master_weights.saved_form(optimizer)
     for name, tree in states.items():
         check_encodable(tree, where=name)
-
-
-# who has a state ------------------------------------------------------------------------------------------------------
-def users_of(run: Run) -> UserStates:
-    """The user's own code: callbacks, DataModule, hooks."""
-    return UserStates(run.module, run.datamodule, run.callbacks, run.hooks)
-
-
-def step_states_of(run: Run) -> StepStates:
-    """Everything that a step changes beside the weights."""
-    schedulers = [config.scheduler for config in run.schedulers]
-    return StepStates(run.strategy, run.module, run.engine.optimizers, schedulers)
-
-
-def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
-    """What each rank has of its own, beside the loop's place in the data. Random numbers are last: others may draw."""
-    return {
-        "buffers": Buffers(run.module, ranks),
-        "logs": LogStates(run.logs, run.module),
-        "metrics": MetricStates(run.module),
-        "rng": RandomNumbers(),
-    }
 
 
 def _home(trainer: Trainer, path: Path) -> tuple[Path, int] | None:
@@ -159,16 +132,3 @@ def _home(trainer: Trainer, path: Path) -> tuple[Path, int] | None:
         if callback.depth and path.parent.is_relative_to(folder):
             return Path(folder), max(depth_of(trainer, folder), len(path.parent.relative_to(folder).parts))
     return None
-
-
-def _hparams(run: Run) -> dict[str, Any]:
-    owners = {"module": run.module, "datamodule": run.datamodule}
-    found = {
-        name: values
-        for name, owner in owners.items()
-        if owner is not None and (values := owner.kept_hparams.saved(owner.hparams))
-    }
-    kept = {
-        name: said for name, owner in owners.items() if owner is not None and (said := owner.kept_hparams.to_dict())
-    }
-    return {**found, **({KEPT: kept} if kept else {})}

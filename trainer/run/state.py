@@ -19,7 +19,7 @@ from leyden.trainer.logging.values import Value
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
 from leyden.trainer.run.differences import check_module, check_optimizers
-from leyden.trainer.run.ending import call_teardown
+from leyden.trainer.run.ending import call_on_exception, call_teardown
 from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.loaders import Loaders, transfer_of
 from leyden.trainer.run.restoring import Restorer, kept_state
@@ -280,6 +280,10 @@ class Run:
         warn_if_untrained(module, engine.optimizers)
         engine.check_parameters([module])
         check_optimizers(engine, module, self.schedulers)
+
+    def report(self, error: BaseException) -> None:
+        """Reports what ends the run to everybody's `on_exception`."""
+        call_on_exception(self.hooks, self.datamodule, error)
 
     def teardown(self, error: BaseException | None) -> None:
         """Ends the run for everybody.

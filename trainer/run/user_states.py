@@ -17,15 +17,14 @@ from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import Unclaimed
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.datamodule import DataModule
-from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.codec import class_names, known_classes
 from leyden.trainer.format.errors import blame
+from leyden.trainer.format.manifest import KEPT
 from leyden.trainer.run.identity import plain
 
 if TYPE_CHECKING:
-    from leyden.trainer.module import TrainModule
+    from leyden.trainer.run.state import Run
 
 OWN = "own"
 """The entry of a rank's file."""
@@ -34,19 +33,19 @@ COMPARED = 4096
 
 
 class UserStates:
-    """What the user's own code keeps in a checkpoint, saved and restored.
+    """What the user's own code keeps in a checkpoint: callbacks, DataModule, and hooks that save and load.
 
     Args:
-        module: of the run.
-        datamodule: of the run; None without one.
-        callbacks: of the run.
-        hooks: of the run, which call `on_save_checkpoint` and `on_load_checkpoint`.
+        run: whose user's code it is.
     """
 
-    def __init__(
-        self, module: TrainModule, datamodule: DataModule | None, callbacks: Sequence[Callback], hooks: Hooks
-    ) -> None:
-        self._module, self._datamodule, self._callbacks, self._hooks = module, datamodule, callbacks, hooks
+    def __init__(self, run: Run) -> None:
+        self._module, self._datamodule, self._callbacks, self._hooks = (
+            run.module,
+            run.datamodule,
+            run.callbacks,
+            run.hooks,
+        )
         self._user: dict[str, Any] | None = None
         self._file = Path("user.json")
         self._saved: list[Unclaimed] = []
@@ -104,6 +103,14 @@ class UserStates:
                 "and False ends this warning.",
                 stacklevel=2,
             )
+
+    def hparams(self) -> dict[str, Any]:
+        """The hyperparameters of module and DataModule, as the file `hparams` holds them; empty without any."""
+        owners = {"module": self._module, "datamodule": self._datamodule}
+        kept = {name: (owner.kept_hparams, owner.hparams) for name, owner in owners.items() if owner is not None}
+        found = {name: values for name, (keeper, hparams) in kept.items() if (values := keeper.saved(hparams))}
+        records = {name: record for name, (keeper, _) in kept.items() if (record := keeper.to_dict())}
+        return {**found, **({KEPT: records} if records else {})}
 
     # restoring --------------------------------------------------------------------------------------------------------
     def classes(self, reader: CheckpointReader, files: Sequence[str], progress: Progress) -> list[Any]:

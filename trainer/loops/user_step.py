@@ -1,10 +1,17 @@
-"""What a user's step takes beside the batch."""
+"""The user's step as a loop calls it: its arguments, and a call that leaves no trace."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import nn
+
+from leyden.trainer.data.rng import undoing
+from leyden.trainer.logging.metric_states import load_metric_states, metric_states
 
 
 def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[bool, bool]:
@@ -23,3 +30,19 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
         p for p in parameters if p.name != "dataloader_idx" and p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     ]
     return bool(required), takes_loader
+
+
+@contextmanager
+def without_trace(module: nn.Module) -> Iterator[None]:
+    """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
+    modules = list(module.named_modules())
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics, undo = metric_states(modules), undoing()
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        load_metric_states(modules, metrics)
+        undo()

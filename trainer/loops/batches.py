@@ -1,4 +1,4 @@
-"""`training_step(dataloader_iter)`: a step that draws its own batches, as many as it likes."""
+"""The batches of a fit: counted, and drawn by the step itself if that is a `training_step(dataloader_iter)`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,57 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from leyden.trainer.engine.engine import Engine
     from leyden.trainer.events.progress import Progress
-    from leyden.trainer.loops.counters import Count
     from leyden.trainer.run.state import Run
+
+
+class Count:
+    """Counts batches, and the samples in them as far as their size is known.
+
+    Args:
+        progress: holds the counts.
+        engine: knows the share of each batch.
+
+    Attributes:
+        shares: each batch comes with a `Share`, which knows the samples of all ranks.
+        window_samples: samples before the open window.
+    """
+
+    def __init__(self, progress: Progress, engine: Engine) -> None:
+        self._progress, self._engine = progress, engine
+        self._readers = engine.strategy.data_size
+        self._knows_size = True
+        self.shares = False
+        self.window_samples = 0
+
+    def begin_loader(self, shares: bool) -> None:
+        """Another loader is read, whose batches come with a `Share` or not."""
+        self.shares = shares
+
+    def begin_window(self) -> None:
+        """Notes where a window of several batches begins."""
+        self.window_samples = self._progress.samples
+
+    def batch(self, batch: Any) -> None:
+        """A batch is done (or, where the step draws by itself, drawn)."""
+        samples = 0
+        if self._knows_size and self.shares:
+            share = self._engine.share
+            assert share is not None
+            self._knows_size = share.sized
+            samples = share.total if share.sized else 0
+        elif self._knows_size:
+            try:
+                # A DistributedSampler of the user's gives each rank as many.
+                samples = batch_size_of(batch) * self._readers
+            except ConfigurationError:
+                self._knows_size = False
+        self._progress.count_batch(samples)
 
 
 class Draws(Iterator[tuple[Any, int, int]]):

@@ -1,0 +1,52 @@
+"""Steps the learning-rate schedulers of a fit when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from leyden.strategies.ranks import Ranks
+    from leyden.trainer.engine.schedulers import SchedulerConfig
+    from leyden.trainer.events.hooks import Hooks
+    from leyden.trainer.logging.values import Value
+    from leyden.trainer.module import TrainModule
+
+
+class Schedulers:
+    """The learning-rate schedulers of a fit.
+
+    Args:
+        configs: each with when it steps.
+        module: whose `lr_scheduler_step` steps them.
+        hooks: of the run.
+        ranks: must all end up with one learning rate.
+    """
+
+    def __init__(self, configs: Sequence[SchedulerConfig], module: TrainModule, hooks: Hooks, ranks: Ranks) -> None:
+        self.configs = configs
+        self._module, self._hooks, self._ranks = module, hooks, ranks
+
+    def step(self, interval: str, count: int) -> None:
+        """Steps those of an interval that are due, all but those on a plateau."""
+        for config in self.configs:
+            if not config.reduce_on_plateau and config.due(interval, count):
+                self._step(config, None)
+
+    def due_on_plateau(self, interval: str, count: int) -> list[SchedulerConfig]:
+        """Returns those due that step on a monitored value, once a validation may have logged it."""
+        return [config for config in self.configs if config.reduce_on_plateau and config.due(interval, count)]
+
+    def step_on_plateau(self, due: Sequence[SchedulerConfig], metrics: Callable[[], Mapping[str, Value]]) -> None:
+        """Steps them on the values that are logged by now."""
+        for config in due:
+            metric = config.monitored(metrics())
+            if self._ranks.world_size > 1:
+                # A value of a step is each rank's own, and the learning rate must be one.
+                metric = self._ranks.broadcast(None if metric is None else float(metric))
+            if metric is not None:
+                self._step(config, metric)
+
+    def _step(self, config: SchedulerConfig, metric: float | None) -> None:
+        with self._hooks.inside("lr_scheduler_step"):
+            self._module.lr_scheduler_step(config.scheduler, metric)

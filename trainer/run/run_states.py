@@ -1,0 +1,32 @@
+"""Which parts of a run have a state in its checkpoints, beside the user's own code (`user_states.py`) and the loop."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from leyden.trainer.checkpoint.buffers import Buffers
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.owners import RankStateOwner
+from leyden.trainer.checkpoint.step_states import StepStates
+from leyden.trainer.data.rng import RandomNumbers
+from leyden.trainer.logging.log_states import LogStates
+from leyden.trainer.logging.metric_states import MetricStates
+
+if TYPE_CHECKING:
+    from leyden.trainer.run.state import Run
+
+
+def step_states_of(run: Run) -> StepStates:
+    """Everything that a step changes beside the weights."""
+    schedulers = [config.scheduler for config in run.schedulers]
+    return StepStates(run.engine.strategy, run.module, run.engine.optimizers, schedulers)
+
+
+def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
+    """What each rank has of its own, beside the loop's place in the data. Random numbers are last: others may draw."""
+    return {
+        "buffers": Buffers(run.module, ranks),
+        "logs": LogStates(run.logs, run.module),
+        "metrics": MetricStates(run.module),
+        "rng": RandomNumbers(),
+    }
