@@ -112,7 +112,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.settings = settings
         """The arguments, in our names."""
         mesh = settings["device_mesh"]
-        self.device_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
+        self.shard_mesh: DeviceMesh | None = mesh if isinstance(mesh, DeviceMesh) else None
+        """The mesh over which parameters are sharded; None before the ranks have joined."""
         self._mesh_shape: Any = None if isinstance(mesh, DeviceMesh) else mesh
         if mesh is not None and (not isinstance(mesh, DeviceMesh) or mesh.ndim == 2):
             self.name = "hsdp"
@@ -149,8 +150,13 @@ class FSDPStrategy(ProcessGroupStrategy):
                 "cpu_offload reduces on the CPU what waits there, and the process group has the backend "
                 f"{str(backend)!r} alone: leave process_group_backend out, or use 'cpu:gloo,cuda:nccl'."
             )
-        if self.device_mesh is None:
-            self.device_mesh = self.make_mesh()
+        if self.shard_mesh is None:
+            self.shard_mesh = self.make_mesh()
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """The mesh of all ranks; None before they have joined."""
+        return self.shard_mesh
 
     def make_mesh(self) -> DeviceMesh | None:
         """The mesh over which parameters are sharded; None for none, where each rank keeps what it has."""
@@ -242,7 +248,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         before = self._replaced.before(module)
         parts = [module.get_submodule(name) for name in groups.names]
         Sharding(
-            mesh=self.device_mesh,
+            mesh=self.shard_mesh,
             device=self.root_device,
             policy=policy,
             offload=offload_of(settings["cpu_offload"], self.root_device),
@@ -261,7 +267,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             prefetch_forward([part for part in parts if isinstance(part, FSDPModule)])
         self._replaced.after(module, before)
         guard_exports(module)
-        shape, form = tuple(self.device_mesh.shape) if self.device_mesh is not None else (), self.precision.form
+        shape, form = tuple(self.shard_mesh.shape) if self.shard_mesh is not None else (), self.precision.form
         self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form)
         module.__dict__["_leyden_record"] = self.record
 

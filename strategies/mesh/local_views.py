@@ -28,6 +28,11 @@ class LocalViews:
         self._mesh = mesh
         self._depth = 0
 
+    @property
+    def are_active(self) -> bool:
+        """True while a step runs."""
+        return self._depth > 0
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """In this context modules read plain tensors."""

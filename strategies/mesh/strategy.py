@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -20,6 +20,7 @@ from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.mesh.draws import Draws
 from leyden.strategies.mesh.gradients import check_alike, sum_partial
 from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.own_loop import run_in_steps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, plan_of
 from leyden.strategies.window import BackwardHooks, Window
 
@@ -69,7 +70,7 @@ class MeshStrategy(FSDPStrategy):
         self._splits_by_machine = tp == "auto"
         self.layout = Layout(dp_replicate, dp_shard, 1 if tp == "auto" else tp, pp, cp)
         self.mesh: DeviceMesh | None = None
-        """The whole mesh, with a name for each dimension; None before the ranks have joined."""
+        """The mesh of all ranks, with a name for each dimension; None before the ranks have joined."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensor: TensorParallel | None = None
         self._draws: Draws | None = None
@@ -100,6 +101,10 @@ class MeshStrategy(FSDPStrategy):
             self.mesh[("dp_shard", "tp")]._flatten("dp_shard_tp")
         return self.mesh[names] if names else None
 
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        return self.mesh
+
     def teardown(self) -> None:
         self._is_checked = False
         super().teardown()
@@ -107,7 +112,7 @@ class MeshStrategy(FSDPStrategy):
     @property
     def details(self) -> str:
         return f"{self.layout} of {self.ranks.world_size} ranks" + (
-            f", {self.record.line()}" if self.device_mesh else ""
+            f", {self.record.line()}" if self.shard_mesh else ""
         )
 
     # modules and optimizers -------------------------------------------------------------------------------------------
@@ -126,6 +131,12 @@ class MeshStrategy(FSDPStrategy):
             self._tensor = TensorParallel(plan, group, self._draws.switch)
         return super().setup_modules(modules)
 
+    def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
+        added = super().add_module(module, moves)
+        if self._tensor is not None:
+            run_in_steps(added, self.step_context)
+        return added
+
     def split_for(self, module: nn.Module) -> Any:
         if self._tensor is None:
             return None
@@ -134,8 +145,16 @@ class MeshStrategy(FSDPStrategy):
 
     # the step ---------------------------------------------------------------------------------------------------------
     @contextmanager
-    def _step(self, trains: bool) -> Iterator[None]:
-        if self._tensor is None or self._draws is None:
+    def step_context(self, trains: bool = True) -> Iterator[None]:
+        """The context of forward and backward passes, in which modules read plain tensors of this rank's.
+
+        A forward pass of the module, a loss of logits that are split, and backward belong in it. `forward_backward`,
+        `forward` and `backward` enter it by themselves, as does the forward of a model that an Accelerator prepared.
+
+        Args:
+            trains: False for evaluation, whose random numbers are left alone.
+        """
+        if self._tensor is None or self._draws is None or self._tensor.views.are_active:
             yield
             return
         with ExitStack() as stack:
@@ -150,13 +169,17 @@ class MeshStrategy(FSDPStrategy):
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
-        with self._step(trains=True):
+        with self.step_context(trains=True):
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
         return map_tensors(outputs, whole) if self._splits_loss else outputs
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
-        with self._step(trains=self.modules[0].training):
+        with self.step_context(trains=self.modules[0].training):
             return super().forward(step_fn, batch, extra)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self.step_context():
+            super().backward(loss, *args, **kwargs)
 
     @property
     def _splits_loss(self) -> bool:

@@ -225,6 +225,7 @@ class Stepping(Engine):
         if closure is not None and not needs_closure(prepared.optimizer):
             closure()
             closure = None
+        self.strategy.before_step(prepared.optimizer)
         stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
         self._updates_scale = self.precision.may_skip
         if id(prepared) in self._counted or not self._counted:
