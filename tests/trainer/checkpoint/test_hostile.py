@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import Bomb, forge
 
 from leyden.trainer import checkpoint
 from leyden.trainer.checkpoint import writer as writer_module
@@ -22,7 +23,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
 from leyden.trainer.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from leyden.trainer.format.safefile import MAX_HEADER, write_file
+from leyden.trainer.format.safefile import MAX_HEADER
 
 FILES = [
     "manifest.json",
@@ -107,33 +108,6 @@ def test_a_folder_or_a_fifo_in_place_of_a_file_is_refused(two: tuple[Path, Path]
     (two[1] / name).rmdir()
     os.mkfifo(two[1] / name)
     assert_refused(*two, name, read)
-
-
-class Bomb:
-    """Leaves a mark on the disk when unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.mark),)
-
-
-def forge(folder: Path, name: str, data: bytes) -> None:
-    """Puts a file in place with a manifest that vouches for it: checksums are no signature."""
-    (folder / name).unlink(missing_ok=True)
-    entry = write_file(folder / name, [data])
-    manifest = read_manifest(folder)
-    (folder / MANIFEST).write_bytes(
-        Manifest(
-            files={**manifest.files, name: entry},
-            save_counter=manifest.save_counter,
-            saved_at=manifest.saved_at,
-            progress=manifest.progress,
-            world_size=1,
-            strategy="x",
-        ).to_bytes()
-    )
 
 
 @pytest.mark.parametrize("zipped", [False, True])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from same import differences
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
@@ -79,24 +80,6 @@ def save(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Che
         return CheckpointReader(writer.commit(progress={}))
 
 
-def assert_same_state(a: Any, b: Any, where: str = "") -> None:
-    assert type(a) is type(b), where
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, where
-        assert a.device == b.device, where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            assert_same_state(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same_state(x, y, f"{where}[{index}]")
-    else:
-        assert a == b, where
-
-
 def test_the_table_has_all_of_torchs_optimizers() -> None:
     known = {name for name, kind in vars(O).items() if inspect.isclass(kind) and issubclass(kind, O.Optimizer)}
     assert known - {"Optimizer"} == {name.split("-")[0] for name in OPTIMIZERS}
@@ -124,11 +107,11 @@ def test_an_optimizer_resumes_bit_for_bit(kind: str, dtype: torch.dtype, tmp_pat
     fresh.load_state_dict(reader.model())
     loaded = make(list(fresh.parameters()))
     from_named(loaded, reader.optimizers()[0], fresh)
-    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+    assert differences(loaded.state_dict(), optimizer.state_dict()) == []
     train(module, optimizer, range(4, 8))
     train(fresh, loaded, range(4, 8))
-    assert_same_state(fresh.state_dict(), module.state_dict())
-    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+    assert differences(fresh.state_dict(), module.state_dict()) == []
+    assert differences(loaded.state_dict(), optimizer.state_dict()) == []
 
 
 def test_an_optimizer_resumes_from_before_its_first_step(tmp_path: Path) -> None:
@@ -156,7 +139,7 @@ def test_state_is_keyed_by_name_and_survives_another_order(tmp_path: Path) -> No
     other = O.AdamW(groups_of(module, reverse=True), lr=0.1)
     from_named(other, save(tmp_path / "c", module, optimizer).optimizers()[0], module)
     for parameter in module.parameters():
-        assert_same_state(other.state[parameter], optimizer.state[parameter])
+        assert differences(other.state[parameter], optimizer.state[parameter]) == []
 
 
 def test_flags_and_schedulers_own_entries_come_from_the_saved_groups(tmp_path: Path) -> None:
@@ -221,7 +204,7 @@ def test_an_optimizer_with_its_own_state_dict_resumes(tmp_path: Path) -> None:
     from_named(loaded, reader.optimizers()[0], module)
     assert loaded.calls == 3
     assert loaded.state["seen"] == {"n": 1}  # type: ignore[index]
-    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+    assert differences(loaded.state_dict(), optimizer.state_dict()) == []
 
 
 def test_state_that_does_not_fit_is_named() -> None:
@@ -308,7 +291,7 @@ def test_a_scheduler_resumes_bit_for_bit(kind: str, rate: Any, disk: Any, tmp_pa
     again, fresh = begin()
     fresh.load_state_dict(saved)
     from_named(again, named, module)
-    assert_same_state(fresh.state_dict(), scheduler.state_dict())
+    assert differences(fresh.state_dict(), scheduler.state_dict()) == []
     assert steps(again, fresh, 6) == steps(optimizer, scheduler, 6)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks.world import free_port
 
 SCRIPT = """\
 import json, os, sys
@@ -34,12 +35,6 @@ def work():
 
 work()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def told(folder: Path, rank: int) -> dict[str, Any]:

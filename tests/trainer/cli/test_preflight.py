@@ -8,17 +8,12 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from ranks.world import free_port
 
 from leyden import ConfigurationError
 from leyden.trainer.cli.preflight import Facts, check, facts_of
 
 VALUES = {"leyden": "1", "torch": "2.13", "python": "3.11", "machines": "3", "backend": "static"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def meet(machines: list[Facts], count: int, timeout: float = 30.0, port: int | None = None) -> list[str]:

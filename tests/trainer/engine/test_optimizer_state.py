@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Squares
-from torch import Tensor, nn, optim
+from same import differences
+from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
@@ -96,34 +97,17 @@ def fit(folder: Path, names: tuple[str, str | None, str], path: Path | None = No
     return trainer, module, rates
 
 
-def assert_same(a: Any, b: Any, where: str = "") -> None:
-    assert type(a) is type(b), where
-    if isinstance(a, Tensor):
-        assert (a.dtype, a.shape, a.layout) == (b.dtype, b.shape, b.layout), where
-        assert torch.equal(a, b), where
-    elif isinstance(a, dict):
-        assert list(a) == list(b), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}[{key!r}]")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), where
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{index}]")
-    else:
-        assert a == b or callable(a), where
-
-
 def check_resume(folder: Path, names: tuple[str, str | None, str], steps: int) -> None:
     whole_trainer, whole, whole_rates = fit(folder, names, max_epochs=2)
     first, _, _ = fit(folder, names, max_epochs=2, max_steps=steps)
     path = first.save_checkpoint(folder / "saved")
     trainer, module, rates = fit(folder, names, path, max_epochs=2)
 
-    assert_same(module.state_dict(), whole.state_dict())
-    assert_same(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict())
+    assert differences(module.state_dict(), whole.state_dict()) == []
+    assert differences(trainer.optimizers[0].state_dict(), whole_trainer.optimizers[0].state_dict()) == []
     assert rates.seen == whole_rates.seen[steps:]
     for config, other in zip(trainer.lr_scheduler_configs, whole_trainer.lr_scheduler_configs, strict=True):
-        assert_same(config.scheduler.state_dict(), other.scheduler.state_dict())
+        assert differences(config.scheduler.state_dict(), other.scheduler.state_dict()) == []
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

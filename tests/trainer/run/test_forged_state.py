@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import forge_json
 from models import Squares
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,8 +21,7 @@ from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint
 from leyden.callbacks.checkpoint_books import read_books
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.trainer.cli.main import main
-from leyden.trainer.format.manifest import MANIFEST, Manifest, read_manifest
-from leyden.trainer.format.safefile import write_file
+from leyden.trainer.format.manifest import MANIFEST, read_manifest
 
 
 class Module(Squares):
@@ -82,18 +82,6 @@ def saved(folder: Path) -> Path:
     return folder / "checkpoints" / "epoch=1-step=6"
 
 
-def forge(path: Path, name: str, change: Callable[[Any], Any]) -> None:
-    """Changes a JSON file of a checkpoint, and the manifest with it, as somebody who means harm would."""
-    tree = json.loads((path / name).read_text())
-    change(tree)
-    (path / name).unlink()
-    entry = write_file(path / name, [json.dumps(tree).encode()])
-    old = read_manifest(path)
-    files = {**old.files, name: entry}
-    new = Manifest(files, old.save_counter, old.saved_at, old.progress, old.world_size, old.strategy, old.versions)
-    (path / MANIFEST).write_bytes(new.to_bytes())
-
-
 def resume(folder: Path) -> None:
     trainer(folder).fit(Module(), *loaders(), ckpt_path=saved(folder))
 
@@ -126,7 +114,7 @@ def test_a_checkpoint_deletes_nothing_outside_of_its_folder(folder: Path, entry:
         value: Any = {"recent": [name], "doomed": {name: identity}, "best_k_models": {name: 1e9}}.get(entry, name)
         books(tree)[entry] = value
 
-    forge(saved(folder), "callbacks.json", change)
+    forge_json(saved(folder), "callbacks.json", change)
     before = everything_in(other)
     with pytest.raises(CheckpointError, match=rf"callbacks\.json: .*ModelCheckpoint.*{entry} names a path outside"):
         resume(folder)
@@ -155,7 +143,7 @@ def test_a_logger_goes_to_no_folder_outside_of_its_own(folder: Path, version: An
     other = folder.parent / "other"
     shutil.copytree(folder / "logs" / "version_0", other)
     version = version.format(other.parent) if isinstance(version, str) else version
-    forge(saved(folder), "callbacks.json", lambda tree: log(tree).update(version=version, rows=0))
+    forge_json(saved(folder), "callbacks.json", lambda tree: log(tree).update(version=version, rows=0))
     before = everything_in(other)
     with pytest.raises(CheckpointError, match=r"callbacks\.json: .*CSVLogger.*version"):
         resume(folder)
@@ -249,7 +237,7 @@ def test_each_owner_refuses_what_it_cannot_have_saved(
     folder: Path, name: str, change: Callable[[Any], None], message: str
 ) -> None:
     """The error names file and entry. Unless it is an optimizer's, which is made later, the weights are unchanged."""
-    forge(saved(folder), name, change)
+    forge_json(saved(folder), name, change)
     module = Module()
     before = {key: value.clone() for key, value in module.state_dict().items()}
     with pytest.raises(CheckpointError, match=rf"{re.escape(str(saved(folder)))}/[\w-]+\.json: .*{message}"):
@@ -270,7 +258,7 @@ def rename_weight(tree: Any) -> None:
 def test_a_state_that_does_not_fit_the_run_is_an_error_that_names_its_file(
     folder: Path, name: str, change: Callable[[Any], None]
 ) -> None:
-    forge(saved(folder), name, change)
+    forge_json(saved(folder), name, change)
     with pytest.raises(ConfigurationError, match=rf"{re.escape(str(saved(folder) / name))}: .*net\.other"):
         resume(folder)
 
@@ -287,13 +275,13 @@ def test_options_of_a_logged_value_that_cannot_be_are_the_checkpoints(folder: Pa
         options_of_log(2, False)(tree)
         options_of_log(3, False)(tree)
 
-    forge(saved(folder), "rank-0.json", neither)
+    forge_json(saved(folder), "rank-0.json", neither)
     with pytest.raises(CheckpointError, match=r"rank-0\.json: logs\.entries\[0\]\.options cannot be"):
         resume(folder)
 
 
 def test_other_options_of_a_logged_value_are_told_from_another_call(folder: Path) -> None:
-    forge(saved(folder), "rank-0.json", options_of_log(0, True))
+    forge_json(saved(folder), "rank-0.json", options_of_log(0, True))
     with pytest.raises(
         ConfigurationError, match=r"other arguments than in the checkpoint .*rank-….json has \(True, None"
     ):
@@ -328,7 +316,7 @@ def test_no_forged_entry_raises_anything_but_a_clear_error(folder: Path, seed: i
         shutil.copytree(good, saved(folder))
         name = random.choice(files)
         path, value = random.choice(list(entries_of(json.loads((good / name).read_text())))), random.choice(VALUES)
-        forge(saved(folder), name, at(*path, value=value))
+        forge_json(saved(folder), name, at(*path, value=value))
         try:
             resume(folder)
         except LeydenError:
@@ -366,6 +354,6 @@ def test_an_accelerator_refuses_forged_state_too(
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     accelerator.prepare(model, optimizer, scheduler, loaders()[0])
     accelerator.save_state(str(tmp_path / "one"))
-    forge(tmp_path / "one", name, change)
+    forge_json(tmp_path / "one", name, change)
     with pytest.raises(CheckpointError, match=message):
         accelerator.load_state(str(tmp_path / "one"))

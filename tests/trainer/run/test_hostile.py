@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import Bomb, forge
 from models import QUIET, Squares
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,7 +22,6 @@ from leyden import Callback, CheckpointError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, ModelCheckpoint
 from leyden.trainer.format import safefile
 from leyden.trainer.format.manifest import MANIFEST, FileEntry, Manifest, read_manifest
-from leyden.trainer.format.safefile import write_file
 
 NAMES = [
     *(
@@ -154,16 +154,6 @@ def test_a_missing_file_is_refused(run_folder: Path, name: str) -> None:
     assert_refused(run_folder, name)
 
 
-class Bomb:
-    """Leaves a mark on the disk when unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.mkdir, (str(self.mark),)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_pickle_in_place_of_a_file_is_refused(run_folder: Path, name: str) -> None:
     bomb = Bomb(run_folder / "code-was-run")
@@ -175,21 +165,10 @@ def test_a_pickle_in_place_of_a_file_is_refused(run_folder: Path, name: str) -> 
     assert (run_folder / "code-was-run").exists()
 
 
-def vouch(folder: Path, name: str, data: bytes) -> None:
-    """Puts a file in place with a manifest that names its checksum, as somebody who means harm would."""
-    (folder / name).unlink(missing_ok=True)
-    entry = write_file(folder / name, [data])
-    manifest = read_manifest(folder)
-    files = {**manifest.files, name: entry}
-    (folder / MANIFEST).write_bytes(
-        Manifest(files, manifest.save_counter, manifest.saved_at, manifest.progress, 1, "x").to_bytes()
-    )
-
-
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, "hparams.json")])
 def test_a_pickle_that_the_manifest_vouches_for_is_refused(run_folder: Path, name: str) -> None:
     """A checksum is no signature: a file that is no JSON or no safetensors is refused before the weights change."""
-    vouch(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))
+    forge(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))
     module, run = Module(), trainer(run_folder, epochs=4)
     before = everything(module, run)[0]
     with pytest.raises(CheckpointError, match=name):
@@ -211,7 +190,7 @@ def test_a_name_that_leads_out_is_refused(run_folder: Path, name: str) -> None:
 def test_a_layout_that_leads_out_is_refused(run_folder: Path) -> None:
     text = (newest(run_folder) / "layout.json").read_text()
     assert "model.safetensors" in text
-    vouch(newest(run_folder), "layout.json", text.replace("model.safetensors", "../epoch=1/model.safetensors").encode())
+    forge(newest(run_folder), "layout.json", text.replace("model.safetensors", "../epoch=1/model.safetensors").encode())
     with pytest.raises(CheckpointError, match="not part of this checkpoint"):
         trainer(run_folder).fit(Module(), loader(), ckpt_path=newest(run_folder))
 
@@ -219,7 +198,7 @@ def test_a_layout_that_leads_out_is_refused(run_folder: Path) -> None:
 @pytest.mark.parametrize("length", [2**63, safefile.MAX_HEADER + 1, 10_000])
 @pytest.mark.parametrize("name", [name for name in NAMES if name.endswith(".safetensors")])
 def test_an_oversized_header_is_refused(run_folder: Path, name: str, length: int) -> None:
-    vouch(newest(run_folder), name, length.to_bytes(8, "little") + b"{}")
+    forge(newest(run_folder), name, length.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=name):
         trainer(run_folder).fit(Module(), loader(), ckpt_path=newest(run_folder))
 

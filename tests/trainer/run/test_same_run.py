@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forged import forge
 from models import Line, sgd
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -17,8 +18,6 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from leyden import ConfigurationError, DataModule, Trainer
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.format.manifest import MANIFEST, read_manifest
-from leyden.trainer.format.safefile import write_file
 from leyden.trainer.run.identity import Identity, plain
 
 Optimizers = Callable[["Net"], Any]
@@ -199,25 +198,10 @@ def test_a_module_may_say_what_its_run_is(tmp_path: Path) -> None:
         fitted(tmp_path, Named(trial=2, rate=0.1), epochs=3)
 
 
-def forge(path: Path, data: bytes | None) -> None:
-    """Puts other bytes into the record of a run, or takes it out, and has the manifest say so."""
-    files = dict(read_manifest(path).files)
-    (path / "identity.json").unlink()
-    if data is None:
-        del files["identity.json"]
-    else:
-        files["identity.json"] = write_file(path / "identity.json", [data])
-    manifest = read_manifest(path)
-    manifest.files.clear()
-    manifest.files.update(files)
-    (path / MANIFEST).unlink()
-    write_file(path / MANIFEST, [manifest.to_bytes()])
-
-
 def test_a_checkpoint_that_does_not_say_whose_it_is_is_taken_with_a_warning(tmp_path: Path) -> None:
     path = fitted(tmp_path, Net(rate=1)).last_checkpoint
     assert path is not None
-    forge(path, None)
+    forge(path, "identity.json", None)
     module = Net(rate=1)
     with pytest.warns(UserWarning, match="does not say which run saved it"):
         fitted(tmp_path, module, epochs=2)
@@ -230,7 +214,7 @@ def test_a_checkpoint_that_does_not_say_whose_it_is_is_taken_with_a_warning(tmp_
 def test_a_forged_record_is_refused_by_its_name(record: Any, tmp_path: Path) -> None:
     path = fitted(tmp_path, Net()).last_checkpoint
     assert path is not None
-    forge(path, json.dumps(record).encode())
+    forge(path, "identity.json", json.dumps(record).encode())
     with pytest.raises(CheckpointError, match=r"identity\.json: does not say which run"):
         fitted(tmp_path, Net(), epochs=2)
 

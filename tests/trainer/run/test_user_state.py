@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from models import QUIET, Line
+from same import differences
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -62,30 +63,6 @@ KINDS: dict[str, Any] = {
     "collections": [collections.OrderedDict(b=1, a=2), collections.Counter("aab"), collections.deque([1], maxlen=3)],
     "torch's own": [torch.float16, torch.device("cpu"), torch.Size([2, 3])],
 }
-
-
-def assert_same(a: Any, b: Any) -> None:
-    assert type(a) is type(b)
-    if isinstance(a, Tensor):
-        assert (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-        assert torch.equal(a, b)
-    elif isinstance(a, np.ndarray):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert (a == b).all()
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif dataclasses.is_dataclass(a) or isinstance(a, argparse.Namespace):
-        assert_same(vars(a), vars(b))
-    elif isinstance(a, float):
-        assert repr(a) == repr(b)
-    else:
-        assert a == b
 
 
 class Module(Line):
@@ -158,7 +135,7 @@ def test_every_kind_comes_back(kind: str, tmp_path: Path) -> None:
     module, keeper, data = Module(fresh(value)), Keeper(fresh(value)), Data(fresh(value))
     trainer(tmp_path, keeper, epochs=2).fit(module, datamodule=data, ckpt_path=path)
     for loaded in (module.loaded, keeper.loaded, keeper.seen, data.loaded):
-        assert_same(loaded, value)
+        assert differences(loaded, value) == []
 
 
 def fresh(value: Any) -> Any:
