@@ -1,4 +1,4 @@
-"""Resumes a folder of Accelerate's own `save_state`: pickles, so only if they are trusted."""
+"""Loads a folder of Accelerate's own `save_state`, which holds pickles, if the caller trusts it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SIGNS = (
 
 
 def is_folder(path: Path) -> bool:
-    """A folder of Accelerate's `save_state`, by the names of its files."""
+    """Returns True for a folder of Accelerate's `save_state`, judged by the names of its files."""
     return path.is_dir() and not is_checkpoint(path) and any(any(path.glob(sign)) for sign in SIGNS)
 
 
 class AccelerateFolder:
-    """One such folder, read as a whole before anything of the run is changed.
+    """A folder of Accelerate's `save_state`, read completely before anything in the run changes.
 
     Args:
         path: the folder.
@@ -77,7 +77,7 @@ class AccelerateFolder:
                 )
 
     def _all(self, kind: str, own: list[Any], patterns: tuple[str, ...]) -> list[Any]:
-        """One file for each of the prepared objects, the first without a number."""
+        """Reads one file for each prepared object; the first file has no number."""
 
         def named(number: int) -> str | None:
             names = [pattern.format(f"_{number}" if number else "") for pattern in patterns]
@@ -114,7 +114,7 @@ class AccelerateFolder:
                 )
 
     def load(self) -> None:
-        """Takes it over; random numbers last. Data begins anew: `skip_first_batches` says where to go on."""
+        """Loads everything, random numbers last. Data starts from the beginning, or at `skip_first_batches`."""
         accelerator = self._accelerator
         left = accelerator.state_hooks.run_before_load(accelerator.bare_models, self.path)
         for model, weights in zip(accelerator.bare_models, self._weights, strict=True):

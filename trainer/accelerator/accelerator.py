@@ -316,11 +316,11 @@ class Accelerator:
         self._collectives.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank runs the block before the others do, which find what it has cached."""
+        """The main rank runs the block before the other ranks do, so that they find what it cached."""
         return self._state.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank of each machine runs the block before its others do."""
+        """The main rank of each machine runs the block before its other ranks do."""
         return self._state.local_main_process_first()
 
     def on_main_process(self, function: F) -> F:
@@ -357,7 +357,7 @@ class Accelerator:
         return self._state.split_between_processes(inputs, apply_padding)
 
     def refuse_alone(self, name: str) -> None:
-        """Raises where a collective is called in a function that other ranks do not run."""
+        """Raises if a collective is called inside a function that other ranks do not run."""
         self._state.refuse_alone(name)
 
     # prepare ----------------------------------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ class Accelerator:
         return self._collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `gather`, for what belongs to the samples of the current batch: each sample once, in the data set's order.
+        """Gathers what belongs to the samples of the current batch: each sample once, in the data set's order.
 
         In the last batch of a loader, repeats that filled it are dropped, and ranks may have different numbers of
         samples.
@@ -661,7 +661,7 @@ class Accelerator:
         return self._collectives.gather_for_metrics(input_data, use_gather_object)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
-        """The lists of all ranks, in their order, as one."""
+        """Concatenates the lists of all ranks, in the order of ranks."""
         return self._collectives.gather_object(obj)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
@@ -701,11 +701,11 @@ class Accelerator:
         return self._stepping.all_gather(data, group, sync_grads)
 
     def set_trigger(self) -> None:
-        """Raises a flag that `check_trigger` shows to every rank."""
+        """Raises a flag that `check_trigger` reports on every rank."""
         self._collectives.set_trigger()
 
     def check_trigger(self) -> bool:
-        """True on every rank if one has called `set_trigger` since the last true answer."""
+        """Returns True on every rank if one has called `set_trigger` since this last returned True."""
         return self._collectives.check_trigger()
 
     # checkpoints ------------------------------------------------------------------------------------------------------
@@ -889,7 +889,7 @@ class Accelerator:
         self._stepping.check_parameters(modules)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
-        """Notes that a pass over a loader begins."""
+        """Begins a pass over a loader."""
         self._stepping.begin_loader(loader)
 
     def synchronise_rng(self) -> None:
@@ -897,11 +897,11 @@ class Accelerator:
         self._stepping.synchronise_rng()
 
     def end_turn(self) -> None:
-        """Does what waits until a batch is done with."""
+        """Ends a batch: runs what waits for its end."""
         self._stepping.end_turn()
 
     def end_loader(self, loader: PreparedLoader) -> None:
-        """Notes that a pass over a loader is over, or was broken off."""
+        """Ends a pass over a loader, finished or not."""
         self._stepping.end_loader(loader)
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -917,7 +917,7 @@ class Accelerator:
         self._stepping.zero_grad(prepared, set_to_none)
 
     def flush_scaler(self) -> None:
-        """Lets the scaler take its new scale: once after all steps, before the next loss is scaled."""
+        """Updates the gradient scaler: once after all steps, before the next loss is scaled."""
         self._stepping.flush_scaler()
 
     def close_window(self) -> None:
@@ -925,7 +925,7 @@ class Accelerator:
         self._stepping.close_window()
 
     def end_batch(self) -> None:
-        """Counts a batch of the window, whose work is done."""
+        """Counts a batch of the window as done."""
         self._stepping.window.end_batch()
 
     def restore_counters(self, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes that are easily made in one's own training loop: each is an error, or one warning, that names the fix."""
+"""Common mistakes in a user's own training loop: each raises an error, or warns once, and names the fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADVICE = (
 
 
 class Mistakes:
-    """The checks of a loop that the user writes, each made once at its place.
+    """Checks a user's own loop for common mistakes.
 
     Args:
         stepping: has the models and optimizers.
@@ -54,7 +54,7 @@ class Mistakes:
                 )
 
     def in_accumulate(self, models: Sequence[Any]) -> None:
-        """In `accumulate(model)`."""
+        """In `accumulate(model)`: the model must be what `prepare` returned."""
         stepping = self._stepping
         for model in models:
             if id(model) in self._checked or not isinstance(model, nn.Module):
@@ -148,7 +148,7 @@ class Mistakes:
 
 
 def hint_at_first_print(state: PartialState) -> None:
-    """Follows the first `print` of a rank that is not the main one with a hint; from then on print is as it was."""
+    """Adds a hint to the first `print` of the second rank on a machine, and restores `print`."""
     if state.num_processes == 1 or state.local_process_index != 1:
         return
     plain = builtins.print

@@ -1,4 +1,4 @@
-"""What ranks exchange in the user's own loop: tensors of any nested structure, objects, flags and random numbers."""
+"""Collectives of the user's own loop: on nested structures of tensors, objects, flags and random numbers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Collectives:
         return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
-        """The lists of all ranks, in their order, as one."""
+        """Concatenates the lists of all ranks, in the order of ranks."""
         self.announce("gather_object")
         return [entry for part in self._strategy.ranks.all_gather_object(obj) for entry in part]
 
@@ -123,7 +123,7 @@ class Collectives:
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
 
     def _counts(self, lengths: list[int]) -> list[int]:
-        """How many of each rank's rows belong to samples that are no repeats."""
+        """Returns, for each rank, how many of its rows belong to samples that are no repeats."""
         samples = self._reading[-1].samples if self._reading else None
         if samples is None or any(here and length % here for length, (here, _) in zip(lengths, samples, strict=True)):
             return lengths
@@ -171,11 +171,11 @@ class Collectives:
 
     # triggers ---------------------------------------------------------------------------------------------------------
     def set_trigger(self) -> None:
-        """Raises a flag that `check_trigger` shows to every rank."""
+        """Raises a flag that `check_trigger` reports on every rank."""
         self._trigger = True
 
     def check_trigger(self) -> bool:
-        """True on every rank if one has called `set_trigger` since the last true answer."""
+        """Returns True on every rank if one has called `set_trigger` since this last returned True."""
         self.announce("check_trigger")
         raised = self._strategy.ranks.any(self._trigger)
         if raised:
@@ -184,7 +184,7 @@ class Collectives:
 
 
 def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
-    """Gives every rank rank 0's random numbers of some kinds."""
+    """Sets the random number generators of some kinds to the states of rank 0."""
     wanted = [kind for kind in kinds if kind != "generator"]
     if not wanted or strategy.ranks.world_size == 1:
         return
@@ -194,7 +194,7 @@ def synchronise(strategy: Strategy, kinds: Sequence[str]) -> None:
 
 
 def check_tensors(data: Any, name: str) -> None:
-    """Raises TypeError where something in a nested structure is no tensor: every rank would keep its own of it.
+    """Raises TypeError for anything but tensors in a nested structure: every rank would keep its own value.
 
     Example:
         >>> check_tensors({"loss": 0.5}, "gather")  # doctest: +ELLIPSIS

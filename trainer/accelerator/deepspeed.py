@@ -1,4 +1,4 @@
-"""DeepSpeed for an Accelerator, by Accelerate's names: the plugin, and stand-ins for what DeepSpeed's config makes."""
+"""DeepSpeed for an Accelerator: the plugin, and stand-ins for what DeepSpeed's config makes; Accelerate's names."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DeepSpeedPlugin:
     strategy: DeepSpeedStrategy | None = field(default=None, init=False, repr=False)
 
     def build(self) -> DeepSpeedStrategy:
-        """The strategy, made once."""
+        """Makes the strategy."""
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise ConfigurationError(
                 "DeepSpeedPlugin(enable_msamp=…): MS-AMP is no longer maintained; use mixed_precision='fp8' with "
@@ -96,7 +96,7 @@ class DeepSpeedPlugin:
 
     @property
     def precision(self) -> str | None:
-        """The precision that the config asks for by itself."""
+        """The precision that the config enables; None if it enables none."""
         config = (self.strategy or self.build()).config
         return next((name for name in ("bf16", "fp16") if config.given(f"{name}.enabled") is True), None)
 
@@ -114,7 +114,7 @@ class DeepSpeedPlugin:
         return strategy.model_context() if enable and self.is_zero3_init_enabled() else nullcontext()
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """The plugin to be used: the only one there is."""
+        """Does nothing: there is only one plugin to select."""
 
     @property
     def selected(self) -> bool:
@@ -163,7 +163,7 @@ def _open(value: Any) -> Any:
 
 
 def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
-    """The plugin of an Accelerator's arguments.
+    """Returns the plugin among an Accelerator's arguments.
 
     Raises:
         ConfigurationError: for several, since one engine drives one model; for something else.
@@ -184,7 +184,7 @@ def plugin_of(plugin: Any, plugins: Any) -> DeepSpeedPlugin | None:
 
 
 def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
-    """The plugin that describes a DeepSpeed strategy given by name, as an object or by a launch; None for others."""
+    """Returns a plugin that describes a DeepSpeed strategy, however it was chosen; None for other strategies."""
     config = getattr(strategy, "config", None)
     if not isinstance(config, ZeroConfig):
         return None
@@ -203,7 +203,7 @@ def plugin_for(strategy: Strategy) -> DeepSpeedPlugin | None:
 
 
 def accumulation_of(strategy: Any, steps: int) -> int:
-    """Batches of a step: the Accelerator's, or those of DeepSpeed's config. The strategy refuses a contradiction."""
+    """Returns the batches per step, of the Accelerator or DeepSpeed's config. The strategy refuses contradictions."""
     config = getattr(strategy, "config", None)
     own = config.given("gradient_accumulation_steps") if isinstance(config, ZeroConfig) else None
     return int(own) if own is not None and steps == 1 else steps
@@ -211,12 +211,12 @@ def accumulation_of(strategy: Any, steps: int) -> int:
 
 # preparing ------------------------------------------------------------------------------------------------------------
 def is_dummy(entry: Any) -> bool:
-    """True for the stand-ins."""
+    """Returns True for a DummyOptim or DummyScheduler."""
     return isinstance(entry, (DummyOptim, DummyScheduler))
 
 
 def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
-    """Brings together what the script and DeepSpeed's config say, or refuses it, before an engine is made.
+    """Merges what the script and DeepSpeed's config set, before an engine is made.
 
     Args:
         stepping: has the strategy, which is DeepSpeed's.
@@ -257,14 +257,14 @@ def settle(stepping: Stepping, options: Options, objects: Sequence[Any], loaders
 
 
 def _batch_size(loaders: Sequence[Any], ranks: int, options: Options) -> int | None:
-    """The samples of a rank's batch, of loaders of different sizes the one that the options choose; None if unknown."""
+    """Returns the samples per batch and rank, of several loaders as the options choose; None if unknown."""
     given = [getattr(loader, "batch_size", None) for loader in loaders]
     sizes = [size // ranks if options.data.split_batches else size for size in given if isinstance(size, int)]
     return None if not sizes else (min if options.train_batch_is_min else max)(sizes)
 
 
 def _fill(config: Any, section: str, values: Mapping[str, Any]) -> None:
-    """Fills what a section leaves at "auto"; what it says stands."""
+    """Fills the values that a section leaves at "auto"."""
     if config.get(section) is None:
         name = {"optimizer": "DummyOptim", "scheduler": "DummyScheduler"}[section]
         raise ConfigurationError(

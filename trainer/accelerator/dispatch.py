@@ -1,4 +1,4 @@
-"""Loaders that only rank 0 reads, and streams and lists of which every rank takes its part."""
+"""Loaders that only rank 0 reads, and each rank's part of streams and lists."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Filled:
 
 
 class CollateFilled:
-    """A loader's collate function on samples without their mark, which the batch gets instead."""
+    """Moves the mark of `Filled` from samples to their batch, around a loader's collate function."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
@@ -178,7 +178,7 @@ class Dispatched:
                 return
 
     def _rounds(self) -> Iterator[Any]:
-        """Batches for all ranks, and how many samples of each are no repeats."""
+        """Yields batches for all ranks, each with the number of its samples that are no repeats."""
         batches, first, ranks = iter(self.loader), None, self.strategy.data_size
         while drawn := list(itertools.islice(batches, self.each)):
             whole = join(drawn)

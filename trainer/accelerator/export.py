@@ -1,4 +1,4 @@
-"""Weights for other tools: safetensors split by size, with an index; and Leyden's only pickle, of tensors alone."""
+"""Writes weights for other tools: safetensors split by size, or torch.save of tensors alone (Leyden's only pickle)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a size as "5GB", "200 MiB" or a number.
+    """Returns the bytes of a size such as "5GB", "200 MiB" or a number.
 
     Example:
         >>> parse_size("2KiB"), parse_size("1.5MB"), parse_size(7)
@@ -37,7 +37,7 @@ def parse_size(size: int | str) -> int:
 
 
 def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict with whole tensors on the CPU, gathered from shards where it has some: every rank calls it."""
+    """Returns a state dict with whole tensors on the CPU. If it holds shards, every rank must call this."""
 
     def whole(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -51,7 +51,7 @@ def whole_state(state: Mapping[str, Any]) -> dict[str, Any]:
 def write_weights(
     state: Mapping[str, Any], folder: str | os.PathLike[str], max_shard_size: int | str, safe: bool, is_writer: bool
 ) -> None:
-    """Writes weights as transformers and safetensors load them; names that share their memory are written once.
+    """Writes weights as transformers and safetensors load them; tensors that share memory are written once.
 
     Args:
         state: whole tensors by their names; what is no tensor is left out.
@@ -101,13 +101,13 @@ def save_tensors(state: Mapping[str, Tensor], path: Path, safe: bool) -> None:
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Contiguous, in memory of its own: safetensors refuses views of one storage."""
+    """Returns the tensor contiguous and in memory of its own: safetensors refuses views of one storage."""
     shares = tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()
     return tensor.detach().clone(memory_format=torch.contiguous_format) if shares else tensor.detach().contiguous()
 
 
 def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors that one rank holds as its only shard, as they are; those that are tied stay one."""
+    """Returns plain tensors for DTensors of one rank; tied tensors stay tied."""
     done: dict[int, Any] = {}
     for value in state.values():
         done[id(value)] = value.full_tensor() if hasattr(value, "full_tensor") else value
@@ -115,7 +115,7 @@ def _unwrapped(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_object(obj: Any) -> None:
-    """Every rank calls this before one of them writes, so that all of them stop.
+    """Checks what `save` is given. Every rank calls this before one writes, so that an error stops all of them.
 
     Raises:
         ConfigurationError: if it holds anything but tensors and plain values, which alone load without running code.
@@ -146,7 +146,7 @@ def _refuse_part(tensor: Tensor) -> Tensor:
 
 
 def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> None:
-    """Writes an object, which was checked, in the format that the file's suffix asks for."""
+    """Writes an object that `check_object` accepted, in the format of the file's suffix."""
     target = Path(path)
     safe = target.suffix == ".safetensors" if safe is None else safe
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -159,7 +159,7 @@ def save_object(obj: Any, path: str | os.PathLike[str], safe: bool | None) -> No
 
 
 def _not_plain(item: Any, where: str) -> str | None:
-    """Says what is neither a tensor nor plain; None if all is."""
+    """Describes the first entry that is neither a tensor nor a plain value; None if there is none."""
     if type(item) in (int, float, bool, str, bytes, complex, type(None)) or isinstance(
         item, (Tensor, torch.Size, torch.dtype, torch.device)
     ):
@@ -174,7 +174,7 @@ def _not_plain(item: Any, where: str) -> str | None:
 
 
 def _distinct(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors, each memory once: safetensors refuses tied ones, and a model ties them again when it is built."""
+    """Returns tied tensors once: safetensors refuses duplicates, and a model ties them again when it is built."""
     seen: set[tuple[Any, ...]] = set()
     kept: dict[str, Tensor] = {}
     for name, tensor in state.items():

@@ -120,7 +120,7 @@ RECIPES = (AORecipeKwargs, TERecipeKwargs, FP8RecipeKwargs)
 
 
 def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
-    """The precision that a recipe among the handlers means; None if there is no recipe.
+    """Builds the precision of the recipe among the handlers; None if there is no recipe.
 
     Args:
         handlers: those of an Accelerator.
@@ -144,7 +144,7 @@ def recipe_of(handlers: Handlers, precision: Any) -> Precision | None:
 
 
 def _set(handler: Any) -> dict[str, Any]:
-    """The fields with a value; `override_linear_precision` of three False asks for nothing, as None does."""
+    """Returns the fields that are set; three times False for `override_linear_precision` counts as unset."""
     return {
         name: value for name, value in vars(handler).items() if value is not None and value != (False, False, False)
     }

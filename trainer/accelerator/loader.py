@@ -1,4 +1,4 @@
-"""PreparedLoader: a loader of the user's own loop, for this rank and device, that saves its place and resumes there."""
+"""PreparedLoader: a loader of the user's own loop for this rank and device, which can save and resume its position."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class PreparedLoader:
 
     @property
     def is_regular(self) -> bool:
-        """True if every rank is sure to have a full batch now, of the same size."""
+        """True if every rank certainly has a full batch now, of the same size."""
         batches: Any = getattr(self.loader, "batch_sampler", None)
         if not isinstance(batches, RankBatches) or batches.batch_size is None:
             return False
@@ -124,7 +124,7 @@ class PreparedLoader:
         self.iteration = epoch
 
     def exchange(self, loader: Iterable[Any]) -> None:
-        """Reads another loader from the next pass on."""
+        """Replaces the loader that is read, from the next pass on."""
         self.loader = loader
         # A script that resumes at a place means it, whatever that costs its loader.
         self.cursor = LoaderCursor(loader, allow_replay=True)
@@ -199,7 +199,7 @@ class PreparedLoader:
             stepping.end_loader(self)
 
     def _next(self, batches: Iterator[Any], total: int | None) -> Any:
-        """The next batch without what a sharded loader adds to it; whether it is the last one is known from here on."""
+        """Draws the next batch, without what a sharded loader adds to it, and notes whether it is the last one."""
         if total is None:
             batch, self.end_of_dataloader = next(batches)
         else:
@@ -278,7 +278,7 @@ class SkippedLoader:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader whose passes begin at a batch.
+    """Returns a loader whose passes begin at a batch.
 
     Args:
         dataloader: prepared or not.
@@ -297,7 +297,7 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _held(outer: Any, part: str, name: str) -> Any:
-    """The part in which an attribute is looked up; an object that is being copied has none yet."""
+    """Returns the part whose attributes an object shows; while it is being copied, it has none yet."""
     if part not in vars(outer):
         raise AttributeError(name)
     return vars(outer)[part]

@@ -1,4 +1,4 @@
-"""Memory: freeing objects, and trying smaller batches until one fits, on all ranks together."""
+"""Frees memory, and finds a batch size that fits into it, on all ranks together."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find_executable_batch_size(
     *,
     accelerator: Accelerator | None = None,
 ) -> Any:
-    """Decorator: calls a function with a batch size, and again with half of it each time memory runs out.
+    """Decorator: calls a function with a batch size, and with half of it each time memory runs out.
 
     On several ranks, one that runs out leaves the others waiting for it in a collective. So all ranks restart, run what
     stands before the function again, and reach it with the smaller size. That needs a launcher that restarts ranks, on

@@ -1,4 +1,4 @@
-"""Checks an Accelerator's arguments: each has an effect, or is refused with what to use instead."""
+"""Checks an Accelerator's arguments: each has an effect, or raises an error that names what to use instead."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Options:
         return found
 
     def fsdp_in_use(self, strategy: Strategy) -> FullyShardedDataParallelPlugin | None:
-        """The plugin that describes to libraries how a run is sharded, also by a strategy's name or a launch."""
+        """Returns the plugin that describes how the run is sharded, for libraries; None without FSDP."""
         settings = getattr(strategy, "settings", None)
         if not isinstance(settings, Mapping) or "reshard_after_forward" not in settings:
             return None
@@ -108,14 +108,14 @@ class Options:
         )
 
     def autocast(self, precision: Precision, device: torch.device, handler: AutocastKwargs) -> torch.autocast:
-        """torch.autocast with settings that differ from the run's."""
+        """Returns torch.autocast with settings that differ from the run's."""
         dtype = precision.dtype if isinstance(precision, MixedPrecision) else None
         return torch.autocast(
             device.type, dtype, enabled=handler.enabled and dtype is not None, cache_enabled=handler.cache_enabled
         )
 
     def converts_outputs(self, strategy: Strategy) -> bool:
-        """True where half-precision outputs become float32. DeepSpeed's engine leaves its own, as in Accelerate."""
+        """Returns True if outputs are converted to float32. Those of DeepSpeed's engine are not, as in Accelerate."""
         return self._converts_outputs and isinstance(strategy.precision, MixedPrecision) and not strategy.drives_one
 
     def engine_arguments(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Options:
 
 
 def _fill(given: dict[str, Any]) -> None:
-    """Fills arguments that the script left at their defaults with those of `leyden launch`."""
+    """Fills the arguments that the script leaves at their defaults from `leyden launch`."""
     launched = read_launched()
     if launched is None:
         return
@@ -184,7 +184,7 @@ def _fill(given: dict[str, Any]) -> None:
 
 
 def _compile_plugin(given: dict[str, Any]) -> None:
-    """Puts a TorchDynamoPlugin's values in the place of `dynamo_backend` and torch.compile's arguments."""
+    """Sets `dynamo_backend` and torch.compile's arguments from a TorchDynamoPlugin."""
     plugin = given["dynamo_plugin"]
     if plugin is None:
         return
@@ -250,7 +250,7 @@ def _backend(given: Any) -> str | None:
 
 
 def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str | Strategy:
-    """The strategy argument, or the strategy of a plugin."""
+    """Returns the strategy argument, or the strategy of a plugin."""
     mesh = given["parallelism_config"]
     if mesh is not None:
         if not isinstance(mesh, ParallelismConfig):

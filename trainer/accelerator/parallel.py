@@ -105,7 +105,7 @@ class ParallelismConfig:
         return "deepspeed"
 
     def build(self, fsdp_plugin: FullyShardedDataParallelPlugin | None = None) -> str | Strategy:
-        """The strategy.
+        """Makes the strategy.
 
         Args:
             fsdp_plugin: how it is sharded.
@@ -121,7 +121,7 @@ class ParallelismConfig:
         return "ddp" if self.dp_replicate_enabled else "auto"
 
     def check(self, ranks: int) -> None:
-        """Raises ConfigurationError where the sizes do not make up the ranks there are."""
+        """Raises ConfigurationError if the product of the sizes is not the number of ranks."""
         if self.total_size not in (1, ranks):
             raise ConfigurationError(
                 f"ParallelismConfig makes up {self.total_size} ranks ({self.replicas} × {self.shards}), and there are "

@@ -119,7 +119,7 @@ class ProjectConfiguration:
         return Path(self.project_dir) / "checkpoints"
 
     def next_name(self) -> str:
-        """The next automatic name; numbers of an earlier run in the same folder are not used twice."""
+        """Returns the next automatic name; numbers of an earlier run in the same folder are not used twice."""
         names = (f"checkpoint_{number}" for number in itertools.count(self.iteration))
         return next(name for name in names if not os.path.lexists(self.checkpoint_folder / name))
 
@@ -140,7 +140,7 @@ class KwargsHandler:
     """Base class of what `kwargs_handlers` takes."""
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The settings that are not at their defaults.
+        """Returns the settings that are not at their defaults.
 
         Example:
             >>> AutocastKwargs(enabled=False).to_kwargs()
@@ -199,11 +199,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of DDP that differ from torch's defaults."""
+        """Returns the arguments of DDP that differ from torch's defaults."""
         return {name: value for name, value in self.to_kwargs().items() if not name.startswith("comm_")}
 
     def hook(self) -> Any:
-        """State and hook for `register_comm_hook`, once the ranks have met; None for none.
+        """Returns state and hook for `register_comm_hook`; None without a hook. Call it once the ranks have met.
 
         Raises:
             ConfigurationError: if a name is unknown, or a wrapper goes with no power_sgd.
@@ -305,7 +305,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def build(self) -> Any:
-        """torch's profiler with these arguments."""
+        """Makes torch's profiler with these arguments."""
         from torch import profiler
 
         chosen = None
@@ -357,7 +357,7 @@ class TorchDynamoPlugin(KwargsHandler):
             )
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of torch.compile, but for the backend."""
+        """Returns the arguments of torch.compile other than the backend."""
         return {
             name: value
             for name, value in self.to_kwargs().items()
@@ -415,7 +415,7 @@ class FullyShardedDataParallelPlugin:
     fsdp_version: int | None = None
 
     def build(self, device_mesh: tuple[int, int] | None = None) -> Any:
-        """The strategy.
+        """Makes the strategy.
 
         Args:
             device_mesh: (replicate, shard) sizes.
@@ -454,13 +454,13 @@ class Handlers:
             self._found[type(handler)] = handler
 
     def get(self, kind: type[H]) -> H | None:
-        """The handler of a kind; None if there is none."""
+        """Returns the handler of a kind; None if there is none."""
         return self._found.get(kind)
 
 
 # the words that arguments are made of ---------------------------------------------------------------------------------
 class Word(str, Enum):
-    """An enum whose members are text."""
+    """Base class of enums whose members are text."""
 
     def __str__(self) -> str:
         return str(self.value)

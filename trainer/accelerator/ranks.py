@@ -118,11 +118,11 @@ class PartialState:
         self.strategy.ranks.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank runs the block before the others do, which find what it has cached."""
+        """The main rank runs the block before the other ranks do, so that they find what it cached."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """The main rank of each machine runs the block before its others do."""
+        """The main rank of each machine runs the block before its other ranks do."""
         return self._first(self.is_local_main_process)
 
     @contextmanager
@@ -137,7 +137,7 @@ class PartialState:
                 self.strategy.ranks.barrier()
 
     def refuse_alone(self, name: str) -> None:
-        """Raises where a collective is called in a function that other ranks do not run."""
+        """Raises if a collective is called inside a function that other ranks do not run."""
         if self._alone and self.num_processes > 1:
             raise ConfigurationError(
                 f"{name} was called on one rank only, in {self._alone}: every rank must call it, so call it outside, "
@@ -235,7 +235,7 @@ class AcceleratorState(PartialState):
 
 
 def split(inputs: Any, rank: int, ranks: int, padded: bool = False) -> Any:
-    """One rank's part of something.
+    """Returns one rank's part of a list, tensor, data set, or dict of these.
 
     Example:
         >>> split(["a", "b", "c"], 1, 2), split(["a", "b", "c"], 1, 2, padded=True)

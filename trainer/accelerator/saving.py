@@ -44,7 +44,7 @@ UNLIKE = "this Accelerator has {here}: prepare and register the same, in the sam
 
 
 def together(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Module:
-    """Some of several models as one module, each under its number; an only model keeps its own names."""
+    """Returns some of several models as one module, each under its number; a single model keeps its own names."""
     if len(models) == 1:
         return models[0] if chosen else nn.Module()
     numbered = enumerate(models)
@@ -53,7 +53,7 @@ def together(models: Sequence[nn.Module], chosen: Sequence[nn.Module]) -> nn.Mod
 
 @dataclass
 class StateHooks:
-    """What a script does beside a save or a load.
+    """The hooks that a script adds to saves and loads.
 
     Attributes:
         before_save: called with (models, weights, output_dir): what it takes out of `weights` is not saved by Leyden,
@@ -94,10 +94,10 @@ PLACES = (None, "cpu", "on_device")
 
 
 def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: Any) -> bool:
-    """Whether names of weights must fit.
+    """Checks the arguments of `load_state`, and returns whether the names of weights must match.
 
     Raises:
-        ConfigurationError: for an argument that would be without effect.
+        ConfigurationError: for an argument that would have no effect.
     """
     for name in given or {}:
         if name not in LOAD_ARGUMENTS:
@@ -114,7 +114,7 @@ def load_arguments(given: Mapping[str, Any] | None, strict: bool, map_location: 
 
 
 def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
-    """A checkpoint is one folder, which all ranks write and read together."""
+    """Raises if ranks name different folders: all of them write and read one checkpoint together."""
     found = accelerator.strategy.ranks.differing(str(path))
     if found:
         rank, other = next((rank, text) for rank, text in enumerate(found) if text != found[0])
@@ -125,11 +125,11 @@ def _check_alike(accelerator: Accelerator, name: str, path: Path) -> None:
 
 
 def target(accelerator: Accelerator, output_dir: str | os.PathLike[str] | None) -> Path:
-    """The folder of a save; rank 0 finds it for all ranks.
+    """Returns the folder of a save, which rank 0 finds for all ranks.
 
     Raises:
-        ConfigurationError: if there is no folder to be saved in.
-        CheckpointError: if there is one that holds something else.
+        ConfigurationError: if no folder is given.
+        CheckpointError: if the folder holds other files.
     """
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
@@ -159,7 +159,7 @@ def _make_way(path: Path) -> None:
 
 
 def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int] | None = None) -> Path:
-    """Writes a checkpoint, then removes those above the limit.
+    """Writes a checkpoint, then deletes old ones above the limit.
 
     Args:
         accelerator: whose state it is.
@@ -214,7 +214,7 @@ def _user(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _loggers(accelerator: Accelerator) -> dict[str, Logger]:
-    """The loggers among the trackers, by the trackers' names."""
+    """Returns the loggers among the trackers, by the trackers' names."""
     return {tracker.name: tracker.logger for tracker in accelerator.trackers if isinstance(tracker, LoggerTracker)}
 
 
@@ -229,7 +229,7 @@ def _progress(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def _remove_old(folder: Path, limit: int | None) -> None:
-    """Removes the oldest automatic ones above the limit. The new one is committed."""
+    """Deletes the oldest automatic checkpoints above the limit, once the new one is committed."""
     if limit is None:
         return
     named = [path for path in all_checkpoints(folder) if AUTOMATIC.fullmatch(path.name)]
@@ -239,7 +239,7 @@ def _remove_old(folder: Path, limit: int | None) -> None:
 
 # loading --------------------------------------------------------------------------------------------------------------
 def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> Path:
-    """The checkpoint that is meant; the newest whole one of the automatic folder if none is named.
+    """Returns the checkpoint to load: the given one, or the newest complete one in the automatic folder.
 
     Raises:
         CheckpointError: if there is none.
@@ -259,7 +259,7 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
 
 
 def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False) -> None:
-    """Loads what `save` wrote; refuses what does not fit before anything is changed.
+    """Loads what `save` wrote. Everything is checked before anything changes.
 
     The optimizers' states are read last, since an engine's are read into the memory that it steps with.
 
@@ -293,7 +293,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
 
 
 def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int, Unclaimed]:
-    """The number of steps done, and the states of registered objects and trackers."""
+    """Reads the number of steps done, and the states of registered objects and trackers."""
     user = reader.state("user", like=_user(accelerator)) if reader.has("user") else {}
     if user.get("kind") != KIND:
         raise CheckpointError(
@@ -313,7 +313,7 @@ def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int,
 
 
 def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> Unclaimed:
-    """The states of this rank's loaders and random numbers."""
+    """Reads the states of this rank's loaders and random numbers."""
     prepared, random = accelerator.prepared_loaders, RandomNumbers()
     states, file = read_rank(reader, accelerator.strategy, {"rng": random}), rank_path(reader, accelerator.strategy)
     with blame(file):
@@ -327,7 +327,7 @@ def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> Unclaimed:
 
 
 class Unchecked:
-    """An object of the user's, which has no check of its own: it refuses a state when it takes it.
+    """A user's object as an owner of state. It has no check of its own, and may raise when it loads.
 
     Args:
         obj: with `state_dict` and `load_state_dict`.
@@ -350,7 +350,7 @@ def _numbered(name: str, items: Iterable[Any]) -> dict[str, Any]:
 
 
 def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: bool) -> None:
-    """Loads the weights of the models that the hooks leave to be loaded."""
+    """Loads the weights of the models that the hooks leave to Leyden."""
     models = accelerator.bare_models
     left = accelerator.state_hooks.run_before_load(models, reader.path)
     if left:
@@ -359,7 +359,7 @@ def _load_models(accelerator: Accelerator, reader: CheckpointReader, strict: boo
 
 
 def check_registrable(objects: tuple[Any, ...]) -> None:
-    """Raises ConfigurationError where an object has no state that could be saved."""
+    """Raises ConfigurationError for an object without state to save."""
     for number, obj in enumerate(objects):
         if isinstance(obj, (Tensor, nn.Module)) and not callable(getattr(obj, "state_dict", None)):
             raise ConfigurationError(f"register_for_checkpointing: object {number} is a tensor. Hold it in a module.")

@@ -1,4 +1,4 @@
-"""The scheduler that `prepare` returns: it counts optimizer steps, on any number of ranks."""
+"""The scheduler that `prepare` returns, which counts optimizer steps on any number of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class PreparedScheduler:
         return repr(self.scheduler)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Steps where the accumulation window closes, no optimizer skipped its step, and `total_steps` are not done."""
+        """Steps if the accumulation window closes, no optimizer skipped its step, and `total_steps` are not done."""
         if self._with_optimizer:
             stepping = self._stepping
             if not stepping.window.closes:
@@ -58,7 +58,7 @@ class PreparedScheduler:
             self.scheduler.step(*args, **kwargs)
 
     def _warn_of_end(self, total: int) -> None:
-        """Warns once, where torch's own raises in the last step of a run whose length was rounded down."""
+        """Warns once; torch's own scheduler raises in the last step of a run whose length was rounded down."""
         if not self._warned_of_end:
             self._warned_of_end = True
             warnings.warn(

@@ -96,13 +96,13 @@ class Stepping(Engine):
             synchronise(self.strategy, self._rng_types)
 
     def begin_loader(self, loader: PreparedLoader) -> None:
-        """Notes that a pass over a loader begins."""
+        """Begins a pass over a loader."""
         self._checks.in_pass()
         self.strategy.check_trained()
         self.reading.append(loader)
 
     def end_turn(self) -> None:
-        """Does what waits until a batch is done with; a prepared loader calls it as the next one is asked for."""
+        """Ends a batch: runs what waits for its end. A prepared loader calls this before it draws the next one."""
         self.strategy.own_loop.end_turn()
         self.run_waiting()
 
@@ -112,28 +112,28 @@ class Stepping(Engine):
         return self.reading[-1] if self.reading else None
 
     def end_loader(self, loader: PreparedLoader) -> None:
-        """Notes that a pass over a loader is over, or was broken off."""
+        """Ends a pass over a loader, finished or not."""
         if loader in self.reading:
             self.reading.remove(loader)
 
     # the window -------------------------------------------------------------------------------------------------------
     @property
     def is_within_window(self) -> bool:
-        """True while gradients are half accumulated: a checkpoint written now would lack them."""
+        """True while a window is incomplete: a checkpoint written now would lack its gradients."""
         return self.window.is_open and not (self._in_window and self.window.closes)
 
     def after_window(self, action: Callable[[], Any]) -> None:
-        """Runs an action once this window is closed and its last batch done with; only the last one asked for."""
+        """Runs an action after the last batch of this window. A second action replaces the first."""
         self._waiting = action
 
     def run_waiting(self) -> None:
-        """Runs what waits for the window's end, if the window is closed."""
+        """Runs the action that waits for the window's end, if the window is closed."""
         if self._waiting is not None and not self.window.is_open:
             action, self._waiting = self._waiting, None
             action()
 
     def close_with_this_batch(self, closes: bool) -> None:
-        """Says whether the current batch closes the window, for a loop that counts its batches itself."""
+        """Sets whether the current batch closes the window, for a loop that counts its batches itself."""
         self.window.closes = bool(closes)
 
     def accumulate_over(self, steps: int) -> None:
@@ -244,14 +244,14 @@ class Stepping(Engine):
             prepared.optimizer.zero_grad(set_to_none)
 
     def flush_scaler(self) -> None:
-        """Lets the scaler take its new scale: once after all steps, before the next loss is scaled."""
+        """Updates the gradient scaler: once after all steps, before the next loss is scaled."""
         if self._updates_scale:
             self._updates_scale = False
             self.strategy.end_step()
 
     # gradients at their true scale ------------------------------------------------------------------------------------
     def clip_norm(self, parameters: Any, max_norm: float, norm_type: float) -> Tensor:
-        """Clips gradients to a total norm, and returns what it was; inside a window only the latter."""
+        """Clips gradients to a total norm, and returns the norm before; inside a window it only returns the norm."""
         chosen = self._clippable(parameters)
         if not self.window.closes:
             found = self.strategy.clip_parameters(chosen, float("inf"), "norm", norm_type)
@@ -261,7 +261,7 @@ class Stepping(Engine):
         return norm
 
     def clip_value(self, parameters: Any, clip_value: float) -> None:
-        """Clips each gradient to ± `clip_value`; inside a window none."""
+        """Clips each gradient to ± `clip_value`; does nothing inside a window."""
         chosen = self._clippable(parameters)
         if self.window.closes:
             self.strategy.clip_parameters(chosen, clip_value, "value")

@@ -28,7 +28,7 @@ LOGGERS = {
 
 
 class GeneralTracker(ABC):
-    """Base class of your own trackers: hand an instance, or the class, to `Accelerator(log_with=...)`.
+    """Base class of your own trackers: pass an instance, or the class, to `Accelerator(log_with=...)`.
 
     A subclass has a `name` and a method `log`; without them it is refused before anything is trained.
 
@@ -210,7 +210,7 @@ class SilentTracker(Silent, GeneralTracker):
 
 
 def chosen(log_with: Any) -> list[Any]:
-    """The entries of `log_with`: names of loggers, loggers, trackers and classes of trackers.
+    """Returns the entries of `log_with`: names of loggers, loggers, trackers and classes of trackers.
 
     Raises:
         ConfigurationError: if a name is unknown, or something is none of these.
@@ -265,7 +265,7 @@ def build(
     options: Mapping[str, Any],
     is_writer: bool,
 ) -> list[GeneralTracker]:
-    """The trackers of a run.
+    """Builds the trackers of a run.
 
     Args:
         entries: as `chosen` returned them.
@@ -287,7 +287,7 @@ def build(
         else:
             built.append(LoggerTracker(entry))
     for tracker in built:
-        # A class may name what it makes.
+        # A class may name its objects only when it makes them.
         _check_complete(tracker)
         if isinstance(tracker, LoggerTracker):
             tracker.logger.is_writer = is_writer
@@ -300,7 +300,7 @@ def build(
 
 
 def make_logger(name: str, project_name: str, folder: str, options: Mapping[str, Any]) -> Logger:
-    """A logger by its name, with its files below a folder."""
+    """Makes a logger by its name, with its files below a folder."""
     module, kind, _, project = LOGGERS[name]
     arguments: dict[str, Any] = {project: project_name}
     if name == "tensorboard":
@@ -353,7 +353,7 @@ class Trackers:
         return [tracker for tracker in self.running if self._state.is_main_process or not tracker.main_process_only]
 
     def find(self, name: str, unwrap: bool) -> Any:
-        """A tracker by its name; see `Accelerator.get_tracker`."""
+        """Returns a tracker by its name; see `Accelerator.get_tracker`."""
         for tracker in self.running:
             if tracker.name == name:
                 if tracker not in self._writing():

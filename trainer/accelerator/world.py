@@ -1,4 +1,4 @@
-"""The functions of `accelerate.utils`, for what ranks exchange without an Accelerator at hand."""
+"""The functions of `accelerate.utils`: collectives and more, without an Accelerator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def world() -> Collectives:
-    """The collectives of the ranks that this process is among.
+    """Returns the collectives of the ranks that this process belongs to.
 
     Example:
         >>> world().gather(torch.ones(2)).tolist()
@@ -137,7 +137,7 @@ def save(
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """tqdm's bar, on each machine's first rank alone unless `main_process_only` is False."""
+    """Returns tqdm's bar, shown on each machine's first rank only, unless `main_process_only` is False."""
     from tqdm.auto import tqdm as bar
 
     if main_process_only and "disable" not in kwargs:
