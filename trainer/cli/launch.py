@@ -261,11 +261,6 @@ def _say(text: str) -> None:
     click.echo(f"leyden launch: {text}", err=True)
 
 
-def _underscored(name: str) -> str:
-    """Turns --num-processes into --num_processes."""
-    return name.replace("-", "_")
-
-
 command = Launch(
     "launch",
     callback=run,
@@ -273,7 +268,8 @@ command = Launch(
     help="Run SCRIPT with its ARGUMENTS on all ranks of this machine, or of several.\n\nFlags override the file, which "
     "overrides the defaults. Words in a flag are joined by _ or -.",
     context_settings={
-        "token_normalize_func": _underscored,
+        # --num-processes is --num_processes.
+        "token_normalize_func": lambda name: name.replace("-", "_"),
         "allow_interspersed_args": False,
         "help_option_names": ["-h", "--help"],
         "max_content_width": 110,

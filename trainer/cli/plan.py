@@ -17,7 +17,7 @@ from leyden.trainer.cli.keys import FP8, PRECISIONS
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
-from leyden.trainer.cli.zero import number, zero_of
+from leyden.trainer.cli.zero import StrategyChoice, zero_of
 from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
@@ -417,19 +417,9 @@ def _threads(settings: Settings, machine: Machine, per_machine: int, environ: Ma
 
 def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -> LaunchSettings:
     """Returns the settings that the script receives."""
-    steps: Any = None
-    norm: Any = None
-    wanted = settings.precision
-    strategy: str | None
-    if settings.kind == "DEEPSPEED":
-        zero = zero_of(settings)
-        strategy, options, steps, norm = zero.strategy, zero.options, zero.steps, zero.norm
-        # DeepSpeed's own file fills in what ours leaves open.
-        wanted = zero.precision or wanted if wanted == "no" else wanted
-    else:
-        strategy, options = _strategy(settings, ranks)
-    if settings.kind == "MEGATRON_LM":
-        norm = settings.section("megatron_lm_config").get("megatron_lm_gradient_clipping")
+    choice = zero_of(settings) if settings.kind == "DEEPSPEED" else _strategy(settings, ranks)
+    # DeepSpeed's own file fills in what ours leaves open.
+    wanted = settings.precision if settings.precision != "no" else choice.precision or "no"
     compiled = {
         name.removeprefix("dynamo_").removeprefix("use_"): value
         for name, value in settings.effective("dynamo_config").items()
@@ -440,11 +430,11 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
     return LaunchSettings(
         source,
         accelerator=None if accelerator == "cuda" else accelerator,
-        strategy=strategy,
-        options=options,
+        strategy=choice.strategy,
+        options=choice.options,
         precision=precision,
-        accumulate_grad_batches=steps,
-        gradient_clip_val=number("gradient_clipping", norm, float),
+        accumulate_grad_batches=choice.steps,
+        gradient_clip_val=choice.norm,
         compile=compiled,
         fp8=_fp8(settings) if precision == "fp8" else {},
         debug=bool(settings.get("debug", False)),
@@ -464,26 +454,28 @@ def _fp8(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in settings.effective("fp8_config").items() if name not in unused}
 
 
-def _strategy(settings: Settings, ranks: int) -> tuple[str | None, dict[str, Any]]:
-    """Returns the strategy's name and options; None for the default of one rank or of several."""
+def _strategy(settings: Settings, ranks: int) -> StrategyChoice:
+    """Chooses any strategy but DeepSpeed's."""
     if settings.kind == "FSDP":
         options = settings.effective("fsdp_config")
         # FSDPStrategy reads the file's own names.
-        return ("ddp", {}) if options.get("fsdp_sharding_strategy") == "NO_SHARD" else ("fsdp", options)
+        is_whole = options.get("fsdp_sharding_strategy") == "NO_SHARD"
+        return StrategyChoice("ddp") if is_whole else StrategyChoice("fsdp", options)
     if settings.kind == "MEGATRON_LM":
-        return "megatron", settings.section("megatron_lm_config")
+        options = settings.section("megatron_lm_config")
+        return StrategyChoice("megatron", options, norm=options.get("megatron_lm_gradient_clipping"))
     if settings.kind == "XLA":
         # One rank drives all devices of its machine.
-        return "xla" if ranks == 1 else "xla_ddp", {}
+        return StrategyChoice("xla" if ranks == 1 else "xla_ddp")
     axes = settings.section("parallelism_config")
     sizes = {name: value for name, value in axes.items() if name.endswith("_size")}
     product = math.prod(sizes.values())
     if product == 1:
-        return None, {}
+        return StrategyChoice()
     if ranks % product:
         raise ConfigurationError(
             f"parallelism_config: the sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} make "
             f"{product} ranks, and there are {ranks}: change the sizes so that their product divides the number of "
             "ranks."
         )
-    return "mesh", axes
+    return StrategyChoice("mesh", axes)

@@ -74,9 +74,6 @@ def masked_words(words: Sequence[str]) -> list[str]:
 def _is_secret(name: str, value: str) -> bool:
     """Returns True if the name says that the value is a secret; for some names it must look like one too."""
     name = name.rsplit(".", 1)[-1]
-    return bool(_SURE.search(name) or (_LIKELY.search(name) and _is_long(value)))
-
-
-def _is_long(value: str) -> bool:
-    """Returns True for text that is neither a number nor a word: at least eight characters, one of them a digit."""
-    return len(value) >= 8 and any(letter.isdigit() for letter in value) and not value.replace(".", "").isdigit()
+    # Neither a number nor a word.
+    is_key = len(value) >= 8 and any(letter.isdigit() for letter in value) and not value.replace(".", "").isdigit()
+    return bool(_SURE.search(name) or (_LIKELY.search(name) and is_key))

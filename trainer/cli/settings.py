@@ -166,7 +166,8 @@ def _loaded(path: Path) -> Any:
         raise ConfigurationError(f"the configuration file {path} is not a regular file: {write}.")
     try:
         text = path.read_text(encoding="utf-8")
-        found = yaml.safe_load(text) if len(text) <= LARGEST else None
+        if len(text) <= LARGEST:
+            return yaml.safe_load(text)
     except OSError as error:
         raise ConfigurationError(
             f"the configuration file {path} cannot be read ({error.strerror}): {write}."
@@ -181,9 +182,7 @@ def _loaded(path: Path) -> Any:
         if "integer string conversion" in reason:
             reason = "it holds a number with thousands of digits."
         raise ConfigurationError(f"{path} is not a valid configuration file in YAML: {reason}") from None
-    if len(text) > LARGEST:
-        raise ConfigurationError(f"{path} has {len(text):,} characters, too many for a configuration file: {write}.")
-    return found
+    raise ConfigurationError(f"{path} has {len(text):,} characters, too many for a configuration file: {write}.")
 
 
 def parse(found: Mapping[str, Any]) -> Settings:

@@ -15,25 +15,25 @@ STAGES = (1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Zero:
-    """What a launch reads from the `deepspeed_config` section.
+class StrategyChoice:
+    """The strategy of a launch, and what its section of the file sets for the run.
 
     Attributes:
-        strategy: the strategy's name.
+        strategy: the strategy's name; None for the default of one rank or of several.
         options: the section's other keys, as the file has them.
         steps: batches per optimizer step; None if not set.
         norm: the largest norm of the gradients; None if not set.
         precision: the precision in DeepSpeed's own file; None if not set.
     """
 
-    strategy: str
+    strategy: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     norm: float | None = None
     precision: str | None = None
 
 
-def zero_of(settings: Settings) -> Zero:
+def zero_of(settings: Settings) -> StrategyChoice:
     """Reads the section `deepspeed_config`, and DeepSpeed's own file if the section names one.
 
     Raises:
@@ -41,7 +41,7 @@ def zero_of(settings: Settings) -> Zero:
     """
     options = settings.effective("deepspeed_config")
     kinds = {"gradient_accumulation_steps": int, "gradient_clipping": float}
-    given = {name: number(name, options.pop(name, None), kind) for name, kind in kinds.items()}
+    given = {name: _number(name, options.pop(name, None), kind) for name, kind in kinds.items()}
     file = options.get("deepspeed_config_file")
     config = ZeroConfig(None if file is None else os.path.expanduser(file), stage=options.get("zero_stage"))
     if file is not None:
@@ -51,17 +51,17 @@ def zero_of(settings: Settings) -> Zero:
     if stage in STAGES:
         name = f"deepspeed_stage_{options.pop('zero_stage')}"
     lower = [precision for precision in ("bf16", "fp16") if config.given(f"{precision}.enabled") is True]
-    return Zero(
+    return StrategyChoice(
         name,
         options,
         config.given("gradient_accumulation_steps"),
         # DeepSpeed writes 0 for no clipping.
-        config.given("gradient_clipping") or None,
+        _number("gradient_clipping", config.given("gradient_clipping") or None, float),
         lower[0] if lower else None,
     )
 
 
-def number(name: str, value: Any, kind: type) -> Any:
+def _number(name: str, value: Any, kind: type) -> Any:
     """Reads a number; returns None for "auto", by which DeepSpeed's users leave it open."""
     if value is None or str(value).lower() in ("auto", "none"):
         return None
