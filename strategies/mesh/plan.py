@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied
+from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
 from leyden.strategies.mesh.styles import (
     Colwise,
@@ -40,6 +41,8 @@ STYLES: dict[str, tuple[type[Style], dict[str, Any]]] = {
     "gather": (Colwise, {"gathers": True}),
     "replicate_sum": (Replicated, {"differs": True}),
     "heads": (Heads, {}),
+    "rowwise_split_input": (Rowwise, {"takes_whole": True}),
+    "experts": (Experts, {}),
 }
 """A plan's words, each with the class and the arguments of its style."""
 OF_TRANSFORMERS = {
@@ -50,8 +53,19 @@ OF_TRANSFORMERS = {
     "rowwise_rep": "rowwise",
     "sequence_parallel": "sequence",
     "replicated_with_grad_allreduce": "replicate_sum",
+    "moe_tp_experts": "experts",
 }
 """What the plans of `transformers` models call them."""
+UNSUPPORTED = {
+    "mla_kv_a_proj": "for the compressed keys of multi-head latent attention",
+    "packed_rowwise": "for weights that stack their inputs",
+    "local_params": "for parameters that a layer reads without a module of their own",
+    "all_reduce": "for modules that sum by themselves",
+    "moe_identity_expert": "for experts without weights",
+    "grouped_gemm": "for expert parallelism",
+    "ep_dispatch_experts": "for expert parallelism",
+}
+"""Styles of `transformers` that are not part of this version, each with what it is for."""
 
 
 class Plan:
@@ -60,6 +74,7 @@ class Plan:
     Args:
         entries: pattern → style. A pattern is a module's name as `named_modules` gives it, in which * stands for
             any one part: "layers.*.attention.query". A style is a word of `STYLES`, or a ParallelStyle of torch.
+            A parameter of a module of 'experts' is named in the same way, with a word of `SPLITS`.
 
     Raises:
         ConfigurationError: for a word that is no style.
@@ -78,20 +93,25 @@ class Plan:
         if not isinstance(style, str):
             return style
         word = OF_TRANSFORMERS.get(style, style)
-        if word not in STYLES:
+        if word in UNSUPPORTED:
+            raise ConfigurationError(
+                f"the plan has the style {style!r} of transformers, {UNSUPPORTED[word]}, which is not part of this "
+                f"version: give MeshStrategy(plan={{…}}) a plan of {', '.join(STYLES)}; or use FSDP, with tp=1."
+            )
+        if word not in STYLES and word not in SPLITS:
             raise ConfigurationError(f"the plan has the style {style!r}. {nearest(style, STYLES)}")
         return word
 
     def matched(self, root: nn.Module) -> dict[str, str | ParallelStyle]:
-        """The modules that the plan names, each with its style; a later pattern overrides an earlier one.
+        """The modules and parameters that the plan names, each with its style; a later pattern wins.
 
         Raises:
-            ConfigurationError: if a pattern matches no module.
+            ConfigurationError: if a pattern matches neither.
         """
-        names = [name for name, _ in root.named_modules() if name]
+        names, parameters = _names(root)
         found: dict[str, Any] = {}
         for pattern, style in self.entries.items():
-            own = [name for name in names if _matches(name, pattern)]
+            own = _matching(pattern, names) or _matching(pattern, parameters)
             if not own:
                 raise ConfigurationError(
                     f"the plan's {pattern!r} matches no module of {type(root).__name__}. "
@@ -101,9 +121,17 @@ class Plan:
         return found
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+def _names(root: nn.Module) -> tuple[list[str], list[str]]:
+    """The names of the modules and of the parameters in a module."""
+    modules = [name for name, _ in root.named_modules() if name]
+    return modules, [name for name, _ in root.named_parameters(remove_duplicate=False)]
+
+
+def _matching(pattern: str, names: Iterable[str]) -> list[str]:
+    wanted = pattern.split(".")
+    return [
+        name for name in names if len(parts := name.split(".")) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+    ]
 
 
 def _pattern(name: str) -> str:
@@ -113,7 +141,8 @@ def _pattern(name: str) -> str:
 def plan_of(root: nn.Module) -> Plan | None:
     """The plan that a module brings: its `parallel_plan()`, or those of the modules in it; None where there is none.
 
-    A `transformers` model brings one as `tp_plan`.
+    A `transformers` model brings one as `tp_plan`, written for all models of its class: what matches nothing in this
+    one is left out.
     """
     entries: dict[str, Any] = {}
     taken: list[str] = []
@@ -121,11 +150,19 @@ def plan_of(root: nn.Module) -> Plan | None:
         if any(name.startswith(f"{outer}.") or not outer for outer in taken):
             continue
         own: Any = getattr(module, "parallel_plan", None)
-        found = own() if callable(own) else getattr(module, "tp_plan", None)
+        found = own() if callable(own) else _of_transformers(module)
         if isinstance(found, Mapping) and found:
             taken.append(name)
             entries |= {f"{name}.{pattern}" if name else pattern: style for pattern, style in found.items()}
     return Plan(entries) if entries else None
+
+
+def _of_transformers(model: nn.Module) -> dict[str, str]:
+    found: Any = getattr(model, "tp_plan", None)
+    if not isinstance(found, Mapping):
+        return {}
+    modules, parameters = _names(model)
+    return {pattern: style for pattern, style in found.items() if _matching(pattern, (*modules, *parameters))}
 
 
 class TensorParallel:
@@ -151,22 +188,35 @@ class TensorParallel:
         Raises:
             ConfigurationError: if the plan does not fit it; names the layer.
         """
-        modules = dict(root.named_modules())
+        modules, matched = dict(root.named_modules()), self.plan.matched(root)
         self._names |= {module: name for name, module in modules.items()}
-        found = {name: self._style(style) for name, style in self.plan.matched(root).items()}
+        splits: dict[str, dict[str, str]] = {}
+        for name in [name for name in matched if name not in modules]:
+            owner, _, own = name.rpartition(".")
+            splits.setdefault(owner, {})[own] = check_split(name, modules[owner], matched.pop(name), matched.get(owner))
+        found = {name: self._style(name, style, splits.get(name, {})) for name, style in matched.items()}
         self._styles |= {modules[name]: style for name, style in found.items()}
         for name, style in found.items():
             check_layer(name, modules[name], style, self.mesh.size())
+            if isinstance(style, Experts):
+                check_experts(name, modules[name], style, self.mesh.size())
         check_counted(root, self._styles, self.mesh.size())
         check_tied(root, self.placement)
         for name, style in found.items():
             if not any(p is not None for p in modules[name]._parameters.values()):
                 style._apply(modules[name], self.mesh)
 
-    def _style(self, style: str | ParallelStyle) -> ParallelStyle:
+    def _style(self, name: str, style: str | ParallelStyle, splits: dict[str, str]) -> ParallelStyle:
         if not isinstance(style, str):
             return style
+        if style not in STYLES:
+            raise ConfigurationError(
+                f"the plan makes the module {name!r} {style!r}, which is for single parameters of a module of "
+                f"'experts'. {nearest(style, STYLES)}"
+            )
         kind, arguments = STYLES[style]
+        if kind is Experts:
+            arguments = {"splits": splits}
         return kind(entrance=self.entrance, sequence=self.plan.is_sequence, draws=self._draws, **arguments)
 
     def placement(self, module: nn.Module, name: str) -> Placement | None:
@@ -195,6 +245,8 @@ class TensorParallel:
         gradient = grad_placement(style if isinstance(style, Style) else None)
         for name, parameter in left.items():
             module._parameters[name] = placed(parameter, self.mesh, Replicate())
+        if isinstance(style, Experts):
+            self.views.give(module, style.placements(module))
         reads_plain = style is None or isinstance(style, (Replicated, Sequence, Heads))
         if reads_plain and module._parameters:
             self.views.give(module, {name: gradient for name, p in module._parameters.items() if p is not None})

@@ -83,12 +83,23 @@ class Style(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.split(module, device_mesh)
-        module.register_forward_pre_hook(lambda module, inputs: self._input(module, inputs, device_mesh))
+        module.register_forward_pre_hook(
+            lambda module, args, kwargs: self._enter(module, args, kwargs, device_mesh), with_kwargs=True
+        )
         module.register_forward_hook(lambda module, inputs, outputs: self._output(module, outputs, device_mesh))
         return module
 
-    def _input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        return inputs
+    def _enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments that the module's forward takes in place of those it was called with."""
+        if args:
+            return (self._input(module, args[0], mesh), *args[1:]), kwargs
+        first, *_ = kwargs
+        return args, {**kwargs, first: self._input(module, kwargs[first], mesh)}
+
+    def _input(self, module: nn.Module, activation: Any, mesh: DeviceMesh) -> Any:
+        return activation
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         return outputs
@@ -110,8 +121,8 @@ class Colwise(Style):
         dim = 1 if isinstance(module, nn.Embedding) else 0
         return {name: Shard(dim) for name, p in module._parameters.items() if p is not None}
 
-    def _input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        return (self.entrance.enter(inputs[0], mesh), *inputs[1:])
+    def _input(self, module: nn.Module, activation: Any, mesh: DeviceMesh) -> Any:
+        return self.entrance.enter(activation, mesh)
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         if self.gathers:
@@ -124,18 +135,28 @@ class Colwise(Style):
 
 @dataclass
 class Rowwise(Style):
-    """Splits a Linear's inputs, or an Embedding's entries. The ranks' outputs are summed."""
+    """Splits a Linear's inputs, or an Embedding's entries. The ranks' outputs are summed.
+
+    Attributes:
+        takes_whole: every rank has the whole input of a Linear, and takes its part.
+    """
+
+    takes_whole: bool = False
 
     def placements(self, module: nn.Module) -> dict[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(0)}
         return {"weight": Shard(1)} | ({} if module._parameters.get("bias") is None else {"bias": Replicate()})
 
-    def _input(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
-        if isinstance(inputs[0], DTensor):
-            return inputs
-        split = Replicate() if isinstance(module, nn.Embedding) else Shard(inputs[0].ndim - 1)
-        return (DTensor.from_local(inputs[0], mesh, [split], run_check=False), *inputs[1:])
+    def _input(self, module: nn.Module, activation: Any, mesh: DeviceMesh) -> Any:
+        if isinstance(activation, DTensor):
+            return activation
+        if isinstance(module, nn.Embedding):
+            return DTensor.from_local(activation, mesh, [Replicate()], run_check=False)
+        split = Shard(activation.ndim - 1)
+        if self.takes_whole:
+            return self.entrance.enter(activation, mesh).redistribute(placements=[split])
+        return DTensor.from_local(activation, mesh, [split], run_check=False)
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
         after: Placement = Replicate()
