@@ -44,11 +44,17 @@ INTERVALS: list[tuple[dict[str, Any], list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "at"), INTERVALS, ids=[str(arguments) for arguments, _ in INTERVALS])
-@pytest.mark.parametrize("sized", [True, False])
+CASES = [
+    pytest.param(arguments, at, sized, id=f"{arguments} {'sized' if sized else 'unsized'}")
+    for arguments, at in INTERVALS
+    for sized in (True, False)
+    # A fraction of an epoch whose length is unknown is refused.
+    if sized or not isinstance(arguments.get("val_check_interval"), float)
+]
+
+
+@pytest.mark.parametrize(("arguments", "at", "sized"), CASES)
 def test_fit_validates_at_its_intervals(fit: Any, arguments: Any, at: list[int], sized: bool) -> None:
-    if not sized and isinstance(arguments.get("val_check_interval"), float):
-        pytest.skip("a fraction of an epoch whose length is not known is refused")
     module, train = Tiny(), numbered(6)
     trainer = fit(module, train if sized else Unsized(train), numbered(2), **{"max_epochs": 3, **arguments})
     assert module.validated_at == at
