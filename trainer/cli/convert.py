@@ -48,9 +48,9 @@ def command(
 
     FILE is a .ckpt of Lightning, a folder of Accelerate's save_state or of DeepSpeed, or a file with a state dict.
     Weights and hyperparameters are always converted. Optimizers, schedulers and counters are converted if they can be
-    identified: other trainers save them by order and not by name. Continue with fit(ckpt_path=OUT, restore={"weights",
-        "optimizers",
-    "progress"}) or restore="weights"; with an Accelerator, by load_state(OUT). The data starts from the beginning.
+    identified: other trainers save them by order and not by name. Continue with fit(ckpt_path=OUT,
+    restore={"weights", "optimizers", "progress"}) or restore="weights"; with an Accelerator, by load_state(OUT). The
+    data starts from the beginning.
     """
     source = Path(file)
     # "." and ".." have no stem.
