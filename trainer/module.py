@@ -388,20 +388,8 @@ class TrainModule(Hyperparameters, nn.Module):
             if self._trainer is not None and not self._trainer.is_global_zero:
                 return
             sync_dist = False
-        logs.record(
-            name,
-            value,
-            prog_bar,
-            logger,
-            on_step,
-            on_epoch,
-            reduce_fx,
-            enable_graph,
-            add_dataloader_idx,
-            batch_size,
-            sync_dist,
-            sync_dist_group,
-        )
+        options = (prog_bar, logger, on_step, on_epoch, sync_dist, reduce_fx)
+        logs.record(name, value, options, enable_graph, add_dataloader_idx, batch_size, sync_dist_group)
 
     def log_dict(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
         """Records several values with the same arguments as `log`; takes a torchmetrics.MetricCollection too."""

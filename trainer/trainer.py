@@ -194,7 +194,7 @@ class Trainer(TrainerView):
             hooks=hooks,
             module=module,
             loaders=RunLoaders(module, None, self.strategy, arguments, False, {}),
-            logs=Logs(hooks),
+            logs=Logs(hooks, module),
             state=RunState(),
             progress=Progress(),
         )

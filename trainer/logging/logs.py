@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -14,22 +15,24 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.logging.entries import LOADER_SUFFIX, Entry, restored_entries
-from leyden.trainer.logging.values import Nans, Reduction, Value, as_tensor
+from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme
 
 if TYPE_CHECKING:
     from leyden.trainer.logging.epoch_values import EpochValues, Key
 
 
 class Logs:
-    """Everything a run has logged. One object per run; loops tell it of batches and epochs, users call `record`.
+    """Everything a run has logged. There is one per run: loops announce batches and epochs, `TrainModule.log` records.
 
     Args:
-        hooks: tells which hook is running.
+        hooks: know which hook is running.
+        module: by whose names metrics are saved.
         ranks: reduces epoch values over the ranks; None where there is one.
     """
 
-    def __init__(self, hooks: Hooks, ranks: EpochValues | None = None) -> None:
+    def __init__(self, hooks: Hooks, module: nn.Module, ranks: EpochValues | None = None) -> None:
         self.hooks = hooks
+        self._module = module
         self.batch: Any = None
         """The batch that is being worked on; its size weighs means."""
         self.batch_idx = 0
@@ -97,23 +100,17 @@ class Logs:
         self,
         name: str,
         value: Any,
-        prog_bar: bool = False,
-        logger: bool | None = None,
-        on_step: bool | None = None,
-        on_epoch: bool | None = None,
-        reduce_fx: Reduction = "mean",
-        enable_graph: bool = False,
-        add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
-        sync_dist: bool | None = None,
-        sync_dist_group: Any = None,
+        options: tuple[Any, ...],
+        enable_graph: bool,
+        add_dataloader_idx: bool,
+        batch_size: int | None,
+        sync_dist_group: Any,
     ) -> None:
         """Records one value; see `TrainModule.log`."""
         if self._discards:
             return
         if add_dataloader_idx and self.dataloader_idx is not None:
             name = f"{name}{LOADER_SUFFIX}{self.dataloader_idx}"
-        options = (prog_bar, logger, on_step, on_epoch, sync_dist, reduce_fx)
         entry = self._entries.get((self.hooks.current, name))
         if entry is None:
             entry = self._open(name, options, batch_size)
@@ -302,25 +299,48 @@ class Logs:
         self._epoch_values.clear()
 
     # resume -----------------------------------------------------------------------------------------------------------
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Sums of the training epoch, and every value that is shown; metrics by their names in the module."""
-        names = {id(part): name for name, part in module.named_modules()}
+        names = {id(part): name for name, part in self._module.named_modules()}
         entries = [entry for entry in self._entries.values() if entry.group == "train"]
         return {
             "entries": [{**entry.state(), "metric": names.get(id(entry.metric))} for entry in entries],
             "epoch_values": {name: list(value) for name, value in self._epoch_values.items()},
         }
 
-    def check_state(self, state: Any) -> None:
-        """Raises StateError for what `state_dict` cannot have returned; changes nothing."""
+    def check_state_dict(self, state: Any) -> None:
         restored_entries(SavedState(state, "logs"))
 
-    def load_state_dict(self, state: Mapping[str, Any], module: nn.Module) -> None:
-        """Takes back sums and values. A function is known again at the next call of `record`."""
-        parts = dict(module.named_modules())
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores sums and values. A function is known again at the next call of `record`."""
+        parts = dict(self._module.named_modules())
         entries, self._epoch_values = restored_entries(SavedState(state, "logs"))
         self._entries.clear()
         for entry, metric in entries:
             if metric in parts:
                 entry.attach(parts[metric])
             self._entries[entry.event, entry.name] = entry
+
+    def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:
+        """Rank 0 continues with the sums of all ranks; the others begin with sums that add nothing."""
+        if states[0] is None:
+            return None
+        entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for state in states:
+            for entry in state["entries"]:
+                entries.setdefault((entry["event"], entry["name"]), []).append(entry)
+        return {**states[0], "entries": [_merged(found, empty=rank > 0) for found in entries.values()]}
+
+
+def _merged(found: list[dict[str, Any]], empty: bool) -> dict[str, Any]:
+    """Adds the sums that all ranks have for one entry; `empty` gives a neutral sum, for ranks other than 0."""
+    first, reduction = found[0], found[0]["reduce_fx"]
+    totals = [entry["total"] for entry in found if entry["total"] is not None]
+    if reduction in ("max", "min"):
+        # The same value again changes neither.
+        return {**first, "total": reduce(partial(extreme, which=reduction), totals) if totals else None}
+    if empty:
+        return {**first, "total": totals[0] * 0 if totals else None, "weight": 0.0, "values": [], "result": None}
+    values = [value for entry in found for value in entry["values"]]
+    weight = sum(entry["weight"] for entry in found)
+    return {**first, "total": sum(totals[1:], totals[0]) if totals else None, "weight": weight, "values": values}

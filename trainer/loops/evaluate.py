@@ -15,7 +15,7 @@ from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.events.hooks import overrides
-from leyden.trainer.logging.metric_states import load_metric_states, metric_states
+from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.user_step import step_arguments, without_trace
@@ -150,17 +150,17 @@ class EvaluationLoop:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns what a pass changes: the states of its loaders, of the module's metrics and of random numbers."""
-        metrics = metric_states(self._run.module.named_modules())
+        metrics = MetricStates(self._run.module).state_dict()
         return {"loaders": self.loader_states(), "metrics": metrics, "rng": rng_state()}
 
     def undoing(self, before: dict[str, Any]) -> Callable[[], None]:
         """Returns what brings all of that back to now, when `before` was taken: an interrupted pass is run again."""
-        modules = list(self._run.module.named_modules())
+        metrics = MetricStates(self._run.module)
         undo_rng = undoing([cursor.loader for cursor, _ in self.loaders])
 
         def undo() -> None:
             self.load_loader_states(before["loaders"])
-            load_metric_states(modules, before["metrics"])
+            metrics.load_state_dict(before["metrics"])
             undo_rng()
 
         return undo

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from leyden.trainer.data.rng import undoing
-from leyden.trainer.logging.metric_states import load_metric_states, metric_states
+from leyden.trainer.logging.metric_states import MetricStates
 
 
 def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[bool, bool]:
@@ -35,14 +35,14 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
-    modules = list(module.named_modules())
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    metrics, undo = metric_states(modules), undoing()
+    metrics, undo = MetricStates(module), undoing()
+    accumulated = metrics.state_dict()
     try:
         yield
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        load_metric_states(modules, metrics)
+        metrics.load_state_dict(accumulated)
         undo()

@@ -9,7 +9,6 @@ from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import RankStateOwner
 from leyden.trainer.checkpoint.step_states import StepStates
 from leyden.trainer.data.rng import RandomNumbers
-from leyden.trainer.logging.log_states import LogStates
 from leyden.trainer.logging.metric_states import MetricStates
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
     """What each rank has of its own, beside the loop's place in the data. Random numbers are last: others may draw."""
     return {
         "buffers": Buffers(run.module, ranks),
-        "logs": LogStates(run.logs, run.module),
+        "logs": run.logs,
         "metrics": MetricStates(run.module),
         "rng": RandomNumbers(),
     }

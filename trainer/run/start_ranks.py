@@ -69,7 +69,7 @@ def sent_back(run: Run, callbacks: Iterable[Callback], result: Any, last_checkpo
         "weights": run.strategy.full_state_dict(run.module),
         "result": result,
         "progress": run.progress.to_dict(),
-        "logs": run.logs.state_dict(run.module),
+        "logs": run.logs.state_dict(),
         "callbacks": [_plain_attributes(callback) for callback in callbacks],
         "attributes": _plain_attributes(run.module),
         "last_checkpoint": last_checkpoint,

@@ -130,7 +130,7 @@ class Run:
             datamodule=datamodule,
             compiled=compiled,
             loaders=Loaders(module, datamodule, self.strategy, self.arguments, stage == "fit", given),
-            logs=Logs(hooks, over_ranks(self.strategy)),
+            logs=Logs(hooks, module, over_ranks(self.strategy)),
             state=RunState(stage),
             progress=Progress() if starts_anew else self.progress,
         )
@@ -143,7 +143,8 @@ class Run:
             found: what `start_ranks.sent_back` returned on rank 0.
         """
         self.module, self.progress = module, Progress.from_dict(found["progress"])
-        self.logs.load_state_dict(found["logs"], module)
+        self.logs = Logs(self.hooks, module)
+        self.logs.load_state_dict(found["logs"])
         self.should_stop = found["should_stop"]
 
     # who takes part ---------------------------------------------------------------------------------------------------

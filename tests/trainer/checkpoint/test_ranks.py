@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from ranks.world import run_world
+from torch import nn
 
 from leyden.strategies.ddp import DDPStrategy
 from leyden.trainer.checkpoint import writer as writing
@@ -20,11 +21,12 @@ from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.owners import rank_seed
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.format import safefile
 from leyden.trainer.format import shard_table as shards
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.shard_table import spread
-from leyden.trainer.logging.log_states import merged_logs
+from leyden.trainer.logging.logs import Logs
 
 
 def weights() -> dict[str, torch.Tensor]:
@@ -274,10 +276,12 @@ def entry(total: Any, weight: float, reduce_fx: str | None = "mean", values: Any
 
 
 def test_sums_of_logged_values_are_merged() -> None:
+    logs = Logs(Hooks((), None, nn.Module(), nn.Module), nn.Module())
+
     def merged(*entries: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         states = [{"entries": [found], "epoch_values": {}} for found in entries]
-        first, second = (merged_logs(states, empty=empty)["entries"][0] for empty in (False, True))
-        return first, second
+        first, second = (logs.regroup(states, rank, seed=0) or {} for rank in (0, 1))
+        return first["entries"][0], second["entries"][0]
 
     whole, rest = merged(entry(torch.tensor(6.0), 3), entry(torch.tensor(1.0), 2))
     assert (float(whole["total"]), whole["weight"]) == (7.0, 5)

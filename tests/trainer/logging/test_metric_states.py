@@ -7,15 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
-from leyden.trainer.logging.metric_states import (
-    blank_metric_states,
-    load_metric_states,
-    merged_metric_states,
-    metric_states,
-)
+from leyden.trainer.logging.metric_states import MetricStates
 
 
 class Mixed(Metric):
@@ -57,18 +52,23 @@ class Custom(Metric):
         return self.total
 
 
+def states_of(**metrics: Metric) -> MetricStates:
+    return MetricStates(nn.ModuleDict(metrics))
+
+
 def saved(metric: Metric, *batches: list[float]) -> dict[str, Any]:
     for batch in batches:
         metric.update(torch.tensor(batch))
-    return metric_states([("m", metric)])
+    return states_of(m=metric).state_dict()
 
 
 def test_states_of_ranks_merge_into_those_of_one_process() -> None:
     alone = Mixed()
     saved(alone, [1.0, 5.0], [2.0, 6.0], [3.0, 3.0])
-    found = merged_metric_states([("m", Mixed())], [saved(Mixed(), [1.0, 5.0], [3.0, 3.0]), saved(Mixed(), [2.0, 6.0])])
+    ranks = [saved(Mixed(), [1.0, 5.0], [3.0, 3.0]), saved(Mixed(), [2.0, 6.0])]
+    found = states_of(m=Mixed()).regroup(ranks, rank=0, seed=0)
     first = Mixed()
-    load_metric_states([("m", first)], found)
+    states_of(m=first).load_state_dict(found)
     assert torch.equal(first.compute(), alone.compute())
     assert first._update_count == 3
     assert torch.equal(torch.cat(first.seen), torch.cat(alone.seen)), "in the order of global batches"
@@ -77,20 +77,20 @@ def test_states_of_ranks_merge_into_those_of_one_process() -> None:
 
 
 def test_a_rank_without_batches_adds_nothing() -> None:
-    found = merged_metric_states([("m", Mixed())], [saved(Mixed(), [4.0, 6.0]), saved(Mixed())])
+    found = states_of(m=Mixed()).regroup([saved(Mixed(), [4.0, 6.0]), saved(Mixed())], rank=0, seed=0)
     assert float(found["m"]["state"]["mean"]) == 5.0 and found["m"]["update_count"] == 1
 
 
 def test_the_other_ranks_continue_with_the_defaults() -> None:
-    found = blank_metric_states([("m", Mixed()), ("unsaved", Mixed())], ["m"])
+    found = states_of(m=Mixed(), unsaved=Mixed()).regroup([saved(Mixed(), [2.0])], rank=1, seed=0)
     assert list(found) == ["m"] and found["m"]["update_count"] == 0
     assert found["m"]["state"]["largest"] == float("-inf") and found["m"]["state"]["seen"] == []
 
 
 def test_a_state_that_cannot_be_merged_starts_anew_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="'m' has a state 'total' that cannot be merged over ranks"):
-        found = merged_metric_states([("m", Custom())], [saved(Custom(), [2.0]), saved(Custom(), [3.0])])
+        found = states_of(m=Custom()).regroup([saved(Custom(), [2.0]), saved(Custom(), [3.0])], rank=0, seed=0)
     assert float(found["m"]["state"]["total"]) == 0.0 and found["m"]["update_count"] == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        merged_metric_states([("m", Mixed())], [saved(Mixed(), [2.0]), saved(Mixed(), [3.0])])
+        states_of(m=Mixed()).regroup([saved(Mixed(), [2.0]), saved(Mixed(), [3.0])], rank=0, seed=0)
