@@ -115,13 +115,29 @@ class Logger(Callback, ABC):
         return number
 
 
-class FolderLogger(Logger):
+class SavingLogger(Logger):
+    """Base class of loggers that write to a folder.
+
+    Args:
+        save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
+        prefix: put in front of the names of metrics, followed by "-".
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str] | None, prefix: str) -> None:
+        self._save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        self._prefix = prefix
+
+    @property
+    def save_dir(self) -> str:
+        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
+
+
+class FolderLogger(SavingLogger):
     """Base class of loggers that write to a run folder `<save_dir>/<name>/version_N`.
 
     N is the first free number, claimed when the folder is first needed: two processes that start together get two
-        folders,
-    and a resumed run continues in its own. Loggers of one Trainer with the same `save_dir` and `name` share a folder. A
-    small `run.json` in it identifies the run, so that a resume never touches the folder of another run.
+    folders, and a resumed run continues in its own. Loggers of one Trainer with the same `save_dir` and `name` share a
+    folder. A small `run.json` in it identifies the run, so that a resume never touches the folder of another run.
 
     Args:
         save_dir: None for the Trainer's `default_root_dir`, or the working directory without a Trainer.
@@ -137,10 +153,9 @@ class FolderLogger(Logger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
+        super().__init__(save_dir, prefix)
         self._name = name or ""
         self._given_version = version
-        self._prefix = prefix
         self._version: int | str | None = None
         self._run: str | None = None
         self._claimed: Path | None = None
@@ -150,10 +165,6 @@ class FolderLogger(Logger):
     @property
     def name(self) -> str:
         return self._name
-
-    @property
-    def save_dir(self) -> str:
-        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
 
     @property
     def root_dir(self) -> str:
@@ -178,9 +189,9 @@ class FolderLogger(Logger):
 
     @property
     def state_key(self) -> str:
-        given = {"save_dir": self._save_dir, "version": self._given_version}
-        told = {"name": self._name} | {key: value for key, value in given.items() if value is not None}
-        return f"{type(self).__qualname__}({', '.join(f'{key}={value!r}' for key, value in told.items())})"
+        parts = {"name": self._name, "save_dir": self._save_dir, "version": self._given_version}
+        given = (f"{key}={value!r}" for key, value in parts.items() if value is not None)
+        return f"{type(self).__qualname__}({', '.join(given)})"
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         super().setup(trainer, module, stage)

@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from leyden.callbacks.logger import Logger
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.silent import Silent
+from leyden.callbacks.service_logger import ServiceLogger
 from leyden.strategies.errors import MissingExtraError
-from leyden.strategies.saved_state import SavedState
 
 MOST = 100
 """The number of parameters that MLflow accepts in one call."""
 
 
-class MLFlowLogger(Logger):
+class MLFlowLogger(ServiceLogger):
     """Logs to a run of MLflow, which a resume continues. mlflow is imported, and the run started, at the first write.
+
+    `experiment` is the MlflowClient, `version` the run's id.
 
     Args:
         experiment_name: the experiment, which is created if it does not exist.
@@ -36,6 +36,8 @@ class MLFlowLogger(Logger):
         >>> # Trainer(logger=logger)
     """
 
+    id_name = "run_id"
+
     def __init__(
         self,
         experiment_name: str = "leyden",
@@ -46,14 +48,11 @@ class MLFlowLogger(Logger):
         run_id: str | None = None,
         prefix: str = "",
     ) -> None:
+        super().__init__(save_dir, prefix, run_id)
         self._experiment_name = experiment_name
         self._run_name = run_name
         self._tracking_uri = tracking_uri
-        self._save_dir = None if save_dir is None else os.path.expanduser(os.fspath(save_dir))
         self._tags = dict(tags or {})
-        self._run_id = run_id
-        self._prefix = prefix
-        self._client: Any = None
 
     @property
     def name(self) -> str:
@@ -61,26 +60,8 @@ class MLFlowLogger(Logger):
         return self._experiment_name
 
     @property
-    def version(self) -> str | None:
-        """The run's id; None before it has started."""
-        return self._run_id
-
-    @property
-    def save_dir(self) -> str:
-        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
-
-    @property
     def state_key(self) -> str:
         return f"{type(self).__qualname__}(experiment_name={self._experiment_name!r}, run_name={self._run_name!r})"
-
-    @property
-    def experiment(self) -> Any:
-        """The MlflowClient; `version` is the run's id. On ranks that do not write, a stand-in that does nothing."""
-        if not self.is_writer:
-            return Silent()
-        if self._client is None:
-            self._client = self._begin()
-        return self._client
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self.is_writer:
@@ -90,7 +71,7 @@ class MLFlowLogger(Logger):
         from mlflow.entities import Metric
 
         rows = [Metric(name, value, now, number) for name, value in plain_numbers(metrics, self._prefix).items()]
-        client.log_batch(self._run_id, metrics=rows)
+        client.log_batch(self._id, metrics=rows)
 
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace | None, metrics: Mapping[str, float] | None = None
@@ -104,26 +85,13 @@ class MLFlowLogger(Logger):
 
         for start in range(0, len(flat), MOST):
             rows = [Param(name, str(value)) for name, value in flat[start : start + MOST]]
-            client.log_batch(self._run_id, params=rows)
+            client.log_batch(self._id, params=rows)
 
     def finalize(self, status: str) -> None:
         """Records how the run ended; logging again reopens it."""
-        if self._client is not None:
+        if self._experiment is not None:
             words = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-            self._client.set_terminated(self._run_id, words[status])
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self._run_id is None else {"run_id": self._run_id, "last_step": self._last_step}
-
-    def check_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            saved = SavedState(state)
-            saved.text("run_id")
-            saved.integer("last_step", least=-1)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state and self._client is None:
-            self._run_id, self._last_step = state["run_id"], int(state["last_step"])
+            self._experiment.set_terminated(self._id, words[status])
 
     def _begin(self) -> Any:
         try:
@@ -134,10 +102,10 @@ class MLFlowLogger(Logger):
         # MLflow no longer accepts a folder of files.
         own = f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}"
         client = MlflowClient(self._tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own)
-        if self._run_id is None:
+        if self._id is None:
             found = client.get_experiment_by_name(self._experiment_name)
             number = client.create_experiment(self._experiment_name) if found is None else found.experiment_id
-            self._run_id = client.create_run(number, tags=self._tags, run_name=self._run_name).info.run_id
+            self._id = client.create_run(number, tags=self._tags, run_name=self._run_name).info.run_id
         else:
-            client.update_run(self._run_id, "RUNNING")
+            client.update_run(self._id, "RUNNING")
         return client

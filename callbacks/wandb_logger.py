@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from leyden.callbacks.logger import Logger
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
-from leyden.callbacks.silent import Silent
+from leyden.callbacks.service_logger import ServiceLogger
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
-from leyden.strategies.saved_state import SavedState
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 GLOBAL_STEP = "trainer/global_step"
 
 
-class WandbLogger(Logger):
+class WandbLogger(ServiceLogger):
     """Logs to a run of Weights & Biases. wandb is imported, and the run started, at the first write.
 
     Offline it needs no account: the run is in `<save_dir>/wandb`, and `wandb sync` uploads it later. A resumed run
@@ -54,6 +52,8 @@ class WandbLogger(Logger):
         >>> # Trainer(logger=logger)
     """
 
+    id_name = "id"
+
     def __init__(
         self,
         name: str | None = None,
@@ -79,16 +79,12 @@ class WandbLogger(Logger):
             raise ConfigurationError(f"WandbLogger(offline=True, mode={mode!r}) contradicts itself: give one of them.")
         if version is not None and id is not None and version != id:
             raise ConfigurationError("WandbLogger's version and id both name the run: give one of them.")
-        folder = save_dir if save_dir is not None else dir
-        self._save_dir = None if folder is None else os.path.expanduser(os.fspath(folder))
+        self._given_id = id if id is not None else version
+        super().__init__(save_dir if save_dir is not None else dir, prefix, self._given_id, experiment)
         self._name = name
         self._project = project
-        self._given_id = id if id is not None else version
-        self._id = self._given_id
         self._mode = "offline" if offline else mode
-        self._prefix = prefix
         self._kwargs = kwargs
-        self._run = experiment
         self._is_own = experiment is None
         self._is_defined = False
 
@@ -100,16 +96,12 @@ class WandbLogger(Logger):
     @property
     def version(self) -> str | None:
         """The run's id; None before the run has started."""
-        return self._id if self._run is None else str(self._run.id)
-
-    @property
-    def save_dir(self) -> str:
-        return self._save_dir if self._save_dir is not None else (self._default_root_dir or os.getcwd())
+        return self._id if self._experiment is None else str(self._experiment.id)
 
     @property
     def log_dir(self) -> str | None:
         """W&B's folder of this run; None before the run has started."""
-        return None if self._run is None else os.path.dirname(str(self._run.dir))
+        return None if self._experiment is None else os.path.dirname(str(self._experiment.dir))
 
     @property
     def state_key(self) -> str:
@@ -118,15 +110,12 @@ class WandbLogger(Logger):
     @property
     def experiment(self) -> Run:
         """The W&B run; on ranks that do not write, a stand-in that does nothing."""
-        if not self.is_writer:
-            return Silent()  # type: ignore[return-value]
-        if self._run is None:
-            self._run = self._begin()
-        if not self._is_defined:
+        run: Run = super().experiment
+        if self.is_writer and not self._is_defined:
             self._is_defined = True
-            self._run.define_metric(GLOBAL_STEP)
-            self._run.define_metric("*", step_metric=GLOBAL_STEP, step_sync=True)
-        return self._run
+            run.define_metric(GLOBAL_STEP)
+            run.define_metric("*", step_metric=GLOBAL_STEP, step_sync=True)
+        return run
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self.is_writer:
@@ -203,28 +192,18 @@ class WandbLogger(Logger):
 
     def finish(self, exit_code: int = 0) -> None:
         """Ends the run, and waits until wandb has all of it. Logging again continues the same run."""
-        if self._run is not None and self.is_writer:
-            self._id = str(self._run.id)
-            self._run.finish(exit_code=exit_code)
-            self._run, self._is_own, self._is_defined = None, True, False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {} if self.version is None else {"id": self.version, "last_step": self._last_step}
-
-    def check_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            saved = SavedState(state)
-            saved.text("id")
-            saved.integer("last_step", least=-1)
+        if self._experiment is not None and self.is_writer:
+            self._id = str(self._experiment.id)
+            self._experiment.finish(exit_code=exit_code)
+            self._experiment, self._is_own, self._is_defined = None, True, False
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not state or self._run is not None or self._given_id not in (None, state["id"]):
-            return
-        self._id, self._last_step = str(state["id"]), int(state["last_step"])
+        if state and self._given_id in (None, state["id"]):
+            super().load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         # A run holds threads and files: a copy continues it by its id.
-        return {**vars(self), "_run": None, "_id": self.version, "_is_defined": False}
+        return {**vars(self), "_experiment": None, "_id": self.version, "_is_defined": False}
 
     def _log_media(self, key: str, value: Any, step: int | None) -> None:
         name = f"{self._prefix}-{key}" if self._prefix else key
