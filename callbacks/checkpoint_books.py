@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,24 +50,20 @@ def read_books(state: Mapping[str, Any], here: str | None) -> Books:
     saved = SavedState(state)
     before = None if saved.is_none("dirpath") else saved.text("dirpath")
     folder = _Folder(here, before)
-    last = folder.path(saved, "last_model_path", saved.text("last_model_path", ""))
     scores = saved.nested("best_k_models", {})
     books = Books(
         best_model_path=folder.best(saved),
         best_model_score=_score(saved, "best_model_score"),
         current_score=_score(saved, "current_score"),
-        last_model_path=last,
+        last_model_path=folder.path(saved, "last_model_path", saved.text("last_model_path", "")),
         ranked={
             folder.path(saved, "best_k_models", name): scores.number(name, least=-math.inf) for name in scores.entries
         },
-        recent=folder.paths(saved, "recent", saved.items("recent", ())),
-        doomed=dict(
-            zip(
-                folder.paths(saved, "doomed", saved.nested("doomed", {}).entries),
-                [_identity(name, who) for name, who in saved.nested("doomed", {}).entries.items()],
-                strict=True,
-            )
-        ),
+        recent=tuple(folder.path(saved, "recent", name) for name in saved.items("recent", ())),
+        doomed={
+            folder.path(saved, "doomed", name): _identity(name, who)
+            for name, who in saved.nested("doomed", {}).entries.items()
+        },
         saved_step=saved.integer("saved_step", -1, least=-1),
         saved_batch=saved.integer("saved_batch", -1, least=-1),
         seconds_since_save=None if saved.is_none("seconds_since_save") else saved.number("seconds_since_save", least=0),
@@ -89,9 +85,6 @@ class _Folder:
     def __init__(self, here: str | None, before: str | None) -> None:
         self._here = here
         self._before = before
-
-    def paths(self, saved: SavedState, key: str, names: Iterable[Any]) -> tuple[str, ...]:
-        return tuple(self.path(saved, key, name) for name in names)
 
     def path(self, saved: SavedState, key: str, name: Any) -> str:
         """Returns the path of a name; older checkpoints have absolute ones, which must be in the folder."""

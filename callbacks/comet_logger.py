@@ -9,7 +9,7 @@ from typing import Any
 
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.service_logger import ServiceLogger
-from leyden.strategies.errors import MissingExtraError
+from leyden.strategies.errors import needs
 
 
 class CometLogger(ServiceLogger):
@@ -81,10 +81,8 @@ class CometLogger(ServiceLogger):
             self._experiment = None
 
     def _begin(self) -> Any:
-        try:
+        with needs("comet_ml", "comet_ml", "CometLogger"):
             import comet_ml
-        except ImportError as error:
-            raise MissingExtraError("comet_ml", "comet_ml", "CometLogger") from error
         os.makedirs(self.save_dir, exist_ok=True)
         online = (
             bool(comet_ml.config.get_api_key(None, comet_ml.get_config())) if self._online is None else self._online

@@ -11,7 +11,7 @@ from typing import Any
 
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.service_logger import ServiceLogger
-from leyden.strategies.errors import MissingExtraError
+from leyden.strategies.errors import needs
 
 MOST = 100
 """The number of parameters that MLflow accepts in one call."""
@@ -94,10 +94,8 @@ class MLFlowLogger(ServiceLogger):
             self._experiment.set_terminated(self._id, words[status])
 
     def _begin(self) -> Any:
-        try:
+        with needs("mlflow", "mlflow", "MLFlowLogger"):
             from mlflow import MlflowClient
-        except ImportError as error:
-            raise MissingExtraError("mlflow", "mlflow", "MLFlowLogger") from error
         os.makedirs(self.save_dir, exist_ok=True)
         # MLflow no longer accepts a folder of files.
         own = f"sqlite:///{Path(self.save_dir, 'mlflow.db').resolve()}"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers as abstract_numbers
-from argparse import Namespace
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, kind_of
+from leyden.trainer.hparams import mapping_of
 
 
 def plain_numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -54,14 +53,9 @@ def as_dict(params: Any) -> dict[str, Any]:
     Raises:
         ConfigurationError: for any other type.
     """
-    if params is None:
-        return {}
-    if isinstance(params, Mapping):
-        return {str(key): value for key, value in params.items()}
-    if isinstance(params, Namespace):
-        return dict(vars(params))
-    if dataclasses.is_dataclass(params) and not isinstance(params, type):
-        return {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    found = {} if params is None else mapping_of(params)
+    if found is not None:
+        return found
     raise ConfigurationError(
         f"hyperparameters are a dict, an argparse.Namespace or a dataclass, not {kind_of(params)}: "
         "log_hyperparams({'name': value})."
@@ -78,7 +72,7 @@ def flatten_hparams(params: Any) -> dict[str, bool | int | float | str]:
     """
     flat: dict[str, bool | int | float | str] = {}
     for key, value in as_dict(params).items():
-        if isinstance(value, Mapping | Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        if mapping_of(value) is not None:
             flat.update({f"{key}/{inner}": leaf for inner, leaf in flatten_hparams(value).items()})
         else:
             leaf = json_value(value)
@@ -102,8 +96,8 @@ def json_value(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping | Namespace) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
-        return {key: json_value(item) for key, item in as_dict(value).items()}
+    if (entries := mapping_of(value)) is not None:
+        return {key: json_value(item) for key, item in entries.items()}
     if isinstance(value, list | tuple):
         return [json_value(item) for item in value]
     if isinstance(value, set | frozenset):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from leyden.callbacks import above_bars
 from leyden.callbacks.base import Callback
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -330,10 +330,8 @@ def is_interactive() -> bool:
 
 def new_bar(position: int, leave: bool) -> Any:
     """Makes a tqdm bar that is drawn only on request."""
-    try:
+    with needs("tqdm", None, "TQDMProgressBar"):
         from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise MissingExtraError("tqdm", None, "TQDMProgressBar") from error
     return tqdm(total=None, position=position, leave=leave, dynamic_ncols=True, mininterval=0, miniters=0, delay=1e-9)
 
 

@@ -20,7 +20,7 @@ from leyden.callbacks.logger import FolderLogger
 from leyden.callbacks.model_summary import undisturbed
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.silent import Silent
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, StateError
+from leyden.strategies.errors import ConfigurationError, StateError, needs
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.format import staging
 
@@ -93,10 +93,8 @@ class TensorBoardLogger(FolderLogger):
         if not self.is_writer:
             return Silent()  # type: ignore[return-value]
         if self._writer is None:
-            try:
+            with needs("tensorboard", None, "TensorBoardLogger"):
                 from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise MissingExtraError("tensorboard", None, "TensorBoardLogger") from error
             folder = self._needed_folder()
             _wait_out_the_second(folder)
             kwargs = self._kwargs | {"filename_suffix": self._suffix}
@@ -125,11 +123,11 @@ class TensorBoardLogger(FolderLogger):
         from torch.utils.tensorboard.summary import hparams
 
         flat, values = flatten_hparams(self.hparams), plain_numbers(metrics, self._prefix)
-        told = hashlib.sha256(repr((sorted(flat.items()), sorted(values.items()))).encode()).hexdigest()[:16]
-        if told in self._hparams_logged:
+        digest = hashlib.sha256(repr((sorted(flat.items()), sorted(values.items()))).encode()).hexdigest()[:16]
+        if digest in self._hparams_logged:
             # The event files of a resumed run have them already.
             return
-        self._hparams_logged.append(told)
+        self._hparams_logged.append(digest)
         self.log_metrics(metrics, max(self._last_step, 0))
         file_writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
         named = dict.fromkeys(values, 0)
@@ -204,7 +202,7 @@ class TensorBoardLogger(FolderLogger):
         sizes = saved.nested("event_files")
         for name in sizes.entries:
             sizes.integer(name, least=0)
-        if not all(isinstance(told, str) for told in saved.items("hparams", ())):
+        if not all(isinstance(digest, str) for digest in saved.items("hparams", ())):
             raise StateError("hparams", "must be a list of strings")
 
     def _resume(self, state: dict[str, Any]) -> None:
@@ -227,8 +225,7 @@ def _cut(path: Path, size: int) -> None:
     """Cuts an event file to a size, and keeps the original beside it.
 
     The head is written to a new file first, and one rename puts it in place: a kill at any moment leaves a file that
-        the
-    next resume can cut again.
+    the next resume can cut again.
     """
     aside = path.with_name(f"replaced.{time.time_ns()}.{path.name.removeprefix('events.out.tfevents.')}")
     if not size:

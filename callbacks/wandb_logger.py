@@ -12,7 +12,7 @@ from torch import nn
 
 from leyden.callbacks.plain import flatten_hparams, plain_numbers
 from leyden.callbacks.service_logger import ServiceLogger
-from leyden.strategies.errors import ConfigurationError, MissingExtraError
+from leyden.strategies.errors import ConfigurationError, needs
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -210,10 +210,8 @@ class WandbLogger(ServiceLogger):
         self.experiment.log({name: value, GLOBAL_STEP: max(self._last_step, 0) if step is None else step})
 
     def _begin(self) -> Run:
-        try:
+        with needs("wandb", None, "WandbLogger"):
             import wandb
-        except ImportError as error:
-            raise MissingExtraError("wandb", None, "WandbLogger") from error
         if wandb.run is not None and self._id in (None, wandb.run.id):
             if self._id is None:
                 warnings.warn(

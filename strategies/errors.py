@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class LeydenError(RuntimeError):
@@ -60,6 +61,15 @@ class MissingExtraError(LeydenError, ImportError):
     def __init__(self, package: str, extra: str | None, purpose: str) -> None:
         install = f"'leyden[{extra}]'" if extra else package
         super().__init__(f"{purpose} needs the package '{package}': pip install {install}")
+
+
+@contextmanager
+def needs(package: str, extra: str | None, purpose: str) -> Iterator[None]:
+    """Turns a failed import in the block into a MissingExtraError, whose arguments these are."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(package, extra, purpose) from error
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -228,7 +228,7 @@ class GroupRanks(Ranks):
     def end_run(self) -> None:
         # Objects such as DDP's reducer hold on to the group; they must be gone before it is.
         gc.collect()
-        if _first_failure is not None and not _first_failure.told:
+        if _first_failure is not None and not _first_failure.reported:
             _first_failure.end_run()
 
     # collectives ------------------------------------------------------------------------------------------------------
@@ -341,6 +341,11 @@ class ProcessGroupStrategy(Strategy):
         super().setup_environment()
         remember(self)
 
+    def synchronize_buffers(self) -> None:
+        for module in self.modules:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
 
 class Travelling:
     """A GPU tensor in an object that is pickled for other ranks: it arrives on each rank's own GPU.
@@ -434,7 +439,7 @@ def _leave() -> None:
     """
     global _first_failure, _host
     watch, _first_failure, _host = _first_failure, None, None
-    failed = watch is not None and (watch.told or watch.follows)
+    failed = watch is not None and (watch.reported or watch.follows)
     if watch is not None:
         watch.close()
     if not dist.is_initialized() or (failed and "nccl" in dist.get_backend()):

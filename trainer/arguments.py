@@ -15,6 +15,12 @@ from leyden.trainer.launched import filled_by_launch
 
 NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
 """The one argument with a default other than None for which None is a value of its own."""
+AT_LEAST = {
+    -1: ("max_epochs", "max_steps", "num_sanity_val_steps"),
+    0: ("min_epochs", "min_steps", "log_every_n_steps", "reload_dataloaders_every_n_epochs"),
+    1: ("check_val_every_n_epoch", "accumulate_grad_batches", "num_nodes", "global_batch_size"),
+}
+"""The arguments that are whole numbers, by the least that each may be."""
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
@@ -132,31 +138,16 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
 
 
 def _check(arguments: Arguments) -> None:
-    for name in ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "max_steps"):
-        least = -1 if name.startswith("max") else 1 if name.startswith("check") else 0
-        if getattr(arguments, name) is not None or name == "max_steps":
-            _whole(name, getattr(arguments, name), least)
-    for name, least in (
-        *(("num_sanity_val_steps", -1), ("log_every_n_steps", 0), ("accumulate_grad_batches", 1), ("num_nodes", 1)),
-        ("reload_dataloaders_every_n_epochs", 0),
-    ):
-        _whole(name, getattr(arguments, name), least)
+    for least, names in AT_LEAST.items():
+        for name in names:
+            if getattr(arguments, name) is not None:
+                _whole(name, getattr(arguments, name), least)
     for name in LIMITS:
         _amount(name, getattr(arguments, name))
-    for name in (
-        *(
-            "enable_checkpointing",
-            "enable_progress_bar",
-            "enable_model_summary",
-            "inference_mode",
-            "use_distributed_sampler",
-        ),
-        *("detect_anomaly", "barebones", "sync_batchnorm", "even_batches", "sample_rng", "allow_replay"),
-    ):
-        if not isinstance(getattr(arguments, name), bool):
-            raise ConfigurationError(f"{name}={getattr(arguments, name)!r}: use True or False.")
-    if arguments.global_batch_size is not None:
-        _whole("global_batch_size", arguments.global_batch_size, 1)
+    for field in dataclasses.fields(arguments):
+        value = getattr(arguments, field.name)
+        if field.type == "bool" and not isinstance(value, bool):
+            raise ConfigurationError(f"{field.name}={value!r}: use True or False.")
     if not isinstance(arguments.fast_dev_run, bool):
         _whole("fast_dev_run", arguments.fast_dev_run, 0)
     _check_validation(arguments)

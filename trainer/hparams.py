@@ -97,7 +97,12 @@ class Hyperparameters:
         calls = _calls_of_init(self, frame if frame is not None else current.f_back if current is not None else None)
         kept = self.__dict__.setdefault("_hparams_kept", Kept())
         if len(args) == 1 and not isinstance(args[0], str):
-            values = _as_mapping(args[0])
+            found_in = mapping_of(args[0])
+            if found_in is None:
+                raise ConfigurationError(
+                    f"save_hyperparameters takes names, a dict, a Namespace or a dataclass, not {kind_of(args[0])}."
+                )
+            values = found_in
             names: tuple[Any, ...] = ()
             kept.argument = _argument_that_is(args[0], calls)
         else:
@@ -264,16 +269,13 @@ def _equal(one: Any, other: Any) -> bool:
         return False
 
 
-def _as_mapping(values: Any) -> dict[str, Any]:
+def mapping_of(values: Any) -> dict[str, Any] | None:
+    """Returns the entries of a mapping, a Namespace or a dataclass, by name; None for anything else."""
     if isinstance(values, argparse.Namespace):
         return dict(vars(values))
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         return {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
-    if isinstance(values, Mapping):
-        return {str(name): value for name, value in values.items()}
-    raise ConfigurationError(
-        f"save_hyperparameters takes names, a dict, a Namespace or a dataclass, not {kind_of(values)}."
-    )
+    return {str(name): value for name, value in values.items()} if isinstance(values, Mapping) else None
 
 
 def _argument_that_is(values: Any, calls: list[inspect.ArgInfo]) -> tuple[str, str] | None:

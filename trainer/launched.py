@@ -14,29 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SOURCE = "LEYDEN_LAUNCHED_FROM"
-ACCELERATOR = "LEYDEN_ACCELERATOR"
-STRATEGY = "LEYDEN_STRATEGY"
-OPTIONS = "LEYDEN_STRATEGY_OPTIONS"
+"""Where the settings come from: the path of a file, or "flags". The other variables count only beside it."""
 PRECISION = "LEYDEN_PRECISION"
-ACCUMULATION = "LEYDEN_ACCUMULATE_GRAD_BATCHES"
-CLIPPING = "LEYDEN_GRADIENT_CLIP_VAL"
-COMPILE = "LEYDEN_COMPILE"
-FP8 = "LEYDEN_FP8"
 DEBUG = "LEYDEN_DEBUG"
-
-VARIABLES = {
-    SOURCE: "where the settings come from: the path of a file, or 'flags'; the others count only beside it",
-    ACCELERATOR: "cpu, cuda or xla",
-    STRATEGY: "the name of a strategy",
-    OPTIONS: "its options as JSON, by the keys of the configuration file",
-    PRECISION: "the precision's name",
-    ACCUMULATION: "batches of one optimizer step",
-    CLIPPING: "the largest norm of the gradients",
-    COMPILE: "arguments of torch.compile as JSON",
-    FP8: "the recipe of fp8 as JSON, by the keys of the configuration file",
-    DEBUG: "1: compare what ranks put into collectives",
+TEXTS = {"accelerator": "LEYDEN_ACCELERATOR", "strategy": "LEYDEN_STRATEGY", "precision": PRECISION}
+"""Setting → variable. It holds the text itself."""
+VALUES = {
+    "options": "LEYDEN_STRATEGY_OPTIONS",
+    "accumulate_grad_batches": "LEYDEN_ACCUMULATE_GRAD_BATCHES",
+    "gradient_clip_val": "LEYDEN_GRADIENT_CLIP_VAL",
+    "compile": "LEYDEN_COMPILE",
+    "fp8": "LEYDEN_FP8",
 }
-"""Every variable that `leyden launch` sets, and what it holds."""
+"""Setting → variable. It holds the value as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +85,11 @@ class LaunchSettings:
             >>> LaunchSettings("flags", precision="bf16-mixed").variables()
             {'LEYDEN_LAUNCHED_FROM': 'flags', 'LEYDEN_PRECISION': 'bf16-mixed'}
         """
-        values: dict[str, Any] = {
-            SOURCE: self.source,
-            ACCELERATOR: self.accelerator,
-            STRATEGY: self.strategy,
-            OPTIONS: json.dumps(dict(self.options)) if self.options else None,
-            PRECISION: self.precision,
-            ACCUMULATION: self.accumulate_grad_batches,
-            CLIPPING: self.gradient_clip_val,
-            COMPILE: json.dumps(dict(self.compile)) if self.compile else None,
-            FP8: json.dumps(dict(self.fp8)) if self.fp8 else None,
-            DEBUG: "1" if self.debug else None,
-        }
-        return {name: str(value) for name, value in values.items() if value is not None}
+        texts = {variable: getattr(self, name) for name, variable in TEXTS.items()}
+        values = {variable: getattr(self, name) for name, variable in VALUES.items()}
+        found = {SOURCE: self.source, **{name: text for name, text in texts.items() if text is not None}}
+        found |= {name: json.dumps(value) for name, value in values.items() if value is not None and value != {}}
+        return {**found, DEBUG: "1"} if self.debug else found
 
 
 def read_launched(environ: Mapping[str, str] | None = None) -> LaunchSettings | None:
@@ -115,19 +97,9 @@ def read_launched(environ: Mapping[str, str] | None = None) -> LaunchSettings | 
     environ = os.environ if environ is None else environ
     if SOURCE not in environ:
         return None
-    batches, norm = environ.get(ACCUMULATION), environ.get(CLIPPING)
-    return LaunchSettings(
-        environ[SOURCE],
-        accelerator=environ.get(ACCELERATOR),
-        strategy=environ.get(STRATEGY),
-        options=json.loads(environ.get(OPTIONS, "{}")),
-        precision=environ.get(PRECISION),
-        accumulate_grad_batches=None if batches is None else int(batches),
-        gradient_clip_val=None if norm is None else float(norm),
-        compile=json.loads(environ.get(COMPILE, "{}")),
-        fp8=json.loads(environ.get(FP8, "{}")),
-        debug=environ.get(DEBUG) == "1",
-    )
+    found: dict[str, Any] = {name: environ[variable] for name, variable in TEXTS.items() if variable in environ}
+    found |= {name: json.loads(environ[variable]) for name, variable in VALUES.items() if variable in environ}
+    return LaunchSettings(environ[SOURCE], **found, debug=environ.get(DEBUG) == "1")
 
 
 def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> dict[str, Any]:

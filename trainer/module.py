@@ -494,14 +494,12 @@ class TrainModule(Hyperparameters, nn.Module):
     # weights ----------------------------------------------------------------------------------------------------------
     def freeze(self) -> None:
         """Stops gradients of all parameters and goes to eval mode."""
-        for parameter in self.parameters():
-            parameter.requires_grad = False
+        self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
         """Undoes `freeze`."""
-        for parameter in self.parameters():
-            parameter.requires_grad = True
+        self.requires_grad_(True)
         self.train()
 
     @torch.no_grad()

@@ -15,42 +15,25 @@ from leyden.strategies.settings import RunSettings
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+SECTIONS = {
+    "zero_optimization": """
+        stage overlap_comm contiguous_gradients allgather_partitions reduce_scatter round_robin_gradients
+        allgather_bucket_size reduce_bucket_size sub_group_size ignore_unused_parameters
+        stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters
+        stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save""",
+    "fp16": "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    "activation_checkpointing": """
+        partition_activations cpu_checkpointing contiguous_memory_optimization synchronize_checkpoint_boundary""",
+    "aio": "block_size queue_depth single_submit overlap_events thread_count",
+}
 ARGUMENTS = {
-    "stage": "zero_optimization.stage",
-    **{
-        name: f"zero_optimization.{name}"
-        for name in (
-            *(
-                "overlap_comm",
-                "contiguous_gradients",
-                "allgather_partitions",
-                "reduce_scatter",
-                "round_robin_gradients",
-            ),
-            *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "ignore_unused_parameters"),
-            *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_max_live_parameters"),
-            *("stage3_max_reuse_distance", "stage3_gather_16bit_weights_on_model_save"),
-        )
-    },
+    **{name: f"{section}.{name}" for section, names in SECTIONS.items() for name in names.split()},
     **{name: name for name in ("zero_allow_untested_optimizer", "communication_data_type", "steps_per_print")},
-    **{
-        name: f"fp16.{name}"
-        for name in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-    },
-    **{
-        name: f"activation_checkpointing.{name}"
-        for name in (
-            *("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization"),
-            "synchronize_checkpoint_boundary",
-        )
-    },
-    **{
-        name: f"aio.{name}" for name in ("block_size", "queue_depth", "single_submit", "overlap_events", "thread_count")
-    },
 }
 """Plain arguments, and the places in DeepSpeed's config that they stand for."""
 
-OFFLOADS = {"offload_optimizer": "offload_optimizer", "offload_parameters": "offload_param"}
+OFFLOADS = {"offload_optimizer": "optimizer", "offload_parameters": "param"}
+"""Arguments, and what DeepSpeed's config calls the part that they offload."""
 DEFAULTS = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
 """Set where the config says nothing: DeepSpeed would refuse most optimizers of one's own."""
 
@@ -193,21 +176,21 @@ class ZeroConfig:
         if section.get("device") not in ("cpu", "nvme", "none"):
             raise ConfigurationError(f"{name}={wanted!r}: use 'cpu', 'nvme', or a mapping with a 'device' of these.")
         for key, value in section.items():
-            self._put(f"zero_optimization.{OFFLOADS[name]}.{key}", value, f"{name}.{key}")
+            self._put(f"zero_optimization.offload_{OFFLOADS[name]}.{key}", value, f"{name}.{key}")
 
     def _place_offloads(self, nvme_path: str | Path | None, pin_memory: bool | None) -> None:
         """Where and how the parts wait that are offloaded, by an argument or by the config."""
-        devices = {part: self.offloads(part) for part in ("optimizer", "param")}
-        places = {
-            "nvme_path": (nvme_path, [part for part, device in devices.items() if device == "nvme"], "to 'nvme'"),
-            "pin_memory": (pin_memory, [part for part, device in devices.items() if device], "at all"),
-        }
-        for name, (value, parts, what) in places.items():
+        offloaded = [part for part in OFFLOADS.values() if self.offloads(part)]
+        on_disk = [part for part in offloaded if self.offloads(part) == "nvme"]
+        path = None if nvme_path is None else str(nvme_path)
+        for name, value, parts, what in (
+            ("nvme_path", path, on_disk, "to 'nvme'"),
+            ("pin_memory", pin_memory, offloaded, "at all"),
+        ):
             if value is not None and not parts:
                 raise ConfigurationError(f"{name}={value!r} was given, and nothing is offloaded {what}: leave it out.")
             for part in parts if value is not None else ():
-                path = f"zero_optimization.offload_{part}.{name}"
-                self._put(path, str(value) if isinstance(value, Path) else value, name)
+                self._put(f"zero_optimization.offload_{part}.{name}", value, name)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuses what would go wrong on flat stretches of parameters without a word.
@@ -251,8 +234,8 @@ class ZeroConfig:
             )
         if self.get("managed_gradient_accumulation", True) is not True:
             raise ConfigurationError(
-                "the DeepSpeed config has managed_gradient_accumulation=false, and Leyden itself tells DeepSpeed "
-                "where a window ends: leave it out."
+                "the DeepSpeed config has managed_gradient_accumulation=false, and Leyden itself sets the end of a "
+                "window: leave it out."
             )
         if self.given("amp.enabled") is True:
             raise ConfigurationError(
@@ -264,26 +247,17 @@ class ZeroConfig:
         self._check_offloads()
 
     def _check_offloads(self) -> None:
-        param, optimizer = self.offloads("param"), self.offloads("optimizer")
-        if param and self.stage < 3:
-            raise ConfigurationError(
-                f"parameters are to be offloaded to {param!r}, which needs stage 3, and the stage is {self.stage}: use "
-                "stage=3, or leave offload_parameters (offload_param in the config) out."
-            )
-        if optimizer and self.stage == 0:
-            raise ConfigurationError(
-                f"the optimizer is to be offloaded to {optimizer!r}, which needs stage 1, 2 or 3, and the stage is 0: "
-                "use stage=2, or leave offload_optimizer out."
-            )
-        if optimizer == "nvme" and self.stage < 3:
-            raise ConfigurationError(
-                f"the optimizer is to be offloaded to 'nvme', which needs stage 3, and the stage is {self.stage}: use "
-                "stage=3, or offload_optimizer='cpu'."
-            )
-        for part, device in (("param", param), ("optimizer", optimizer)):
-            if device == "nvme" and not self.get(f"zero_optimization.offload_{part}.nvme_path"):
+        for argument, part in OFFLOADS.items():
+            device, section = self.offloads(part), f"offload_{part}"
+            least = 3 if part == "param" or device == "nvme" else 1
+            if device and self.stage < least:
                 raise ConfigurationError(
-                    f"offload_{part} goes to 'nvme' and has no nvme_path: give nvme_path='/path/on/the/disk'."
+                    f"{argument}={device!r} needs stage {'3' if least == 3 else '1, 2 or 3'}, and the stage is "
+                    f"{self.stage}: use stage={least}, or leave {argument} ({section} in the config) out."
+                )
+            if device == "nvme" and not self.get(f"zero_optimization.{section}.nvme_path"):
+                raise ConfigurationError(
+                    f"{section} goes to 'nvme' and has no nvme_path: give nvme_path='/path/on/the/disk'."
                 )
 
     # with a run -------------------------------------------------------------------------------------------------------
@@ -382,7 +356,6 @@ class ZeroConfig:
         *,
         precision: str = "32-true",
         device: str = "cpu",
-        clip: float | None = None,
         micro_batch: int | None = None,
         complete: bool = True,
     ) -> dict[str, Any]:
@@ -391,7 +364,6 @@ class ZeroConfig:
         Args:
             precision: name of the run's precision.
             device: type of its device.
-            clip: what the run clips to.
             micro_batch: samples per rank and batch, which DeepSpeed only reports.
             complete: nothing may be "auto" any more.
 
@@ -405,7 +377,7 @@ class ZeroConfig:
         final.pop("train_batch_size", None)
         micro = self.given("train_micro_batch_size_per_gpu")
         final["train_micro_batch_size_per_gpu"] = micro or micro_batch or 1
-        final["gradient_clipping"] = float(self.given("gradient_clipping") or clip or 0.0)
+        final["gradient_clipping"] = float(self.given("gradient_clipping") or 0.0)
         for key, value in DEFAULTS.items():
             final[key] = value if final.get(key, "auto") == "auto" else final[key]
         final.pop("scheduler", None)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.deepspeed.config import ZeroConfig
+from leyden.strategies.deepspeed.engine_state import Piece, pieces_of
 from leyden.strategies.deepspeed.initialize import Called, StepModule, close_engine, import_deepspeed, make_engine
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision
@@ -56,6 +57,11 @@ class ZeroEngine:
         """DeepSpeed's optimizer around the one that steps; None at stage 0, where there is nothing around it."""
         engine = self.engine
         return None if engine.optimizer is engine.basic_optimizer else engine.optimizer
+
+    @property
+    def pieces(self) -> dict[int, Piece]:
+        """This rank's piece of each trained parameter, by its id; see `pieces_of`."""
+        return {} if self.engine is None else pieces_of(self.engine)
 
     def load_library(self, device: torch.device, level: int) -> Any:
         """Imports deepspeed for this kind of device."""

@@ -93,7 +93,7 @@ def pieces_of(engine: Any) -> dict[int, Piece]:
     elif hasattr(sharded, "fp32_groups_flat_partition"):
         found = _of_bf16(sharded)
     elif hasattr(sharded, "fp32_groups_flat"):
-        found = _in_a_row(sharded.optimizer, sharded.fp16_groups, sharded.fp32_groups_flat)
+        found = _of_fused_optimizer(sharded)
     elif hasattr(sharded, "fp32_groups"):
         found = _by_itself(sharded.optimizer, sharded.fp16_groups, sharded.fp32_groups)
     else:
@@ -118,9 +118,18 @@ def _of_bf16(sharded: Any) -> Iterator[Piece]:
     """Bf16 weights at stage 1 with gradients in float32: the same, by another class."""
     for number, flat in enumerate(sharded.fp32_groups_flat_partition):
         rank = dist.get_rank(group=sharded.real_dp_process_group[number])
-        parameters = sharded.bf16_groups[number]
-        offsets = itertools.accumulate((p.numel() for p in parameters[:-1]), initial=0)
-        yield from _dealt(sharded.optimizer, zip(parameters, offsets, strict=True), flat, rank)
+        yield from _dealt(sharded.optimizer, _in_a_row(sharded.bf16_groups[number]), flat, rank)
+
+
+def _of_fused_optimizer(sharded: Any) -> Iterator[Piece]:
+    """Stage 0 in half precision with an optimizer of DeepSpeed's: every rank has all of them, one after the other."""
+    for parameters, flat in zip(sharded.fp16_groups, sharded.fp32_groups_flat, strict=True):
+        yield from _dealt(sharded.optimizer, _in_a_row(parameters), flat, 0)
+
+
+def _in_a_row(parameters: Sequence[Any]) -> Iterable[tuple[Any, int]]:
+    """Parameters that lie one after the other, each with the place where it begins."""
+    return zip(parameters, itertools.accumulate((p.numel() for p in parameters[:-1]), initial=0), strict=True)
 
 
 def _dealt(optimizer: Optimizer, placed: Iterable[tuple[Any, int]], flat: Tensor, rank: int) -> Iterator[Piece]:
@@ -144,15 +153,6 @@ def _of_stage_3(sharded: Any) -> Iterator[Piece]:
             group, place, _ = sharded.grad_position[sharded.get_param_id(p)]
             start, count = _partition(p)
             yield Piece(p, p.ds_shape, flats[group], place, start, count, optimizer)
-
-
-def _in_a_row(optimizer: Optimizer, groups: Sequence[Any], flats: Sequence[Tensor]) -> Iterator[Piece]:
-    """Stage 0 in half precision with an optimizer of DeepSpeed's: every rank has all of them, one after the other."""
-    for parameters, flat in zip(groups, flats, strict=True):
-        place = 0
-        for p in parameters:
-            yield Piece(p, p.shape, flat, place, 0, p.numel(), optimizer)
-            place += p.numel()
 
 
 def _by_itself(optimizer: Optimizer, groups: Sequence[Any], masters: Sequence[Any]) -> Iterator[Piece]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
+from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest, needs
 from leyden.strategies.window import read_loss
 
 ACCELERATOR = "DS_ACCELERATOR"
@@ -32,9 +32,8 @@ def import_deepspeed(device: torch.device, level: int = logging.WARNING) -> Any:
         # It would take a GPU wherever there is one, and asks once.
         os.environ[ACCELERATOR] = device.type
         try:
-            importlib.import_module("deepspeed")
-        except ImportError as error:
-            raise MissingExtraError("deepspeed", "deepspeed", "DeepSpeedStrategy") from error
+            with needs("deepspeed", "deepspeed", "DeepSpeedStrategy"):
+                importlib.import_module("deepspeed")
         finally:
             if before is None:
                 del os.environ[ACCELERATOR]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.deepspeed.engine import ZeroEngine
-from leyden.strategies.deepspeed.engine_state import NamedOptimizer, pieces_of, refresh
+from leyden.strategies.deepspeed.engine_state import NamedOptimizer, refresh
 from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.weights import WeightReader
 
@@ -24,17 +24,17 @@ class ZeroMasterWeights(MasterWeights):
         return self._zero.groups
 
     def saved_form(self, optimizer: Optimizer) -> Any:
-        pieces = pieces_of(self._zero.engine)
+        pieces = self._zero.pieces
         return NamedOptimizer(optimizer, self._zero.groups, pieces) if pieces else optimizer
 
     def parts(self, module: nn.Module) -> Mapping[str, Tensor] | None:
         if self._zero.engine is None:
             return None
-        pieces = pieces_of(self._zero.engine)
+        pieces = self._zero.pieces
         return {name: pieces[id(p)].fragment() if id(p) in pieces else p for name, p in module.named_parameters()}
 
     def load(self, reader: WeightReader, module: nn.Module) -> None:
-        pieces = {key: piece for key, piece in pieces_of(self._zero.engine).items() if piece.is_copy}
+        pieces = {key: piece for key, piece in self._zero.pieces.items() if piece.is_copy}
         stored = set(reader.names()) if pieces else ()
         named = {name: pieces[id(p)].fragment() for name, p in module.named_parameters() if id(p) in pieces}
         if named:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from leyden.strategies.base import ClipAlgorithm, shadow_items
-from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
+from leyden.strategies.deepspeed.config import ARGUMENTS, OFFLOADS, ZeroConfig
 from leyden.strategies.deepspeed.engine import ZeroEngine, is_partitioned
-from leyden.strategies.deepspeed.engine_state import counters, pieces_of, refresh, release, restore_counters, weights
+from leyden.strategies.deepspeed.engine_state import counters, refresh, release, restore_counters, weights
 from leyden.strategies.deepspeed.initialize import device_number, join_group, make_scheduler
 from leyden.strategies.deepspeed.master_weights import ZeroMasterWeights
 from leyden.strategies.deepspeed.own_loop import ZeroLoop
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-OFFLOADS = {"optimizer": "offload_optimizer", "param": "offload_parameters"}
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
 
 
@@ -142,7 +141,7 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             "zero3_init_flag": left.pop("zero3_init_flag", False),
             "stage3_gather_16bit_weights_on_model_save": left.pop("zero3_save_16bit_model", None),
         }
-        for part, argument in OFFLOADS.items():
+        for argument, part in OFFLOADS.items():
             device, path = left.pop(f"offload_{part}_device", None), left.pop(f"offload_{part}_nvme_path", None)
             if device not in (None, "none"):
                 given[argument] = {"device": device, **({"nvme_path": path} if device == "nvme" and path else {})}
@@ -257,11 +256,6 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
             for tensor in [*module.parameters(), *module.buffers()]:
                 if not is_partitioned(tensor):
                     dist.broadcast(tensor.detach(), 0)
-
-    def synchronize_buffers(self) -> None:
-        for module in self.modules:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
 
     def setup_optimizers(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         [module] = modules
@@ -391,13 +385,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
 
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         """Writes what DDP would, with the float32 master weights in place of the parameters: each rank its part."""
-        pieces = {} if self.engine is None else pieces_of(self.engine)
-        writer.model(weights(module, pieces), replicated=[name for name, _ in module.named_parameters()])
+        writer.model(weights(module, self.zero.pieces), replicated=[name for name, _ in module.named_parameters()])
         if optimizers is not None:
             writer.optimizers(optimizers)
 
     def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
-        pieces = {} if self.engine is None else pieces_of(self.engine)
+        pieces = self.zero.pieces
         if not pieces and not any(is_partitioned(parameter) for parameter in module.parameters()):
             super().load_module(reader, module, strict)
             return

@@ -148,39 +148,47 @@ def _blocks_of(module: nn.Module) -> list[str]:
 
 def _by_size(root: nn.Module, least: int) -> list[str]:
     """Modules of at least so many parameters that are in no smaller group, as FSDP1's size policy counts them."""
-    chosen: list[str] = []
 
-    def visit(module: nn.Module, name: str) -> int:
-        """Groups the modules within one, and returns the number of parameters that were grouped."""
-        total = sum(p.numel() for p in module.parameters())
-        if total < least:
-            return 0
-        grouped = 0
-        if not isinstance(module, nn.MultiheadAttention):
-            for child_name, child in module.named_children():
-                grouped += visit(child, f"{name}.{child_name}" if name else child_name)
-        if name and total - grouped >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            chosen.append(name)
-            return total
-        return grouped
+    def groups(module: nn.Module, own: int) -> bool:
+        return own >= least and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
-    visit(root, "")
-    return chosen
+    return _children_first(root, lambda module, total: total >= least, groups, nn.MultiheadAttention)
 
 
 def _by_function(root: nn.Module, policy: Callable[..., Any]) -> list[str]:
     if not _takes_recurse(policy):
         return [name for name, module in root.named_modules() if name and policy(module)]
+    return _children_first(
+        root,
+        lambda module, total: policy(module=module, recurse=True, nonwrapped_numel=total),
+        lambda module, own: policy(module=module, recurse=False, nonwrapped_numel=own),
+    )
+
+
+def _children_first(
+    root: nn.Module,
+    enters: Callable[[nn.Module, int], bool],
+    groups: Callable[[nn.Module, int], bool],
+    closed: type[nn.Module] | tuple[()] = (),
+) -> list[str]:
+    """Chooses modules from the innermost to the outermost.
+
+    Args:
+        root: the whole model.
+        enters: looks into a module with so many parameters.
+        groups: makes a group of a module, of whose parameters so many are in no group within it.
+        closed: the class of modules that are not looked into.
+    """
     chosen: list[str] = []
 
     def visit(module: nn.Module, name: str) -> int:
+        """Groups the modules within one, and returns the number of parameters that were grouped."""
         total = sum(p.numel() for p in module.parameters())
-        if not policy(module=module, recurse=True, nonwrapped_numel=total):
+        if not enters(module, total):
             return 0
-        grouped = 0
-        for child_name, child in module.named_children():
-            grouped += visit(child, f"{name}.{child_name}" if name else child_name)
-        if name and policy(module=module, recurse=False, nonwrapped_numel=total - grouped):
+        children = [] if isinstance(module, closed) else module.named_children()
+        grouped = sum(visit(child, f"{name}.{own}" if name else own) for own, child in children)
+        if name and groups(module, total - grouped):
             chosen.append(name)
             return total
         return grouped

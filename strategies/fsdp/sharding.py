@@ -50,12 +50,8 @@ class Sharding:
 
     _done: set[Slot] = field(default_factory=set)
 
-    def apply(self, parts: Iterable[nn.Module]) -> None:
-        """Shards the parts; those that stand in others come first."""
-        for part in parts:
-            self._shard(part)
-
-    def _shard(self, part: nn.Module) -> None:
+    def apply(self, part: nn.Module) -> None:
+        """Shards a module, after those in it that are groups of their own."""
         if isinstance(part, FSDPModule):
             return
         slots = [slot for slot in unsharded(part) if slot not in self._done]

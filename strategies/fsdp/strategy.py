@@ -39,18 +39,6 @@ from leyden.strategies.window import Window, read_loss
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
-SETTINGS = (
-    "auto_wrap_policy",
-    "reshard_after_forward",
-    "mp_policy",
-    "cpu_offload",
-    "activation_checkpointing_policy",
-    "ignored_modules",
-    "compile",
-    "device_mesh",
-    "sync_module_states",
-    "forward_prefetch",
-)
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -104,7 +92,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         forward_prefetch: bool = False,
         **kwargs: Any,
     ) -> None:
-        settings = {name: value for name, value in locals().items() if name in SETTINGS}
+        settings = {name: value for name, value in locals().items() if name not in ("self", "kwargs", "__class__")}
         super().__init__(**{name: value for name, value in kwargs.items() if name in GROUP_SETTINGS})
         translation = Translation(settings, {k: v for k, v in kwargs.items() if k not in GROUP_SETTINGS})
         for note in translation.notes:
@@ -247,7 +235,7 @@ class FSDPStrategy(ProcessGroupStrategy):
             compile_blocks(module, groups, {} if settings["compile"] is True else settings["compile"])
         before = self._replaced.before(module)
         parts = [module.get_submodule(name) for name in groups.names]
-        Sharding(
+        sharding = Sharding(
             mesh=self.shard_mesh,
             device=self.root_device,
             policy=policy,
@@ -258,7 +246,9 @@ class FSDPStrategy(ProcessGroupStrategy):
             before=self.precision.before_sharding,
             split=split,
             source=self.ranks.host_group if settings["sync_module_states"] and self.ranks.world_size > 1 else None,
-        ).apply([*parts, *roots])
+        )
+        for part in (*parts, *roots):
+            sharding.apply(part)
         if roots != [module]:
             check_sharded(module, ignored)
         for part in settings["ignored_modules"]:
@@ -279,12 +269,6 @@ class FSDPStrategy(ProcessGroupStrategy):
         """Frees what evaluation left gathered: `parameters()` gives the shards again, which optimizers step."""
         for root in self._roots:
             root.reshard()
-
-    def synchronize_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0, which a checkpoint has."""
-        for module in self.modules:
-            for buffer in module.buffers():
-                dist.broadcast(buffer, 0)
 
     def end_evaluation(self) -> None:
         self._reshard_roots()

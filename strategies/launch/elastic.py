@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.launch.environment import ranks_in_words
+from leyden.strategies.launch.environment import killed_in_words, ranks_in_words
 from leyden.strategies.launch.tries import Tries, tries
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Ended:
         rank: its number over all machines.
         failure: torch's record of it.
         code: the exit status that it gives to the launch.
-        told: it reported an error of its own, before any other.
+        reported: it reported an error of its own, before any other.
         note: what was written down by one that only lost its connection; "" if nothing was.
         others: in that case, who was not there any more, and where each of the others was.
     """
@@ -51,19 +51,18 @@ class Ended:
     rank: int
     failure: Any
     code: int
-    told: bool
+    reported: bool
     note: str = ""
     others: str = ""
 
     def words(self) -> str:
         """How the rank ended, if it could not say so itself; "" if it reported its error."""
         code = int(self.failure.exitcode)
-        if self.told:
+        if self.reported:
             return ""
         if code < 0:
-            name = signal.Signals(-code).name if -code in signal.valid_signals() else "?"
             hint = " Out of memory, perhaps." if -code == signal.SIGKILL else ""
-            return f"rank {self.rank} was killed by signal {-code} ({name}); all ranks are ended.{hint}"
+            return f"{killed_in_words(self.rank, -code)}{hint}"
         if self.others:
             return f"{self.others}. Rank {self.rank} waited for it, and all ranks are ended: {self.note}"
         return f"rank {self.rank} ended with exit code {code}, and all ranks with it. {self.note}".rstrip()
@@ -107,7 +106,7 @@ def run_engine(
     arguments: Sequence[str],
     variables: Mapping[str, str],
     folder: str | None = None,
-    tell: Callable[[Ended], None] | None = None,
+    report: Callable[[Ended], None] | None = None,
 ) -> int:
     """Runs a program on the ranks of this machine, and waits for them.
 
@@ -117,7 +116,7 @@ def run_engine(
         arguments: of the program.
         variables: the ranks' environment, beside torch's own variables.
         folder: their working directory; this process's if left out.
-        tell: called with the first failure; if left out, a failure that no rank reported is printed.
+        report: called with the first failure; if left out, a failure that no rank reported is printed.
 
     Returns:
         The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n.
@@ -139,7 +138,7 @@ def run_engine(
                 if is_alone and tried.again():
                     continue
                 ended = first_failure(error, config.nproc_per_node)
-                (tell or _say)(ended)
+                (report or _say)(ended)
                 return ended.code
             except SignalException as error:
                 return 128 + int(error.sigval)
@@ -217,12 +216,12 @@ def first_failure(error: Any, count: int) -> Ended:
     failures: Sequence[tuple[int, Any]] = sorted(error.failures.items(), key=lambda found: found[1].timestamp)
     # One that wrote down its error came before those that only lost their connection to it; SIGTERM is how the engine
     # ends the others, and 1 how they leave.
-    told = [(rank, failure) for rank, failure in failures if not _lost(failure)]
+    reported = [(rank, failure) for rank, failure in failures if not _lost(failure)]
     ended = [(rank, failure) for rank, failure in failures if failure.exitcode != -signal.SIGTERM]
     odd = [(rank, failure) for rank, failure in ended if failure.exitcode != 1]
-    rank, first = (told or odd or ended or failures)[0]
+    rank, first = (reported or odd or ended or failures)[0]
     code = int(first.exitcode)
-    if told:
+    if reported:
         return Ended(rank, first, code if code > 0 else 1, True)
     written = next(((rank, failure) for rank, failure in failures if os.path.isfile(failure.error_file)), None)
     if written is None or odd:

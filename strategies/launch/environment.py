@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -149,6 +150,28 @@ def ranks_in_words(numbers: list[int]) -> str:
             spans[-1][1:] = [number]
         else:
             spans.append([number])
-    told = [" to ".join(map(str, span)) for span in spans]
-    more = f" and {len(told) - 8} more" if len(told) > 8 else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(told[:8])}{more}"
+    words = [" to ".join(map(str, span)) for span in spans]
+    more = f" and {len(words) - 8} more" if len(words) > 8 else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(words[:8])}{more}"
+
+
+def is_running(process: int) -> bool:
+    """Returns True if there is a process of this number, perhaps of another user."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def killed_in_words(rank: int, number: int) -> str:
+    """The sentence about a rank that a signal has killed.
+
+    Example:
+        >>> killed_in_words(2, 9)
+        'rank 2 was killed by signal 9 (SIGKILL); all ranks are ended.'
+    """
+    name = signal.Signals(number).name if number in signal.valid_signals() else "?"
+    return f"rank {rank} was killed by signal {number} ({name}); all ranks are ended."

@@ -19,7 +19,8 @@ from typing import Any
 
 from leyden.strategies.errors import add_note
 from leyden.strategies.launch.elastic import AGENT
-from leyden.strategies.launch.environment import STARTER, ranks_in_words
+from leyden.strategies.launch.environment import STARTER, is_running, ranks_in_words
+from leyden.strategies.launch.meeting import until
 
 KEY = "failed"
 GRACE = 4.0
@@ -32,14 +33,10 @@ FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<fro
 TIME_OUTS = ("timed out", "timeout", "time out")
 LOST = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "connectFullMesh"),
-    *(
-        "remote process exited",
-        "remote process exiting",
-        "Connection closed by remote peer",
-        "communicator was aborted",
-    ),
+    *("remote process exited", "remote process exiting", "Connection closed by remote peer"),
+    "communicator was aborted",
 )
-"""What gloo and the store, and in the second line NCCL, say when another rank is gone."""
+"""What gloo and the store, and from the second line on NCCL, say when another rank is gone."""
 
 
 class Unanswered(RuntimeError):
@@ -108,7 +105,7 @@ class FirstFailure:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
         self.rank, self.size = rank, size
-        self.told = False
+        self.reported = False
         """This rank's error is the first, and was reported."""
         self.follows = False
         """Another rank failed first, or the agent reports how this one ended."""
@@ -146,7 +143,7 @@ class FirstFailure:
                 self._ask("add", f"ended/{self._run}", 1)
 
     def report(self, error: BaseException, where: str = "") -> bool:
-        """Tells the other ranks of an error.
+        """Reports an error to the other ranks.
 
         Args:
             error: what was raised.
@@ -155,8 +152,8 @@ class FirstFailure:
         Returns:
             True if it is the first, so that the user must see it; False if it follows from another rank's.
         """
-        if self.told or self.follows:
-            return self.told
+        if self.reported or self.follows:
+            return self.reported
         if isinstance(error, SystemExit) and not error.code:
             # An orderly end, which every rank reaches by itself; if one does not, the others can name who has left.
             self._answer(f"left with exit code 0{', at ' + where if where else ''}")
@@ -170,19 +167,19 @@ class FirstFailure:
         text = f"{place}: {_last_line(error)}"
         first = self._is_first = self._claim(text, lost)
         # The agent reports how a rank ended that wrote no error.
-        self.told = first and not (lost and AGENT in os.environ)
-        self.follows = not self.told
+        self.reported = first and not (lost and AGENT in os.environ)
+        self.follows = not self.reported
         silent, words = self._others() if first and (lost or is_time_out(error)) else ([], "")
         if first:
             _write_error_file(text, error, lost, silent, words)
-        if self.told:
+        if self.reported:
             others = f" Of these, {words}" if words else ""
             add_note(error, f"leyden: this was {place}; the other ranks are ended.{others}")
-        return self.told
+        return self.reported
 
     def close(self) -> None:
         """Ends the thread, before the store goes; the rank that holds it waits until nobody looks any more."""
-        if self._looks and not (self.told or self.follows):
+        if self._looks and not (self.reported or self.follows):
             self._answer("left before the others, in order")
         self.end_run()
         self._done.set()
@@ -190,7 +187,7 @@ class FirstFailure:
         if sys.excepthook == self._at_exit:
             sys.excepthook = self._hook
         if self._is_host and self._run:
-            self._wait_for_others(2.0 if self.told or self.follows else 8.0)
+            self._wait_for_others(2.0 if self.reported or self.follows else 8.0)
 
     # the store --------------------------------------------------------------------------------------------------------
     def _ask(self, name: str, *args: Any) -> Any:
@@ -203,38 +200,38 @@ class FirstFailure:
 
     def _others(self) -> tuple[list[int], str]:
         """Which ranks do not answer, and where each of the others is, in words."""
-        end, pause = time.monotonic() + ANSWER, threading.Event()
         found: dict[int, str] = {}
         awaited = [rank for rank in range(self.size) if rank != self.rank]
+
+        def all_answered() -> bool:
+            nonlocal awaited
+            for rank in awaited:
+                if self._ask("check", [f"answer/{rank}"]):
+                    found[rank] = self._ask("get", f"answer/{rank}").decode()
+            awaited = [rank for rank in awaited if rank not in found]
+            return not awaited
+
         with suppress(RuntimeError):
-            while True:
-                for rank in awaited:
-                    if self._ask("check", [f"answer/{rank}"]):
-                        found[rank] = self._ask("get", f"answer/{rank}").decode()
-                awaited = [rank for rank in awaited if rank not in found]
-                if not awaited or time.monotonic() > end:
-                    break
-                pause.wait(0.1)
+            until(all_answered, ANSWER, most=0.1)
         places: dict[str, list[int]] = {}
         for rank, answer in found.items():
             places.setdefault(answer, []).append(rank)
         words = [f"{ranks_in_words(ranks)} {answer}" for answer, ranks in list(places.items())[:8]]
         if awaited:
-            end_of_them = "has ended or is stopped" if len(awaited) == 1 else "have ended or are stopped"
-            silent = "does not answer" if len(awaited) == 1 else "do not answer"
-            words.insert(
-                0, f"{ranks_in_words(awaited)} {silent}, so {'it' if len(awaited) == 1 else 'they'} {end_of_them}"
+            silent = (
+                "does not answer, so it has ended or is stopped"
+                if len(awaited) == 1
+                else "do not answer, so they have ended or are stopped"
             )
+            words.insert(0, f"{ranks_in_words(awaited)} {silent}")
         if self._limited.is_stuck:
             words = ["nobody answers, since the store is in rank 0, which has ended or is stopped"]
             awaited = [0] if self.rank != 0 else []
         return awaited, "; ".join(words)
 
     def _wait_for_others(self, seconds: float) -> None:
-        end, pause = time.monotonic() + seconds, threading.Event()
         with suppress(RuntimeError):
-            while self._ask("add", f"ended/{self._run}", 0) < self.size and time.monotonic() < end:
-                pause.wait(0.02)
+            until(lambda: bool(self._ask("add", f"ended/{self._run}", 0) >= self.size), seconds, most=0.02)
 
     def _claim(self, text: str, lost: bool) -> bool:
         try:
@@ -247,18 +244,12 @@ class FirstFailure:
 
     def _another_failed(self, seconds: float) -> bool:
         """Waits for a failed rank to say why: its lost connection is noticed earlier than its message."""
-        end, pause = time.monotonic() + seconds, threading.Event()
-        while True:
-            try:
-                if self._ask("check", [KEY]):
-                    return True
-            except Unanswered:
-                return False
-            except RuntimeError:
-                return True
-            if time.monotonic() > end:
-                return False
-            pause.wait(0.05)
+        try:
+            return until(lambda: bool(self._ask("check", [KEY])), seconds, most=0.05)
+        except Unanswered:
+            return False
+        except RuntimeError:
+            return True
 
     def _watch(self) -> None:
         while not self._done.wait(self._interval):
@@ -369,12 +360,6 @@ def end_with_parent() -> None:
     with_libc: Callable[..., int] = ctypes.CDLL(None).prctl
     with_libc(set_death_signal, signal.SIGKILL)
     agent = os.environ.get(AGENT, "")
-    if agent.isdigit():
-        try:
-            os.kill(int(agent), 0)
-        except ProcessLookupError:
-            # The agent died before this call.
-            os._exit(1)
-        except PermissionError:
-            # It lives, and belongs to somebody else.
-            pass
+    if agent.isdigit() and not is_running(int(agent)):
+        # The agent died before this call.
+        os._exit(1)

@@ -12,13 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
-from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER
+from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, killed_in_words
 from leyden.strategies.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
 from leyden.strategies.launch.tries import Tries, tries
 
@@ -81,15 +80,14 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     # Ranks may come to it at once, and are let in when all are started: a process that forks should have no thread of a
     # store's.
     listener = listen()
-    starts = [
-        _RankStart(rank, count, listener.getsockname()[1], start_method, tried.variables()) for rank in range(count)
-    ]
+    port = listener.getsockname()[1]
     ranks: list[tuple[Any, Any]] = []
-    for start in starts:
+    for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
         # Of forked ranks, none keeps the port open when this process is gone.
         own = listener if start_method != "spawn" else None
-        process = context.Process(target=_rank, args=(sender, start, handed, own), name=f"leyden rank {start.rank}")
+        variables = {**_variables(rank, count, port), STARTER: start_method, **tried.variables()}
+        process = context.Process(target=_rank, args=(sender, variables, handed, own), name=f"leyden rank {rank}")
         process.start()
         sender.close()
         ranks.append((process, receiver))
@@ -100,30 +98,19 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
         del store
 
 
-@dataclass(frozen=True, slots=True)
-class _RankStart:
-    """Which rank of how many a process is, and the port of their store, which is in the process that started them."""
-
-    rank: int
-    count: int
-    port: int
-    starter: str
-    others: dict[str, str]
-
-    def variables(self) -> dict[str, str]:
-        return {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.rank),
-            "WORLD_SIZE": str(self.count),
-            "LOCAL_WORLD_SIZE": str(self.count),
-            "GROUP_RANK": "0",
-            "MASTER_ADDR": LOOPBACK,
-            "MASTER_PORT": str(self.port),
-            AGENTS_STORE: "True",
-            STARTER: self.starter,
-            **gloo_on_loopback(),
-            **self.others,
-        }
+def _variables(rank: int, count: int, port: int) -> dict[str, str]:
+    """The variables that make a process one rank of so many, whose store is in the process that started them."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(port),
+        AGENTS_STORE: "True",
+        **gloo_on_loopback(),
+    }
 
 
 def _check_fork() -> None:
@@ -195,12 +182,11 @@ class _Watch:
 
     def _raise(self, rank: int, value: Any) -> None:
         if isinstance(value, tuple):
-            packed, text, trace = value
-            error = _unpack(packed) or LeydenError(text)
+            data, text, trace = value
+            error: BaseException = LeydenError(text) if data is None else unpacked(data)
             raise error from RankTrace(trace)
         if isinstance(value, int) and value < 0:
-            name = signal.Signals(-value).name if -value in signal.valid_signals() else "?"
-            raise LeydenError(f"rank {rank} was killed by signal {-value} ({name}); all ranks are ended.")
+            raise LeydenError(killed_in_words(rank, -value))
         raise LeydenError(f"rank {rank} ended with exit code {value}, and all ranks with it.")
 
 
@@ -215,24 +201,25 @@ def _end(processes: list[Any], patience: float) -> None:
         process.join()
 
 
-def _rank(sender: Any, start: _RankStart, handed: Any, listener: socket.socket | None) -> None:
-    os.environ.update(start.variables())
+def _rank(sender: Any, variables: dict[str, str], handed: Any, listener: socket.socket | None) -> None:
+    os.environ.update(variables)
+    rank, count = int(variables["RANK"]), int(variables["WORLD_SIZE"])
     if listener is not None:
         listener.close()
     if hasattr(os, "setpgrp"):
         # Ctrl-C in a terminal reaches the caller alone, which passes it on once.
         os.setpgrp()
     # A forked OpenMP has lost its threads, and would wait for them.
-    torch.set_num_threads(1 if start.starter != "spawn" else max(1, (os.cpu_count() or 1) // start.count))
+    torch.set_num_threads(1 if variables[STARTER] != "spawn" else max(1, (os.cpu_count() or 1) // count))
     try:
         function, args = unpacked(handed) if isinstance(handed, bytes) else handed
         value = function(*args)
-        answer = ("returned", packed(value) if start.rank == 0 else None)
+        answer = ("returned", packed(value) if rank == 0 else None)
     except SystemExit:
         raise
     except BaseException as error:
-        _tell_ranks(error)
-        text = f"{type(error).__name__} on rank {start.rank}: {error}"
+        _end_other_ranks(error)
+        text = f"{type(error).__name__} on rank {rank}: {error}"
         sender.send(("raised", (_pack(error), text, traceback.format_exc())))
         # The caller knows the cause, and reports it.
         sys.exit(1)
@@ -240,7 +227,7 @@ def _rank(sender: Any, start: _RankStart, handed: Any, listener: socket.socket |
     sender.close()
 
 
-def _tell_ranks(error: BaseException) -> None:
+def _end_other_ranks(error: BaseException) -> None:
     """Ends the others, which may wait for this one where nothing else would wake them."""
     group = sys.modules.get("leyden.strategies.process_group")
     if group is not None:
@@ -267,10 +254,3 @@ def _pack(error: BaseException) -> bytes | None:
     except Exception:
         return None
     return data
-
-
-def _unpack(data: bytes | None) -> BaseException | None:
-    if data is None:
-        return None
-    found = unpacked(data)
-    return found if isinstance(found, BaseException) else None

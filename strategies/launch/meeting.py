@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torch's variable: "True" if the store at MASTER_ADDR belongs to the starter of the ranks, else "False"."""
-TOLD_AFTER = 6.0
+SAID_AFTER = 6.0
 """Seconds after which a rank says whom it waits for."""
 STORE_OPENS = timedelta(minutes=5)
 """For how long a rank looks for rank 0's store, which opens as soon as rank 0 starts its first run."""
@@ -48,18 +48,16 @@ def store_on(listener: socket.socket, timeout: timedelta = timedelta(minutes=30)
         listener: what `listen` returned; the store owns it from now on.
         timeout: how long its own waits last.
     """
+    return _store(LOOPBACK, listener.getsockname()[1], True, timeout, listener.detach())
+
+
+def _store(host: str, port: int, is_host: bool, timeout: timedelta, listener: int | None = None) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    port = listener.getsockname()[1]
+    # As torch chooses: its wheels for Windows are built without.
+    libuv = os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"
     return TCPStore(
-        LOOPBACK,
-        port,
-        None,
-        True,
-        timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-        use_libuv=_uses_libuv(),
+        host, port, None, is_host, timeout, wait_for_workers=False, master_listen_fd=listener, use_libuv=libuv
     )
 
 
@@ -89,24 +87,18 @@ def meet(environment: RankEnvironment, timeout: timedelta) -> tuple[Store, bool]
 
     host, port = environment.address or (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     is_host = environment.rank == 0 and os.environ.get(AGENTS_STORE) != "True"
-    store = _open(host, port, timeout) if is_host else _reach(environment, host, port, timeout)
+    if not is_host:
+        _await_store(environment, host, port)
+    opens_here = is_host and _is_loopback(host)
+    store = store_on(listen(port), timeout) if opens_here else _store(host, port, is_host, timeout)
     # Ranks that were started again find nothing of the ones before them.
     shared = PrefixStore(f"leyden/ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     _count(shared, environment, f"{host}:{port}", max(timeout, STORE_OPENS))
     return shared, is_host
 
 
-def _open(host: str, port: int, timeout: timedelta) -> Store:
-    if _is_loopback(host):
-        return store_on(listen(port), timeout)
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, port, None, True, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
-
-
-def _reach(environment: RankEnvironment, host: str, port: int, timeout: timedelta) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+def _await_store(environment: RankEnvironment, host: str, port: int) -> None:
+    """Waits until rank 0's store can be reached."""
     at, why = f"{host}:{port}", ""
 
     def is_open() -> bool:
@@ -121,12 +113,11 @@ def _reach(environment: RankEnvironment, host: str, port: int, timeout: timedelt
     def say() -> None:
         _say(f"{_this(environment)} waits for rank 0, whose store at {at} is not open ({why}).", environment)
 
-    if not _until(is_open, STORE_OPENS, say):
+    if not until(is_open, STORE_OPENS.total_seconds(), say):
         raise LeydenError(
             f"{_this(environment)} has waited {STORE_OPENS.total_seconds():.0f} s for rank 0, whose store at {at} does "
             f"not open ({why}). {_fix(environment)}"
         )
-    return TCPStore(host, port, None, False, timeout, wait_for_workers=False, use_libuv=_uses_libuv())
 
 
 def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta) -> None:
@@ -143,7 +134,7 @@ def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta
 
     try:
         store.set(keys[environment.rank], "1")
-        all_here = _until(lambda: store.check(wanted), limit, say)
+        all_here = until(lambda: store.check(wanted), limit.total_seconds(), say)
         if environment.rank == 0 and all_here:
             store.set("all here", "1")
     except RuntimeError as error:
@@ -158,18 +149,27 @@ def _count(store: Store, environment: RankEnvironment, at: str, limit: timedelta
         )
 
 
-def _until(condition: Callable[[], bool], limit: timedelta, say: Callable[[], None]) -> bool:
-    """Asks again until the condition holds; False if it did not within the limit. Ctrl-C ends it."""
-    begin, pause, wait, told = time.monotonic(), threading.Event(), 0.005, False
+def until(
+    condition: Callable[[], bool], limit: float, say: Callable[[], None] | None = None, most: float = 0.2
+) -> bool:
+    """Waits for a condition; returns False if it does not hold within the limit. Ctrl-C ends the wait.
+
+    Args:
+        condition: asked again and again.
+        limit: seconds.
+        say: called once, after `SAID_AFTER` seconds.
+        most: the longest pause between two questions, in seconds.
+    """
+    begin, pause, wait = time.monotonic(), threading.Event(), 0.005
     while not condition():
         waited = time.monotonic() - begin
-        if waited > TOLD_AFTER and not told:
+        if waited > SAID_AFTER and say is not None:
             say()
-            told = True
-        if waited > limit.total_seconds():
+            say = None
+        if waited > limit:
             return False
         pause.wait(wait)
-        wait = min(0.2, wait * 1.5)
+        wait = min(most, wait * 1.5)
     return True
 
 
@@ -200,8 +200,3 @@ def _is_loopback(host: str) -> bool:
     with suppress(OSError):
         return socket.gethostbyname(host).startswith("127.")
     return False
-
-
-def _uses_libuv() -> bool:
-    # As torch chooses: its wheels for Windows are built without.
-    return os.environ.get("USE_LIBUV", "0" if sys.platform == "win32" else "1") == "1"

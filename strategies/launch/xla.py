@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import tempfile
@@ -32,7 +31,7 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
     """
     import torch_xla
 
-    from leyden.strategies.launch.functions import free_port, packed
+    from leyden.strategies.launch.functions import free_port, packed, unpacked
 
     if torch_xla._XLAC._xla_runtime_is_initialized():
         raise ConfigurationError(
@@ -49,13 +48,13 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="leyden-xla-") as folder:
         answer = Path(folder) / "answer"
         torch_xla.launch(_rank, args=(handed, str(answer), free_port()))
-        return torch.load(io.BytesIO(answer.read_bytes()), weights_only=False)
+        return unpacked(answer.read_bytes())
 
 
 def _rank(index: int, handed: bytes, answer: str, port: int) -> None:
     from torch_xla import runtime
 
-    from leyden.strategies.launch.functions import packed
+    from leyden.strategies.launch.functions import packed, unpacked
 
     if runtime.addressable_device_count() > 1:
         raise ConfigurationError(
@@ -73,7 +72,7 @@ def _rank(index: int, handed: bytes, answer: str, port: int) -> None:
         STARTER: "xla",
     }
     os.environ.update({name: str(value) for name, value in place.items()})
-    function, args, (seed, torch_state, python_state) = torch.load(io.BytesIO(handed), weights_only=False)
+    function, args, (seed, torch_state, python_state) = unpacked(handed)
     # The order of samples is drawn on each rank, as it would have been here.
     torch.manual_seed(seed)
     torch.set_rng_state(torch_state)

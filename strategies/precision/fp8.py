@@ -144,11 +144,10 @@ class Float8Precision(MixedPrecision):
         return not self.config.emulate and any(cast.scaling_granularity.name == "AXISWISE" for cast in casts)
 
     def describe(self, modules: Sequence[nn.Module]) -> str:
-        linears = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
-        converted = [part for part in linears.values() if is_converted(part)]
-        gathered = ", gathered in fp8" if any(_gathers(part) for part in converted) else ""
+        gathers = any(_gathers(part) for module in modules for part in module.modules())
+        gathered = ", gathered in fp8" if gathers else ""
         emulated = ", emulated by the CPU" if self._device_type == "cpu" else ""
-        return f"{self.recipe} in {len(converted)} of {len(linears)} Linear layers{gathered}{emulated}"
+        return f"{self.recipe} in {converted_in_words(modules)}{gathered}{emulated}"
 
 
 def check_device(device: torch.device, what: str) -> None:
@@ -182,6 +181,13 @@ def check_device(device: torch.device, what: str) -> None:
 def is_converted(module: nn.Module) -> bool:
     """True for a layer that computes in fp8."""
     return "_leyden_plain" in vars(module)
+
+
+def converted_in_words(modules: Sequence[nn.Module]) -> str:
+    """How many layers compute in fp8, as "3 of 5 Linear layers"."""
+    parts = {id(part): part for module in modules for part in module.modules()}.values()
+    linears = [part for part in parts if isinstance(part, nn.Linear) or is_converted(part)]
+    return f"{sum(map(is_converted, linears))} of {len(linears)} Linear layers"
 
 
 def _gathers(module: nn.Module) -> bool:

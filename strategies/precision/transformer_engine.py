@@ -17,7 +17,7 @@ from torch import nn
 from leyden.strategies.errors import ConfigurationError, MissingExtraError, nearest
 from leyden.strategies.precision.amp import MixedPrecision
 from leyden.strategies.precision.base import restore_layers
-from leyden.strategies.precision.fp8 import check_device, is_converted
+from leyden.strategies.precision.fp8 import check_device, converted_in_words
 from leyden.strategies.precision.fp8_layers import Filter, Layers
 
 FORMATS = ("HYBRID", "E4M3")
@@ -139,10 +139,7 @@ class TransformerEnginePrecision(MixedPrecision):
         return module
 
     def describe(self, modules: Sequence[nn.Module]) -> str:
-        linears = {id(part): part for module in modules for part in module.modules() if isinstance(part, nn.Linear)}
-        converted = [part for module in modules for part in module.modules() if is_converted(part)]
-        plain = [part for part in linears.values() if not is_converted(part)]
-        return f"{type(self.recipe).__name__} in {len(converted)} of {len(converted) + len(plain)} Linear layers"
+        return f"{type(self.recipe).__name__} in {converted_in_words(modules)}"
 
 
 def _linear_class() -> Any:

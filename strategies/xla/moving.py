@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+
+T = TypeVar("T")
 
 
 def bring(module: nn.Module, device: torch.device) -> None:
@@ -47,49 +49,24 @@ def bring(module: nn.Module, device: torch.device) -> None:
                 part._buffers[key] = moved_buffers.setdefault(id(buffer), buffer.to(device))
 
 
-def on_host(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with its XLA tensors on the host, moved in one transfer; tied tensors stay tied.
+def on_host(tree: T) -> T:
+    """Returns any nested structure with its XLA tensors on the host, moved in one transfer; tied tensors stay tied.
 
     Sharded tensors are gathered.
     """
-    [state] = trees_on_host([dict(named)])
-    return state  # type: ignore[no-any-return]
-
-
-def trees_on_host(trees: list[Any]) -> list[Any]:
-    """The same for trees of dicts, lists and tuples."""
     found: dict[int, Tensor] = {}
-    for tensor in _tensors(trees):
-        found.setdefault(number(tensor), tensor)
+    map_tensors(tree, lambda tensor: found.setdefault(number(tensor), tensor) if _is_xla(tensor) else tensor)
     if not found:
-        return trees
+        return tree
     import torch_xla
 
     whole = torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in found.values()])
     hosted = dict(zip(found, whole, strict=True))
-    return [_replaced(tree, hosted) for tree in trees]
+    return map_tensors(tree, lambda tensor: hosted[number(tensor)] if _is_xla(tensor) else tensor)
 
 
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        if tree.device.type == "xla":
-            yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)
-
-
-def _replaced(tree: Any, hosted: Mapping[int, Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return hosted[number(tree)] if tree.device.type == "xla" else tree
-    if type(tree) is dict:
-        return {key: _replaced(value, hosted) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_replaced(value, hosted) for value in tree)
-    return tree
+def _is_xla(tensor: Tensor) -> bool:
+    return tensor.device.type == "xla"
 
 
 def number(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ from leyden.strategies.weights import StateWriter, WeightReader
 from leyden.strategies.window import Window
 from leyden.strategies.xla import runtime
 from leyden.strategies.xla.mesh import Layout, Spec
-from leyden.strategies.xla.moving import bring, on_host, trees_on_host
+from leyden.strategies.xla.moving import bring, on_host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -214,7 +214,7 @@ class XLAStrategy(Strategy):
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         names = [name for name, _ in module.named_parameters()]
         runtime.sync(wait=True)
-        state, states = trees_on_host([dict(module.state_dict()), optimizers])
+        state, states = on_host((dict(module.state_dict()), optimizers))
         writer.model(state, replicated=names)
         if states is not None:
             writer.optimizers(states)
@@ -224,7 +224,7 @@ class XLAStrategy(Strategy):
         self.layout.place(module)
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
-        return on_host(module.state_dict()) if rank0_only else module.state_dict()
+        return on_host(dict(module.state_dict())) if rank0_only else module.state_dict()
 
 
 class XLAFSDPStrategy(XLAStrategy):

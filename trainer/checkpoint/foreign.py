@@ -42,7 +42,14 @@ def load_foreign(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
         raise CheckpointError(
             path, "is a pickle, which can run any code when loaded. If you trust who wrote it, pass trust=True."
         )
-    return _unpickled(path)
+    try:
+        return _loaded(path, weights_only=True)
+    except pickle.UnpicklingError:
+        warnings.warn(
+            f"{path} holds more than weights, and is unpickled in full because of trust=True: the code in it runs now.",
+            stacklevel=2,
+        )
+    return _loaded(path, weights_only=False)
 
 
 def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> Any:
@@ -60,10 +67,8 @@ def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> A
     if trust or path.suffix == ".safetensors" or not path.is_file():
         return load_foreign(path, trust=trust)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if not isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
+        return _loaded(path, weights_only=True)
+    except pickle.UnpicklingError as error:
         raise CheckpointError(
             path,
             "holds more than weights, and reading that would run the code in it. If you trust who wrote it, pass "
@@ -71,20 +76,13 @@ def load_weights_only(path: str | os.PathLike[str], *, trust: bool = False) -> A
         ) from error
 
 
-def _unpickled(path: Path) -> Any:
-    # A damaged or hostile pickle may raise anything.
+def _loaded(path: Path, weights_only: bool) -> Any:
+    """Loads a pickle. The safe loader raises UnpicklingError for what it refuses."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        if not isinstance(error, pickle.UnpicklingError):
-            raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
-        warnings.warn(
-            f"{path} holds more than weights, and is unpickled in full because of trust=True: the code in it runs now.",
-            stacklevel=3,
-        )
-    try:
-        return torch.load(path, map_location="cpu", weights_only=False)
-    except Exception as error:
+        return torch.load(path, map_location="cpu", weights_only=weights_only)
+    except Exception as error:  # a damaged or hostile pickle may raise anything
+        if weights_only and isinstance(error, pickle.UnpicklingError):
+            raise
         raise CheckpointError(path, f"cannot be read ({type(error).__name__}: {error}).") from error
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, StateError, nearest
 from leyden.strategies.fragment import Fragment
 from leyden.strategies.saved_state import SavedState, brief
@@ -259,7 +261,7 @@ def _restore_dtypes(optimizer: Optimizer, saved: Mapping[str, Any], flat: list[l
             if follows and before != parameter.dtype and key != "step":
                 continue
             stays = key in on_host if on_host is not None else key == "step" and not _steps_on_device(groups[name])
-            loaded[key] = value if stays else _moved(value, parameter.device)
+            loaded[key] = value if stays else map_tensors(value, partial(Tensor.to, device=parameter.device))
 
 
 def _only_cast(saved: Any, loaded: Any) -> bool:
@@ -268,16 +270,6 @@ def _only_cast(saved: Any, loaded: Any) -> bool:
 
 def _steps_on_device(group: Mapping[str, Any]) -> bool:
     return bool(group.get("capturable") or group.get("fused"))
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if type(value) is dict:
-        return {key: _moved(item, device) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device) for item in value)
-    return value
 
 
 def _flat_names(optimizer: Optimizer, names: Names) -> list[list[str]]:

@@ -68,7 +68,7 @@ def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
         else:
             flat = like.state(entry, dtype)
         fragment = like.like(flat)
-        return wants_of(table, fragment), fragment
+        return [Want(table, offsets, part) for offsets, part in parts_of(fragment)], fragment
     from torch.distributed.tensor import DTensor
 
     offsets, sizes = _place_of(like)
@@ -76,11 +76,6 @@ def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
     strides = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
     return [Want(table, offsets, local)], whole
-
-
-def wants_of(table: Table, target: Any) -> list[Want]:
-    """Returns what to read to fill this rank's part of a tensor."""
-    return [Want(table, offsets, part) for offsets, part in parts_of(target)]
 
 
 def copy_part(name: str, whole: Tensor, target: Tensor) -> None:

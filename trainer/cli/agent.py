@@ -49,7 +49,7 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
     config = engine_config(plan.per_machine, machines, str(logs), **_elastic_settings(plan, logs))
     failures: list[Ended] = []
     try:
-        status = run_engine(config, command[0], command[1:], plan.variables(), tell=failures.append)
+        status = run_engine(config, command[0], command[1:], plan.variables(), report=failures.append)
     except RendezvousError as error:
         raise LeydenError(
             f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not "

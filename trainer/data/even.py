@@ -25,30 +25,23 @@ class EvenBatches(RankBatches):
         self.counts = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.shares.clear()
         self.counts.clear()
-        while True:
-            drawn = self.order.draw(self.span)
-            if not drawn or (self.drop_last and len(drawn) < self.span):
-                return
-            full = drawn
-            if len(drawn) < self.span:
-                full = list(
-                    itertools.islice(itertools.chain(drawn, itertools.cycle(self.order.head(self.span))), self.span)
-                )
-            size = self.batch_size
-            if size is None:
-                parts = full
-                true = [len(part) if rank < len(drawn) else 0 for rank, part in enumerate(parts)]
-            else:
-                parts = [full[start : start + size] for start in range(0, self.span, size)]
-                true = [max(0, min(len(drawn) - start, size)) for start in range(0, self.span, size)]
-            here = parts[self.rank]
-            # All ranks have the same number, so none weighs more than another.
-            self.shares.append(Share(len(here), len(here) * self.ranks))
-            self.counts.append([(len(part), count) for part, count in zip(parts, true, strict=True)])
-            self._last = here
-            yield here
+        return self._groups()
+
+    def _take(self, drawn: list[Any]) -> tuple[list[Any], Share]:
+        full, size = drawn, self.batch_size
+        if len(drawn) < self.span:
+            full = list(itertools.islice(itertools.cycle([*drawn, *self.order.head(self.span)]), self.span))
+        if size is None:
+            parts = full
+            true = [len(part) if rank < len(drawn) else 0 for rank, part in enumerate(parts)]
+        else:
+            parts = [full[start : start + size] for start in range(0, self.span, size)]
+            true = [max(0, min(len(drawn) - start, size)) for start in range(0, self.span, size)]
+        self.counts.append([(len(part), count) for part, count in zip(parts, true, strict=True)])
+        here = parts[self.rank]
+        # All ranks have the same number, so none weighs more than another.
+        return here, Share(len(here), len(here) * self.ranks)
 
 
 class OwnBatches(RankBatches):

@@ -259,6 +259,7 @@ class RankBatches:
         self.drop_last, self.even = drop_last, even
         self.shares: deque[Share] = deque()
         self._last: list[Any] = []
+        self._rest = 0
 
     def __len__(self) -> int:
         return self.batches_of(len(self.sampler))  # type: ignore[arg-type]
@@ -278,22 +279,13 @@ class RankBatches:
 
     def _groups(self) -> Iterator[list[Any]]:
         self.shares.clear()
-        rest = self._rest()
+        self._rest = self._last_batch()
         while True:
             drawn = self.order.draw(self.span)
             if not drawn or (self.drop_last and len(drawn) < self.span):
                 return
-            if self.even and len(drawn) % self.ranks:
-                missing = self.ranks - len(drawn) % self.ranks
-                drawn += list(itertools.islice(itertools.cycle(drawn), missing))
-            if self.of_batches:
-                here = drawn[self.rank] if self.rank < len(drawn) else []
-                sizes = [len(batch) for batch in drawn]
-                total, even = sum(sizes), len(sizes) == self.ranks and len(set(sizes)) == 1
-            else:
-                here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
-                even = total % self.ranks == 0
-            self.shares.append(Share(len(here), total, len(drawn) < self.ranks, even, rest=rest))
+            here, share = self._take(drawn)
+            self.shares.append(share)
             # Only the last global batch can leave a rank without a sample.
             if not here:
                 self._last = self._last or (drawn[0] if self.of_batches else drawn)
@@ -301,7 +293,22 @@ class RankBatches:
             self._last = here
             yield here
 
-    def _rest(self) -> int:
+    def _take(self, drawn: list[Any]) -> tuple[list[Any], Share]:
+        """Returns this rank's part of a global batch, and its share."""
+        if self.even and len(drawn) % self.ranks:
+            missing = self.ranks - len(drawn) % self.ranks
+            drawn += list(itertools.islice(itertools.cycle(drawn), missing))
+        if self.of_batches:
+            here = drawn[self.rank] if self.rank < len(drawn) else []
+            sizes = [len(batch) for batch in drawn]
+            total, even = sum(sizes), len(sizes) == self.ranks and len(set(sizes)) == 1
+        else:
+            here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
+            even = total % self.ranks == 0
+        return here, Share(len(here), total, len(drawn) < self.ranks, even, rest=self._rest)
+
+    def _last_batch(self) -> int:
+        """Returns the samples of the epoch's last global batch if it is known to be smaller than the others; else 0."""
         if self.drop_last or self.even or self.of_batches:
             return 0
         try:

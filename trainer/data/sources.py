@@ -76,7 +76,7 @@ class Source(ABC):
 
     def note_first(self) -> None:
         """Saves the random state before the first batch, if other loaders have drawn since `start`."""
-        self.first = {"rng": rng_state(devices=False), "generators": self.generators.states()}
+        self.first = Source._remember(self)
 
     def ahead(self, batches: int) -> State | None:
         """Returns the position after `batches` batches of an epoch not begun; None if only reading leads there."""
@@ -112,11 +112,10 @@ class Source(ABC):
         """Calls `set_epoch` once on every part of the loader that has it."""
         if epoch is None:
             return
-        told: set[int] = set()
+        # `parts_of` yields no part twice.
         for part in parts_of(self.loader):
             method = getattr(part, "set_epoch", None)
-            if callable(method) and id(part) not in told:
-                told.add(id(part))
+            if callable(method):
                 method(epoch)
 
     def _remember(self) -> State:
@@ -135,8 +134,7 @@ class Source(ABC):
     def _go_to_first(self) -> None:
         """Restores the random state from before the first batch, if other loaders had drawn before it."""
         if self.first is not None:
-            set_rng_state(self.first["rng"])
-            self.generators.restore(self.first["generators"])
+            Source._rewind(self, self.first)
 
     def _replay(self, batches: int) -> Iterator[Any]:
         iterator: Iterator[Any] = iterator_of(self.loader)

@@ -160,22 +160,22 @@ class StreamSource(Source):
                 self._filler = group[0] if loader.foreign or len(group) <= place else None
             if ranks.even and group and not loader.foreign:
                 group = list(itertools.islice(itertools.cycle(group), loader.span))
-            told = [_size_of(batch) for batch in group]
-            sizes = [1 if size is None else size for size in told]
+            known = [_size_of(batch) for batch in group]
+            sizes = [1 if size is None else size for size in known]
             held = [group[place]] if place < len(group) else [NOTHING]
             here = sizes[place] if place < len(sizes) else 0
-            total, going, idle, untold = sum(sizes), len(group), loader.span - len(group), told.count(None)
+            total, going, idle, unsized = sum(sizes), len(group), loader.span - len(group), known.count(None)
             even = len(set(sizes)) == 1
             if loader.asks:
-                total, going, idle, untold, squares = ranks.total(
-                    [here, going, held[0] is NOTHING, untold, here * here]
+                total, going, idle, unsized, squares = ranks.total(
+                    [here, going, held[0] is NOTHING, unsized, here * here]
                 )
                 # The mean of squares equals the square of the mean only if all are equal.
                 even = ranks.size * squares == total * total
             group = []
             if not going:
                 return
-            yield held.pop(), Share(here, total, idle > 0, even and not idle, not untold)
+            yield held.pop(), Share(here, total, idle > 0, even and not idle, not unsized)
 
     def _read(self, iterator: Iterator[Any]) -> list[Any]:
         if self.loader.foreign:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from leyden.strategies.launch.environment import is_running
+
 # A Trainer and its module refer to each other, so their loaders end by garbage collection. It closes the queues to the
 # workers before the iterator uses them to stop the workers, and the iterator then waits for each worker (torch 2.13,
 # Python 3.11, tried). The queues of an iterator are kept alive from here, so they outlive it.
@@ -66,16 +68,6 @@ class EndsWithParent:
         # This is the main process or multiprocessing's fork server, which ends with it; another process if it has
         # ended.
         above, pause = os.getppid(), threading.Event()
-        while os.getppid() == above and (above == self._parent or _is_there(self._parent)):
+        while os.getppid() == above and (above == self._parent or is_running(self._parent)):
             pause.wait(self._interval)
         os._exit(1)
-
-
-def _is_there(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

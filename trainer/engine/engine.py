@@ -17,7 +17,7 @@ from leyden.strategies.base import mean_items
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision, find_precision
-from leyden.trainer.engine.gathering import check_gathered, tell_of_rest
+from leyden.trainer.engine.gathering import check_gathered, warn_of_rest
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Engine:
         """`manual_backward` was called in this batch; also True when it makes no difference."""
         self._needs_manual_backward = False
         """A plain `loss.backward()` would lack what `manual_backward` does, and the user was not warned of it yet."""
-        self.told_of_rest = False
+        self.warned_of_rest = False
         """The user was warned that `all_gather` will fail at the end of the epoch."""
         self.share: Share | None = None
         """What ranks know of each other's part of the current batch; None between batches, or if nothing is known."""
@@ -238,8 +238,8 @@ class Engine:
             self.checker.compare("all_gather", data)
         elif self.strategy.ranks.world_size > 1:
             check_gathered(self.strategy, self.share, data, group)
-            if self.share is not None and self.share.rest and not self.told_of_rest:
-                self.told_of_rest = tell_of_rest(self.strategy, self.share, data)
+            if self.share is not None and self.share.rest and not self.warned_of_rest:
+                self.warned_of_rest = warn_of_rest(self.strategy, self.share, data)
         return map_tensors(data, lambda tensor: self.strategy.ranks.all_gather(tensor, group, sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:

@@ -68,8 +68,8 @@ def check_shapes(strategy: Strategy, data: Any, group: Any, name: str, fix: str,
         )
 
 
-def tell_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
-    """Warns at the first gathering where the epoch's last one is going to fail, which may be hours away.
+def warn_of_rest(strategy: Strategy, share: Share, data: Any) -> bool:
+    """Warns at the first gathering if the epoch's last one will fail, which may be hours away.
 
     Returns:
         Whether it did.

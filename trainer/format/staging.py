@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from typing import Literal
 
+from leyden.strategies.launch.environment import is_running
 from leyden.trainer.format.manifest import MANIFEST
 
 # tmp: being written; old: moved aside by an unfinished overwrite; del: being deleted.
@@ -199,10 +200,4 @@ def _runs(pid: int, start: str) -> bool:
     if os.name == "nt":
         # os.kill(pid, 0) would end the process on Windows; leftovers stay there until they are deleted by hand.
         return True
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    return is_running(pid)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,11 +202,13 @@ class Entry:
             "another name."
         )
 
-    def take(self, state: Mapping[str, Any]) -> None:
+    def restore(self, saved: SavedState) -> None:
+        """Continues from what `state` returned."""
         self.is_restored = True
-        self.value, self.fresh, self.total = state["value"], state["fresh"], state["total"]
-        self.weight, self.values = state["weight"], list(state["values"])
-        self.loader = state["loader"]
+        self.value, self.total = _saved_value(saved, "value"), _saved_value(saved, "total")
+        self.values = [_saved_value(saved, "values", value) for value in saved.items("values")]
+        self.weight, self.fresh = saved.number("weight", least=0), saved.flag("fresh")
+        self.loader = saved.integer("loader", least=-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,17 +234,7 @@ def restored_entries(
         if len(options) != 5 or not all(option is None or isinstance(option, int) for option in options):
             raise StateError(entry.path("options"), "must be five of true, false and null")
         made = _restored_entry(entry, (*options, chosen))
-        values = [_saved_value(entry, "values", value) for value in entry.items("values")]
-        made.take(
-            {
-                "value": _saved_value(entry, "value"),
-                "fresh": entry.flag("fresh"),
-                "total": _saved_value(entry, "total"),
-                "weight": entry.number("weight", least=0),
-                "values": values,
-                "loader": entry.integer("loader", least=-1),
-            }
-        )
+        made.restore(entry)
         found.append((made, None if entry.is_none("metric") else entry.text("metric")))
     shown = {}
     values_shown = saved.nested("epoch_values")

@@ -108,7 +108,7 @@ class EpochValues:
         own = dict(sorted(((Key.of(entry), entry) for entry in shared), key=lambda pair: pair[0]))
         ranks, alike = self._exchange(own, idle)
         results = {key: self._reduced(key, entry, ranks) for key, entry in own.items()}
-        foreign = [] if alike else self._told_by_others(results)
+        foreign = [] if alike else self._foreign(results)
         values = {id(entry): value_of_this_rank(entry) for entry in entries if entry.sync_dist is False}
         return values | {id(entry): results[key] for key, entry in own.items()}, foreign
 
@@ -122,15 +122,15 @@ class EpochValues:
         names = [(keys, of_metrics)] * len(rows)
         alike = all(row[1] == digest for row in rows)
         if not alike:
-            told = strategy.ranks.all_gather_object((keys, of_metrics, idle))
-            _check([(keys, idle) for keys, _, idle in told])
-            names = [(keys, of_metrics) for keys, of_metrics, _ in told]
+            gathered = strategy.ranks.all_gather_object((keys, of_metrics, idle))
+            _check([(keys, idle) for keys, _, idle in gathered])
+            names = [(keys, of_metrics) for keys, of_metrics, _ in gathered]
         messages = _gather_bytes(strategy, states, [int(row[3]) for row in rows])
         ranks: dict[int, Rank] = {}
         for index, (row, message, (keys, of_metrics)) in enumerate(zip(rows, messages, names, strict=True)):
-            told_states = dict(zip(of_metrics, metrics.unpack(message), strict=True))
-            # Ranks that share their data would count it several times: the first of them speaks.
-            ranks.setdefault(int(row[0]), Rank(index, _by_key(keys, row[HEADER:]), told_states))
+            states_by_key = dict(zip(of_metrics, metrics.unpack(message), strict=True))
+            # Of ranks that share their data only the first counts, or the data would count several times.
+            ranks.setdefault(int(row[0]), Rank(index, _by_key(keys, row[HEADER:]), states_by_key))
         return list(ranks.values()), alike
 
     def _gather(self, message: list[float]) -> list[list[float]]:
@@ -164,15 +164,12 @@ class EpochValues:
             return [self._strategy.ranks.global_rank]
         return get_process_group_ranks(entry.ranks_in)
 
-    def _told_by_others(self, results: Mapping[Key, Value | None]) -> list[tuple[Key, Value]]:
-        """The values of loaders of which this rank had no batch."""
+    def _foreign(self, results: Mapping[Key, Value | None]) -> list[tuple[Key, Value]]:
+        """The values of loaders of which this rank had no batch, as the first rank that has them reports."""
         known: dict[Key, Value] = {}
-        for told in self._strategy.ranks.all_gather_object(
-            {key: value for key, value in results.items() if value is not None}
-        ):
-            for key, value in told.items():
-                known.setdefault(key, value)
-        return [(key, value) for key, value in sorted(known.items(), key=lambda pair: pair[0]) if key not in results]
+        for reported in self._strategy.ranks.all_gather_object(dict(results)):
+            known = {key: value for key, value in reported.items() if value is not None} | known
+        return [(key, known[key]) for key in sorted(known) if key not in results]
 
 
 def over_ranks(strategy: Strategy) -> EpochValues | None:
@@ -180,8 +177,8 @@ def over_ranks(strategy: Strategy) -> EpochValues | None:
     return EpochValues(strategy) if strategy.data_size > 1 else None
 
 
-def combined(entry: Entry, told: Sequence[list[float]]) -> Value | None:
-    """Combines what the ranks logged for an entry into one value, by its `reduce_fx`."""
+def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:
+    """Combines what each rank logged for an entry into one value, by its `reduce_fx`."""
     reduction = entry.reduce_fx
     if isinstance(reduction, Reduced):
         warnings.warn(
@@ -192,12 +189,12 @@ def combined(entry: Entry, told: Sequence[list[float]]) -> Value | None:
         return None
     if callable(reduction):
         # In the order of global batches, as one process would have them.
-        longest = max(map(len, told))
-        values = [numbers[turn] for turn in range(longest) for numbers in told if turn < len(numbers)]
+        longest = max(map(len, logged))
+        values = [numbers[turn] for turn in range(longest) for numbers in logged if turn < len(numbers)]
         return as_number(entry.name, reduction(torch.tensor(values, dtype=torch.float64)))
-    totals = torch.tensor([numbers[0] for numbers in told], dtype=torch.float64)
+    totals = torch.tensor([numbers[0] for numbers in logged], dtype=torch.float64)
     if reduction == "mean":
-        return totals.sum() / math.fsum(numbers[1] for numbers in told)
+        return totals.sum() / math.fsum(numbers[1] for numbers in logged)
     return totals.sum() if reduction == "sum" else totals.amax() if reduction == "max" else totals.amin()
 
 
@@ -249,11 +246,11 @@ def _gather_bytes(strategy: Strategy, message: Tensor, sizes: Sequence[int]) -> 
     return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
-def _check(told: Sequence[tuple[Sequence[Key], frozenset[int]]]) -> None:
+def _check(ranks: Sequence[tuple[Sequence[Key], frozenset[int]]]) -> None:
     """Names the ranks that logged other names, unless they had no batch to log them with."""
-    everything = sorted({key for keys, _ in told for key in keys})
+    everything = sorted({key for keys, _ in ranks for key in keys})
     missing: dict[int, list[str]] = {}
-    for rank, (keys, idle) in enumerate(told):
+    for rank, (keys, idle) in enumerate(ranks):
         known = set(keys)
         lacks = [key for key in everything if key not in known and not (key.has_batch and key.loader in idle)]
         if lacks:

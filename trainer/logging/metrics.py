@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.format.codec import decode, encode
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from torchmetrics import Metric
 
 PREFIX = 8
-"""Bytes that tell how long the description of a message is."""
+"""Bytes that hold the length of a message's description."""
 
 
 @dataclass(slots=True)
@@ -46,15 +48,10 @@ def pack(found: Sequence[Metric]) -> Tensor:
     if not found:
         return torch.empty(0, dtype=torch.uint8)
     content = _Content()
-    states = [[_state(part) for part in _synced_parts(metric)] for metric in found]
-    tree = [[[part.count, part.values] for part in parts] for parts in states]
+    tree = [[[part._update_count, dict(part.metric_state)] for part in _synced_parts(metric)] for metric in found]
     text = json.dumps(encode(tree, content, where="metrics")).encode()
     head = torch.frombuffer(bytearray(len(text).to_bytes(PREFIX, "little") + text), dtype=torch.uint8)
     return torch.cat([head, content.bytes()])
-
-
-def _state(part: Metric) -> PartState:
-    return PartState(part._update_count, dict(part.metric_state))
 
 
 def unpack(message: Tensor) -> list[list[PartState]]:
@@ -170,21 +167,17 @@ def _install(part: Metric, states: Sequence[PartState]) -> None:
     for name in part._reductions:
         home = getattr(part, name)
         merged = merged_value(part, name, states)
-        to_cpu = part.compute_on_cpu and not isinstance(home, Tensor)
-        setattr(part, name, _placed(merged, torch.device("cpu") if to_cpu else part.device))
+        device = "cpu" if part.compute_on_cpu and not isinstance(home, Tensor) else part.device
+        setattr(part, name, map_tensors(merged, partial(Tensor.to, device=device)))
     part._update_count = sum(state.count for state in states)
-
-
-def _updated(states: Sequence[PartState]) -> Sequence[PartState]:
-    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
-    return [state for state in states if state.count] or states
 
 
 def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
     """One state of all ranks, reduced by the function that the metric names for it."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-    states = _updated(states)
+    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
+    states = [state for state in states if state.count] or states
     values: list[Any] = [state.values[name] for state in states]
     reduction: Any = part._reductions[name]
     if len(values) == 1:
@@ -221,9 +214,3 @@ def in_turns(values: Sequence[list[Any]]) -> Iterator[Any]:
         for items in values:
             if turn < len(items):
                 yield items[turn]
-
-
-def _placed(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    return [_placed(item, device) for item in value] if isinstance(value, list) else value

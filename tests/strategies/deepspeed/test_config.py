@@ -231,10 +231,11 @@ def test_what_belongs_to_the_run_is_filled_in_and_the_rest_stays() -> None:
     before = json.dumps(given)
     config = ZeroConfig(given)
     config.check(RunSettings(accumulation=4, batch_size=2, clip_value=0.5, optimizers=1), world_size=2)
-    assert config.build(precision="bf16-true", device="cpu", clip=0.5, micro_batch=2) == {
+    assert config.build(precision="bf16-true", device="cpu", micro_batch=2) == {
         # The window's end is told, and its true length divides.
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.5,
+        # The run's clipping is set before each step.
+        "gradient_clipping": 0.0,
         "train_micro_batch_size_per_gpu": 2,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 7},

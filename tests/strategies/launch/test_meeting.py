@@ -30,7 +30,7 @@ def by_hand(monkeypatch: pytest.MonkeyPatch) -> int:
     port = free_port()
     for name, value in {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meeting, "TOLD_AFTER", 0.1)
+    monkeypatch.setattr(meeting, "SAID_AFTER", 0.1)
     monkeypatch.setattr(meeting, "STORE_OPENS", SOON)
     return port
 

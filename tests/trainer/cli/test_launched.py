@@ -11,7 +11,7 @@ from torch import nn
 from leyden import Accelerator, ConfigurationError, Trainer
 from leyden.callbacks import GradientAccumulation
 from leyden.strategies import SingleDeviceStrategy
-from leyden.trainer.launched import VARIABLES, LaunchSettings, filled_by_launch
+from leyden.trainer.launched import DEBUG, SOURCE, TEXTS, VALUES, LaunchSettings, filled_by_launch, read_launched
 
 
 @pytest.fixture
@@ -106,6 +106,7 @@ def test_a_process_that_was_not_launched_is_filled_with_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_the_table_names_every_variable() -> None:
+def test_every_setting_travels_in_its_variable() -> None:
     full = LaunchSettings(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True)
-    assert set(full.variables()) == set(VARIABLES)
+    assert set(full.variables()) == {SOURCE, DEBUG, *TEXTS.values(), *VALUES.values()}
+    assert read_launched(full.variables()) == full
