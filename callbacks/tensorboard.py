@@ -233,13 +233,9 @@ def _cut(path: Path, size: int) -> None:
         return
     # TensorBoard reads any file with "tfevents" in its name, so this one is named after the copy.
     head = staging.sibling(aside, "tmp")
-    with path.open("rb") as source, head.open("xb") as target:
-        while left := size - target.tell():
-            piece = source.read(min(left, 2**20))
-            if not piece:
-                break
-            target.write(piece)
-        target.flush()
+    shutil.copyfile(path, head)
+    with head.open("rb+") as target:
+        target.truncate(size)
         os.fsync(target.fileno())
     try:
         os.link(path, aside)

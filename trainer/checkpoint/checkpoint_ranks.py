@@ -63,7 +63,19 @@ class CheckpointRanks:
         Raises:
             OtherRankError: if another rank reported an error; names the rank.
         """
-        return [value] if self._strategy is None else self._exchange(value, None)
+        if self._strategy is None:
+            return [value]
+        try:
+            found: list[tuple[Any, str | None]] = self._strategy.ranks.all_gather_object((value, None))
+        except BaseException:
+            # A rank has died, so no error can be reported.
+            self._over = True
+            raise
+        for rank, (_, failure) in enumerate(found):
+            if failure is not None:
+                self._over = True
+                raise OtherRankError(self.path, f"rank {rank} could not do its part: {failure}")
+        return [value for value, _ in found]
 
     def each(self, work: Callable[[], T]) -> list[T]:
         """Calls `work` on every rank, and returns all results; an error on one is raised on all."""
@@ -97,17 +109,3 @@ class CheckpointRanks:
         except Exception as error:
             self.report(error)
             raise
-
-    def _exchange(self, value: T, error: str | None) -> list[T]:
-        assert self._strategy is not None
-        try:
-            found: list[tuple[Any, str | None]] = self._strategy.ranks.all_gather_object((value, error))
-        except BaseException:
-            # A rank has died, so no error can be reported.
-            self._over = True
-            raise
-        for rank, (_, failure) in enumerate(found):
-            if failure is not None:
-                self._over = True
-                raise OtherRankError(self.path, f"rank {rank} could not do its part: {failure}")
-        return [value for value, _ in found]

@@ -57,22 +57,18 @@ def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: CheckpointRa
     problems: list[str] = []
     for source, written in enumerate(files):
         for name in sorted(written):
-            # The machine that wrote the file has it already; all ranks go through every piece to stay in step.
-            writes = ranks.is_keeper and ranks.rank != source - source % ranks.share[1]
             pieces = _pieces(folder / name, source, ranks, problems)
-            if not writes:
-                for _ in pieces:
-                    pass
-                continue
-            try:
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                arrived = write_file(folder / name, pieces, written[name].chunk)
-                if arrived != written[name]:
-                    problems.append(f"{name} arrived with other bytes than rank {source} wrote")
-            except OSError as error:
-                problems.append(f"{name} cannot be written: {error.strerror or error}")
-                for _ in pieces:
-                    pass
+            # The machine that wrote the file has it already.
+            if ranks.is_keeper and ranks.rank != source - source % ranks.share[1]:
+                try:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    if write_file(folder / name, pieces, written[name].chunk) != written[name]:
+                        problems.append(f"{name} arrived with other bytes than rank {source} wrote")
+                except OSError as error:
+                    problems.append(f"{name} cannot be written: {error.strerror or error}")
+            # All ranks go through every piece, to stay in step.
+            for _ in pieces:
+                pass
     for rank, found in enumerate(ranks.gather(problems)):
         if found:
             raise CheckpointError(folder, f"is not whole on the machine of rank {rank}: {found[0]}.")
