@@ -172,12 +172,16 @@ def _install(part: Metric, states: Sequence[PartState]) -> None:
     part._update_count = sum(state.count for state in states)
 
 
+def _updated(states: Sequence[PartState]) -> Sequence[PartState]:
+    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
+    return [state for state in states if state.count] or states
+
+
 def merged_value(part: Metric, name: str, states: Sequence[PartState]) -> Any:
     """One state of all ranks, reduced by the function that the metric names for it."""
     from torchmetrics.utilities.data import dim_zero_cat, dim_zero_mean
 
-    # A rank without a batch has only its default state, which must not weigh in a mean or be stacked with the others.
-    states = [state for state in states if state.count] or states
+    states = _updated(states)
     values: list[Any] = [state.values[name] for state in states]
     reduction: Any = part._reductions[name]
     if len(values) == 1:
