@@ -204,7 +204,7 @@ def arguments_by_place(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("match", "make"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_one_clear_error(tmp_path: Path, match: str, make: Callable[[Path], Any]) -> None:
+def test_a_bad_argument_raises_one_clear_error(tmp_path: Path, match: str, make: Callable[[Path], Any]) -> None:
     with pytest.raises(ConfigurationError) as caught:
         make(tmp_path)
     assert re.search(match, str(caught.value), re.DOTALL), caught.value

@@ -24,7 +24,7 @@ def check(ground: Ground, error: type[Exception], match: str, run: Callable[[Gro
 
 
 @pytest.mark.parametrize(("error", "match", "run"), [case[1:] for case in BEFORE], ids=[case[0] for case in BEFORE])
-def test_before_training(
+def test_bad_input_is_named_before_training(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, error: type[Exception], match: str, run: Callable[[Ground], Any]
 ) -> None:
     ground = Ground(tmp_path)

@@ -68,7 +68,7 @@ def test_the_source_distribution_holds_every_module_as_a_file(dist: Path) -> Non
         assert not [name for name, member in entries.items() if member.issym() or member.islnk()]
 
 
-def test_what_the_wheel_says_of_itself(dist: Path) -> None:
+def test_the_metadata_of_the_wheel_is_complete(dist: Path) -> None:
     [wheel] = dist.glob("*.whl")
     archive = zipfile.ZipFile(wheel)
     [name] = [name for name in archive.namelist() if name.endswith("dist-info/METADATA")]

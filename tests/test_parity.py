@@ -422,7 +422,7 @@ def lbfgs(parameters: Iterable[nn.Parameter]) -> Optimizer:
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-def test_lbfgs(clip: float | None, tmp_path: Path) -> None:
+def test_lbfgs_has_the_weights_of_the_plain_loop(clip: float | None, tmp_path: Path) -> None:
     case = Case(lbfgs, step_lr, clip=None if clip is None else (clip, "norm"))
     seed()
     net = network()
@@ -497,7 +497,7 @@ class GAN(TrainModule):
         return optimizers, [step_lr(optimizers[0]), ExponentialLR(optimizers[1], 0.9)]
 
 
-def test_manual_optimisation_of_a_gan(tmp_path: Path) -> None:
+def test_manual_optimisation_of_a_gan_has_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
     seed()
     plain = GAN()
     of_generator, of_critic = Adam(plain.generator.parameters(), 0.01), SGD(plain.critic.parameters(), 0.1)
@@ -546,7 +546,7 @@ class TwoInTurn(TrainModule):
         return [SGD(self.body.parameters(), 0.1), AdamW(self.head.parameters(), 0.01)]
 
 
-def test_several_optimizers_in_automatic_mode(tmp_path: Path) -> None:
+def test_several_optimizers_in_automatic_mode_have_the_weights_of_the_plain_loop(tmp_path: Path) -> None:
     seed()
     plain = TwoInTurn()
     optimizers = plain.configure_optimizers()

@@ -102,7 +102,7 @@ def _no_warnings() -> Iterator[None]:
         ({"divergence_threshold": 1.0, "mode": "max"}, [5, 1.0, 0.9, 9], 3, "divergence_threshold"),
     ],
 )
-def test_when_it_stops(
+def test_training_stops_for_each_of_its_reasons(
     tmp_path: Path, arguments: dict[str, Any], values: list[float], epochs: int, reason: str
 ) -> None:
     stopping = EarlyStopping("val", **arguments)
@@ -117,7 +117,7 @@ def test_when_it_stops(
         assert float(stopping.best_score) == min(finite)
 
 
-def test_the_best_score_and_the_count(tmp_path: Path) -> None:
+def test_the_best_score_is_kept_and_fruitless_checks_are_counted(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=5)
     fit(tmp_path, [3, 1, 2, 2], stopping)
     assert (float(stopping.best_score), stopping.wait_count) == (1.0, 2)
@@ -164,7 +164,7 @@ def test_validate_alone_is_no_check(tmp_path: Path) -> None:
     assert float(stopping.best_score) == INF
 
 
-def test_a_metric_that_nobody_logged(tmp_path: Path) -> None:
+def test_a_metric_that_nobody_logged_is_an_error_unless_strict_is_off(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"monitors 'vall', which was not logged\. Did you mean 'val'\?.*strict=False"
     ):
@@ -176,7 +176,7 @@ def test_a_metric_that_nobody_logged(tmp_path: Path) -> None:
         fit(tmp_path, [], EarlyStopping("val"), max_epochs=1)
 
 
-def test_min_epochs_come_first(tmp_path: Path) -> None:
+def test_min_epochs_delay_the_stop(tmp_path: Path) -> None:
     stopping = EarlyStopping("val", patience=1)
     assert fit(tmp_path, [5.0] * 6, stopping, min_epochs=4).current_epoch == 4
 
@@ -195,7 +195,7 @@ def test_verbose_prints_each_decision_and_the_end_is_always_printed(
     assert "EarlyStopping stops the run in epoch 2: val did not improve in the last 1 checks." in printed
 
 
-def test_a_resumed_run_stops_where_the_other_does(tmp_path: Path) -> None:
+def test_a_resumed_run_stops_where_the_uninterrupted_run_does(tmp_path: Path) -> None:
     values = [5.0, 4.0, 4.5, 4.5, 4.5, 4.5, 4.5]
 
     def parts() -> list[Callback]:
@@ -251,7 +251,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
         EarlyStopping(**{"monitor": "val", **arguments})
 
 
-def test_two_of_them_have_states_of_their_own(tmp_path: Path) -> None:
+def test_two_early_stoppings_save_and_restore_their_own_states(tmp_path: Path) -> None:
     first, second = EarlyStopping("val", patience=9), EarlyStopping("train", patience=9, mode="max")
     fit(tmp_path, [3, 2, 1], first, second, ModelCheckpoint())
     one, other = EarlyStopping("val", patience=9), EarlyStopping("train", patience=9, mode="max")

@@ -51,7 +51,7 @@ class Windows(Callback):
         ({0: 8, 2: 4}, [8, 8, 4, 4, 4]),
     ],
 )
-def test_lengths(steps: Any, lengths: list[int]) -> None:
+def test_a_schedule_gives_the_window_length_of_every_epoch(steps: Any, lengths: list[int]) -> None:
     accumulation = GradientAccumulation(steps)
     assert [accumulation.length(epoch) for epoch in range(5)] == lengths
     assert accumulation.longest == max(lengths)
@@ -81,7 +81,7 @@ def test_wrong_arguments_are_refused(steps: Any, message: str) -> None:
         GradientAccumulation(steps)
 
 
-def test_lightnings_name() -> None:
+def test_lightnings_name_takes_a_dict_only() -> None:
     scheduler = GradientAccumulationScheduler(scheduling={0: 8, 4: 4})
     assert isinstance(scheduler, GradientAccumulation)
     assert (scheduler.length(3), scheduler.length(4)) == (8, 4)
@@ -89,14 +89,14 @@ def test_lightnings_name() -> None:
         GradientAccumulationScheduler(scheduling=4)  # type: ignore[arg-type]
 
 
-def test_the_schedule_is_the_callbacks_own() -> None:
+def test_a_changed_dict_leaves_the_schedule_alone() -> None:
     given = {0: 2}
     accumulation = GradientAccumulation(given)
     given[0] = 7
     assert accumulation.length(0) == 2
 
 
-def test_the_trainer_asks_at_each_window(tmp_path: Path) -> None:
+def test_windows_follow_the_schedule_and_end_with_the_epoch(tmp_path: Path) -> None:
     windows = Windows()
     trainer = Trainer(
         max_epochs=3,

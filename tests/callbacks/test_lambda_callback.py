@@ -28,7 +28,7 @@ class Net(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_functions_are_called_with_what_the_hooks_get(tmp_path: Path) -> None:
+def test_functions_are_called_with_the_arguments_of_their_hooks(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
     callback = LambdaCallback(
         setup=lambda trainer, module, stage: seen.append((stage, 0)),
@@ -48,7 +48,7 @@ def test_functions_are_called_with_what_the_hooks_get(tmp_path: Path) -> None:
     assert seen == [("fit", 0), ("batch", 0), ("batch", 1), ("epoch", 0), ("batch", 0), ("batch", 1), ("epoch", 1)]
 
 
-def test_every_hook_of_callbacks_is_known() -> None:
+def test_every_hook_of_callbacks_is_accepted() -> None:
     hooks = {name for name in dir(Callback) if name.startswith("on_")} | {"setup", "teardown"}
     assert set(HOOKS) == hooks
     LambdaCallback(**dict.fromkeys(hooks, print))
@@ -63,6 +63,6 @@ def test_an_unknown_hook_is_refused_with_the_nearest() -> None:
         LambdaCallback(state_dict=dict)
 
 
-def test_what_is_no_function_is_refused_with_the_form() -> None:
+def test_a_value_that_is_not_callable_is_refused_with_an_example() -> None:
     with pytest.raises(ConfigurationError, match=r"write on_fit_start=lambda trainer, module: \.\.\."):
         LambdaCallback(on_fit_start="print")  # type: ignore[arg-type]

@@ -83,7 +83,9 @@ class TestRunFolder:
         ("name", "version", "folder"),
         [("mine", None, "mine/version_0"), (None, 3, "version_3"), ("mine", "baseline", "mine/baseline")],
     )
-    def test_name_and_version(self, tmp_path: Path, name: str | None, version: Any, folder: str) -> None:
+    def test_name_and_version_choose_the_folder(
+        self, tmp_path: Path, name: str | None, version: Any, folder: str
+    ) -> None:
         assert CSVLogger(tmp_path, name=name, version=version).log_dir == str(tmp_path / folder)
 
     def test_loggers_of_one_trainer_share_a_folder(self, tmp_path: Path) -> None:
@@ -92,7 +94,7 @@ class TestRunFolder:
         assert board.log_dir == table.log_dir == str(tmp_path / "logs" / "version_0")
         assert elsewhere.log_dir == str(tmp_path / "other" / "version_0")
 
-    def test_two_of_a_kind_do_not_share(self, tmp_path: Path) -> None:
+    def test_two_loggers_of_one_class_get_two_folders(self, tmp_path: Path) -> None:
         first, second = CSVLogger(), CSVLogger()
         handed(tmp_path, first, second)
         assert (first.version, second.version) == (0, 1)
@@ -128,7 +130,7 @@ class TestResume:
         logger.save()
         return json.loads(json.dumps(logger.state_dict()))  # type: ignore[no-any-return]
 
-    def test_the_folder_is_used_again(self, tmp_path: Path) -> None:
+    def test_a_resumed_run_logs_to_its_folder_again(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path)
         logger = CSVLogger()
         handed(tmp_path, logger)
@@ -154,7 +156,7 @@ class TestResume:
         assert logger.version == 1
         assert len((tmp_path / "there/logs/version_0/metrics.csv").read_text().splitlines()) == 2
 
-    def test_a_lost_folder_is_made_anew(self, tmp_path: Path) -> None:
+    def test_a_lost_folder_is_created_again(self, tmp_path: Path) -> None:
         state = self.saved(tmp_path / "here")
         logger = CSVLogger()
         handed(tmp_path / "there", logger)
@@ -177,7 +179,7 @@ class TestResume:
 
 
 class TestNumbers:
-    def test_all_kinds_of_numbers(self) -> None:
+    def test_every_kind_of_number_becomes_an_int_or_a_float(self) -> None:
         plain = plain_numbers(
             {
                 "float": 0.5,
@@ -204,11 +206,11 @@ class TestNumbers:
         }
         assert {type(value) for value in plain.values()} == {int, float}
 
-    def test_prefix(self) -> None:
+    def test_a_prefix_precedes_every_name(self) -> None:
         assert plain_numbers({"a": 1, "b": {"c": 2}}, "run") == {"run-a": 1, "run-b/c": 2}
 
     @pytest.mark.parametrize("value", ["0.5", None, torch.ones(2), np.ones(3), [1.0], 1 + 2j])
-    def test_what_is_no_number_is_refused_by_name(self, value: Any) -> None:
+    def test_a_value_that_is_no_number_is_refused_by_name(self, value: Any) -> None:
         with pytest.raises(ConfigurationError, match=r"the metric 'loss' is .* single numbers"):
             plain_numbers({"loss": value})
 
@@ -233,7 +235,7 @@ class TestHparams:
         "flag": True,
     }
 
-    def test_flat(self) -> None:
+    def test_nested_hyperparameters_become_flat_names(self) -> None:
         assert flatten_hparams(self.params) == {
             "optim/lr": 0.1,
             "optim/betas": "(0.9, 0.99)",
@@ -256,7 +258,7 @@ class TestHparams:
         assert read["data"] == {"path": "a/b", "size": 3, "deep": {"x": None}}
         assert (read["nan"], read["colour"], read["more"]) == ("nan", "RED", [1, 2])
 
-    def test_loggers_in_one_folder_add_up(self, tmp_path: Path) -> None:
+    def test_loggers_in_one_folder_merge_their_hyperparameters(self, tmp_path: Path) -> None:
         table, board = CSVLogger(), TensorBoardLogger()
         handed(tmp_path, table, board)
         table.log_hyperparams({"a": 1})
@@ -264,7 +266,7 @@ class TestHparams:
         board.finalize("success")
         assert json.loads((tmp_path / "logs/version_0/hparams.json").read_text()) == {"a": 1, "b": 2}
 
-    def test_what_has_no_names_is_refused(self, tmp_path: Path) -> None:
+    def test_hyperparameters_without_names_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=r"not a list: log_hyperparams\(\{'name': value\}\)"):
             CSVLogger(tmp_path).log_hyperparams([1, 2])  # type: ignore[arg-type]
 

@@ -78,26 +78,26 @@ def test_with_accumulation_each_window_counts_once(tmp_path: Path) -> None:
     assert kept.rows == [(2, {"lr-SGD": net.used[1]}), (4, {"lr-SGD": net.used[3]})]
 
 
-def test_own_interval_of_an_epoch_scheduler(tmp_path: Path) -> None:
+def test_an_epoch_scheduler_is_logged_once_per_epoch(tmp_path: Path) -> None:
     monitor = LearningRateMonitor()
     kept, _ = fit(tmp_path, by_epoch, monitor)
     assert kept.rows == [(0, {"lr-SGD": 1.0}), (4, {"lr-SGD": 0.5})]
     assert monitor.lrs == {"lr-SGD": [1.0, 0.5]}
 
 
-def test_step_and_epoch_may_be_asked_for(tmp_path: Path) -> None:
+def test_logging_interval_overrides_the_schedulers_interval(tmp_path: Path) -> None:
     steps, _ = fit(tmp_path, by_epoch, LearningRateMonitor("step"), log_every_n_steps=2)
     assert steps.rows == [(2, {"lr-SGD": 1.0}), (4, {"lr-SGD": 1.0}), (6, {"lr-SGD": 0.5}), (8, {"lr-SGD": 0.5})]
     epochs, _ = fit(tmp_path, by_step, LearningRateMonitor("epoch"))
     assert epochs.rows == [(0, {"lr-SGD": 1.0}), (4, {"lr-SGD": 0.0625})]
 
 
-def test_without_scheduler_steps_are_logged(tmp_path: Path) -> None:
+def test_without_a_scheduler_rates_are_logged_by_step(tmp_path: Path) -> None:
     kept, _ = fit(tmp_path, lambda net: SGD(net.parameters(), lr=0.1), LearningRateMonitor(), log_every_n_steps=4)
     assert kept.rows == [(4, {"lr-SGD": 0.1}), (8, {"lr-SGD": 0.1})]
 
 
-def test_names(tmp_path: Path) -> None:
+def test_rates_are_named_by_optimizer_group_and_scheduler(tmp_path: Path) -> None:
     def configure(net: Net) -> Any:
         first = SGD([{"params": net.a.weight}, {"params": net.a.bias, "lr": 0.2, "name": "bias"}], lr=0.1)
         second, third = Adam([net.b.weight], lr=torch.tensor(0.3)), Adam([net.b.bias], lr=0.4)
@@ -142,7 +142,7 @@ def test_group_names_must_differ(tmp_path: Path) -> None:
         fit(tmp_path, configure, LearningRateMonitor())
 
 
-def test_it_needs_a_logger(tmp_path: Path) -> None:
+def test_a_monitor_without_a_logger_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="LearningRateMonitor needs a logger"):
         fit(tmp_path, by_step, LearningRateMonitor(), logger=False)
     fit(tmp_path, by_step, LearningRateMonitor(), fast_dev_run=True)

@@ -143,7 +143,9 @@ def test_by_default_the_newest_is_kept(tmp_path: Path) -> None:
         ({"save_top_k": 2, "save_last": "link"}, [20, 24], 24),
     ],
 )
-def test_which_are_kept(tmp_path: Path, arguments: dict[str, Any], kept: list[int], best: int | None) -> None:
+def test_the_best_and_newest_are_kept_as_asked(
+    tmp_path: Path, arguments: dict[str, Any], kept: list[int], best: int | None
+) -> None:
     callback = ModelCheckpoint(**arguments)
     fit(tmp_path, callback)
     assert steps(tmp_path / "checkpoints") == kept
@@ -202,12 +204,12 @@ def test_an_unknown_argument_gets_the_nearest() -> None:
         ModelCheckpoint(period=3)  # type: ignore[call-arg]
 
 
-def test_of_equal_ones_the_first_stays(tmp_path: Path) -> None:
+def test_of_equal_scores_the_first_checkpoint_stays(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(monitor="val", save_top_k=2), module=Scripted([0.5, 0.5, 0.5]), max_epochs=3)
     assert steps(tmp_path / "checkpoints") == [4, 8]
 
 
-def test_weights_only(tmp_path: Path) -> None:
+def test_save_weights_only_writes_no_optimizer_and_no_callbacks(tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_weights_only=True)
     fit(tmp_path, callback, max_epochs=1)
     files = os.listdir(callback.best_model_path)
@@ -236,7 +238,7 @@ def test_last_is_a_link_to_the_newest(tmp_path: Path) -> None:
     assert CheckpointReader(tmp_path / "checkpoints" / "last").progress()["global_step"] == 12
 
 
-def test_last_is_there_where_a_run_ends_between_saves(tmp_path: Path) -> None:
+def test_last_exists_if_a_run_ends_between_saves(tmp_path: Path) -> None:
     fit(tmp_path, ModelCheckpoint(every_n_train_steps=5, save_last=True), max_epochs=2)
     assert names(tmp_path / "checkpoints") == ["epoch=1-step=5", "epoch=1-step=8", "last -> epoch=1-step=8"]
     fit(tmp_path / "other", ModelCheckpoint(every_n_train_steps=5), max_epochs=2)
@@ -262,7 +264,7 @@ def test_a_folder_of_the_user_called_last_is_left_alone(tmp_path: Path) -> None:
     assert (mine / "note").read_text() == "mine"
 
 
-def test_the_links_name_is_a_template(tmp_path: Path) -> None:
+def test_the_name_of_the_last_link_is_a_template(tmp_path: Path) -> None:
     class Named(ModelCheckpoint):
         CHECKPOINT_NAME_LAST = "newest of the run"
 
@@ -294,12 +296,12 @@ def test_filenames_are_filled_in(template: str, insert: bool, name: str) -> None
     assert callback.format_checkpoint_name(tensors, ver=2, prefix="a") == f"a-{name}-v2"
 
 
-def test_a_metric_that_is_not_there_yet(tmp_path: Path) -> None:
+def test_a_metric_not_yet_logged_is_none_in_the_name(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="names 'vall', which was not logged. Did you mean 'val'"):
         assert format_name("{epoch}-{vall:.2f}", {"epoch": 0, "val": 1.0}, True) == "epoch=0-vall=none"
 
 
-def test_metrics_in_the_name_of_a_run(tmp_path: Path) -> None:
+def test_the_metrics_of_a_run_fill_the_filename(tmp_path: Path) -> None:
     callback = ModelCheckpoint(tmp_path / "here", "{epoch:02d}-{val:.2f}-{train:.0f}", monitor="val")
     fit(tmp_path, callback, max_epochs=2)
     assert names(tmp_path / "here") == ["epoch=01-val=0.30-train=7"]
@@ -312,7 +314,7 @@ def test_a_name_that_is_taken_gets_a_version(tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=0-step=4-v1", "epoch=0-step=4-v2"]
 
 
-def test_or_is_replaced(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_replaced_without_the_version_counter(tmp_path: Path) -> None:
     for lr in (1, 2):
         module = Scripted()
         nn.init.constant_(module.layer.weight, lr)
@@ -322,7 +324,7 @@ def test_or_is_replaced(tmp_path: Path) -> None:
     assert steps(tmp_path / "checkpoints") == [8]
 
 
-def test_a_name_that_stays_the_same_stays(tmp_path: Path) -> None:
+def test_a_fixed_filename_holds_the_best_and_its_successors_get_versions(tmp_path: Path) -> None:
     """The one that is replaced makes room for the better one of the same name."""
     callback = ModelCheckpoint(filename="best", monitor="val")
     fit(tmp_path, callback)
@@ -367,7 +369,9 @@ def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         ({"every_n_train_steps": 4, "save_last": True}, {}, [4, 8]),
     ],
 )
-def test_when_it_saves(tmp_path: Path, arguments: dict[str, Any], options: dict[str, Any], expected: list[int]) -> None:
+def test_triggers_save_at_their_steps(
+    tmp_path: Path, arguments: dict[str, Any], options: dict[str, Any], expected: list[int]
+) -> None:
     fit(tmp_path, ModelCheckpoint(save_top_k=-1, **arguments), **{"max_epochs": 2, **options})
     assert steps(tmp_path / "checkpoints") == expected
 
@@ -434,7 +438,7 @@ def test_the_interval_in_time_spans_a_resume(tmp_path: Path) -> None:
 
 
 # metrics that are missing ---------------------------------------------------------------------------------------------
-def test_a_metric_that_nobody_logs(tmp_path: Path) -> None:
+def test_monitoring_a_metric_that_nobody_logs_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"ModelCheckpoint monitors 'vla', which was not logged\. Did you mean 'val'\?"
     ):
@@ -443,7 +447,7 @@ def test_a_metric_that_nobody_logs(tmp_path: Path) -> None:
         fit(tmp_path, ModelCheckpoint(monitor="val"), val=None)
 
 
-def test_before_the_first_validation_there_is_nothing_to_rank(tmp_path: Path) -> None:
+def test_a_save_before_the_first_validation_is_not_ranked(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val", every_n_train_steps=3, save_top_k=-1)
     with pytest.warns(UserWarning, match="This checkpoint is not ranked"):
         fit(tmp_path, callback, max_epochs=2, num_sanity_val_steps=0)
@@ -484,7 +488,7 @@ def test_a_folder_that_cannot_be_made_is_known_before_training(tmp_path: Path) -
     assert trainer.global_step == 0
 
 
-def test_one_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
 
     def delete_not_at_first(path: str) -> None:
@@ -502,7 +506,7 @@ def test_one_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monkeypatch: 
 
 # the books in the checkpoint ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("arguments", [{}, {"filename": "model", "enable_version_counter": False, "save_last": True}])
-def test_the_old_one_is_there_until_the_new_one_is(tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_the_old_checkpoint_stays_until_the_new_one_is_complete(tmp_path: Path, arguments: dict[str, Any]) -> None:
     """Also where it is replaced under its own name."""
     seen: list[list[int]] = []
 
@@ -614,7 +618,7 @@ def test_what_another_run_wrote_under_an_old_name_is_not_deleted(tmp_path: Path)
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4", "epoch=2-step=12"]
 
 
-def test_a_folder_that_was_moved(tmp_path: Path) -> None:
+def test_a_moved_folder_still_ranks_and_deletes_its_checkpoints(tmp_path: Path) -> None:
     fit(tmp_path / "before", ModelCheckpoint(monitor="val", save_top_k=2), max_epochs=3)
     os.rename(tmp_path / "before", tmp_path / "after")
     moved = ModelCheckpoint(monitor="val", save_top_k=2)
@@ -623,7 +627,7 @@ def test_a_folder_that_was_moved(tmp_path: Path) -> None:
     assert moved.best_model_path == str(tmp_path / "after" / "checkpoints" / "epoch=3-step=16")
 
 
-def test_another_folder_from_here_on(tmp_path: Path) -> None:
+def test_a_resume_into_another_folder_leaves_the_earlier_checkpoints_alone(tmp_path: Path) -> None:
     first = ModelCheckpoint(tmp_path / "one", monitor="val", save_top_k=2)
     fit(tmp_path, first, max_epochs=2)
     second = ModelCheckpoint(tmp_path / "two", monitor="val", save_top_k=2)
@@ -633,7 +637,7 @@ def test_another_folder_from_here_on(tmp_path: Path) -> None:
     assert steps(tmp_path / "two") == [16, 24]
 
 
-def test_one_that_was_deleted_by_hand_is_not_missed(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_by_hand_is_no_error(tmp_path: Path) -> None:
     first = ModelCheckpoint(monitor="val", save_top_k=2)
     fit(tmp_path, first, max_epochs=2)
     delete(tmp_path / "checkpoints" / "epoch=0-step=4")
@@ -641,7 +645,7 @@ def test_one_that_was_deleted_by_hand_is_not_missed(tmp_path: Path) -> None:
     assert steps(tmp_path / "checkpoints") == [8, 12]
 
 
-def test_a_second_fit_begins_anew_and_leaves_the_first_ones(tmp_path: Path) -> None:
+def test_a_second_fit_leaves_the_checkpoints_of_the_first(tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val")
     trainer = fit(tmp_path, callback, max_epochs=2)
     trainer.fit(Scripted([0.7, 0.8]), DATA, DATA)
@@ -649,7 +653,7 @@ def test_a_second_fit_begins_anew_and_leaves_the_first_ones(tmp_path: Path) -> N
     assert callback.best_model_path.endswith("epoch=0-step=4")
 
 
-def test_two_of_them_keep_their_own(tmp_path: Path) -> None:
+def test_two_model_checkpoints_keep_their_own_files(tmp_path: Path) -> None:
     def both() -> list[Callback]:
         return [
             ModelCheckpoint(filename="best-{epoch}", monitor="val"),

@@ -45,7 +45,7 @@ def rows(summary: Summary) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def test_rows_and_totals() -> None:
+def test_rows_and_totals_count_parameters_bytes_and_modes() -> None:
     summary = summarize(Net())
     assert rows(summary) == {
         "encoder": ("Sequential", 56, 56, True, [2, 4], [2, 8]),
@@ -66,13 +66,13 @@ def test_rows_and_totals() -> None:
         (-1, ["encoder", "encoder.0", "encoder.1", "encoder.2", "decoder", "(own)"]),
     ],
 )
-def test_depth(depth: int, names: list[str]) -> None:
+def test_depth_limits_the_rows_and_not_the_totals(depth: int, names: list[str]) -> None:
     summary = summarize(Net(), depth)
     assert [layer.name for layer in summary.layers] == names
     assert summary.total_parameters == 95
 
 
-def test_looking_changes_nothing() -> None:
+def test_a_summary_changes_neither_weights_nor_modes_nor_random_numbers() -> None:
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     numbers = torch.get_rng_state()
@@ -116,7 +116,7 @@ def test_bytes_follow_the_data_type_and_inputs_too() -> None:
         ({"a": torch.ones(5, 3), "b": torch.ones(5, 3)}, [[5, 3], [5, 3]]),
     ],
 )
-def test_examples_of_several_inputs(example: Any, expected: Any) -> None:
+def test_examples_may_hold_several_inputs(example: Any, expected: Any) -> None:
     class Inner(nn.Module):
         def forward(self, a: Tensor, b: Tensor) -> dict[str, Any]:
             return {"sum": a + b, "parts": (a, "text")}
@@ -144,7 +144,7 @@ def test_an_example_that_does_not_fit_warns_and_costs_the_sizes_only() -> None:
     assert net.training
 
 
-def test_the_table() -> None:
+def test_the_table_prints_rows_and_totals() -> None:
     lines = str(summarize(Net())).splitlines()
     assert [cell.strip() for cell in lines[0].split("|")] == [
         "",
@@ -194,7 +194,7 @@ class Trained(TrainModule):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
-def test_a_fit_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
+def test_a_fit_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
     Trainer(
         max_steps=1,
         precision=precision,
@@ -210,7 +210,7 @@ def test_a_fit_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], pre
 
 
 @pytest.mark.parametrize("depth", [-2, 1.0, "1", True])
-def test_what_is_no_depth_is_refused(depth: Any) -> None:
+def test_an_invalid_depth_is_refused(depth: Any) -> None:
     for make in (ModelSummary, lambda depth: summarize(nn.Linear(1, 1), depth)):
         with pytest.raises(ConfigurationError, match="give the levels to show"):
             make(depth)

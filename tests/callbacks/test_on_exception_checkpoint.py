@@ -66,7 +66,7 @@ def saved_progress(path: str | Path) -> dict[str, Any]:
     return reader.progress()
 
 
-def test_it_saves_the_step_before_the_error(tmp_path: Path) -> None:
+def test_an_error_saves_the_last_whole_step(tmp_path: Path) -> None:
     callback = OnExceptionCheckpoint(tmp_path)
     trainer = make(tmp_path, callback)
     with pytest.raises(ArithmeticError, match="the user's own error"):
@@ -78,7 +78,7 @@ def test_it_saves_the_step_before_the_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_resume_from_it_ends_as_if_nothing_had_happened(tmp_path: Path, accumulate: int) -> None:
+def test_a_resume_after_an_error_ends_as_the_uninterrupted_run_does(tmp_path: Path, accumulate: int) -> None:
     """The error lies inside a window, which the resume repeats from its start."""
     whole = Failing()
     make(tmp_path / "whole", accumulate_grad_batches=accumulate).fit(whole, DATA)
@@ -96,14 +96,14 @@ def test_a_resume_from_it_ends_as_if_nothing_had_happened(tmp_path: Path, accumu
     assert torch.equal(resumed.layer.bias, whole.layer.bias)
 
 
-def test_ctrl_c_counts(tmp_path: Path) -> None:
+def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     callback = OnExceptionCheckpoint(tmp_path, filename="stopped")
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path, callback).fit(Failing(fails_at=2, interrupts=True), DATA)
     assert saved_progress(tmp_path / "stopped")["global_step"] == 3
 
 
-def test_a_name_that_is_taken_is_kept(tmp_path: Path) -> None:
+def test_an_existing_checkpoint_of_the_name_is_kept(tmp_path: Path) -> None:
     for fails_at in (2, 3):
         with pytest.raises(ArithmeticError):
             make(tmp_path, OnExceptionCheckpoint(tmp_path)).fit(Failing(fails_at), DATA)
@@ -111,7 +111,7 @@ def test_a_name_that_is_taken_is_kept(tmp_path: Path) -> None:
     assert saved_progress(tmp_path / "on_exception-v1")["global_step"] == 3
 
 
-def test_where_there_is_nothing_to_save(tmp_path: Path) -> None:
+def test_errors_outside_of_training_save_nothing(tmp_path: Path) -> None:
     failing = Failing(fails_in_validation=True)
     for trainer, method in (
         (make(tmp_path, OnExceptionCheckpoint(tmp_path)), "validate"),
@@ -140,7 +140,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path, filename: str) -> None:
         OnExceptionCheckpoint(tmp_path, filename)
 
 
-def test_model_checkpoint_does_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_checkpoint_saves_on_an_exception(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     callback = ModelCheckpoint(every_n_train_steps=2, save_on_exception=True, verbose=True)
     with pytest.raises(ArithmeticError):
         make(tmp_path, callback).fit(Failing(fails_at=5), DATA)
@@ -156,13 +156,13 @@ def test_model_checkpoint_does_not_save_a_step_twice(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
 
 
-def test_model_checkpoint_does_it_only_if_asked(tmp_path: Path) -> None:
+def test_model_checkpoint_saves_on_an_exception_only_if_asked(tmp_path: Path) -> None:
     with pytest.raises(ArithmeticError):
         make(tmp_path, ModelCheckpoint(every_n_train_steps=2)).fit(Failing(fails_at=5), DATA)
     assert os.listdir(tmp_path / "checkpoints") == ["epoch=0-step=4"]
 
 
-def test_model_checkpoint_does_it_under_its_own_name(tmp_path: Path) -> None:
+def test_model_checkpoint_names_the_save_on_an_exception_by_its_template(tmp_path: Path) -> None:
     class Logs(Failing):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("value", float(batch_idx))

@@ -144,13 +144,13 @@ def test_every_stage_has_its_bar(tmp_path: Path, every_batch: None) -> None:
     assert not any("quiet" in line for line in lines)
 
 
-def test_refresh_rate(tmp_path: Path, every_batch: None) -> None:
+def test_refresh_rate_spaces_the_updates(tmp_path: Path, every_batch: None) -> None:
     with Terminal() as terminal:
         trainer(tmp_path, TQDMProgressBar(refresh_rate=4), max_epochs=1).fit(Net(), DATA)
     assert numbers(terminal.drawn(), "Epoch 0/0") == ["0/10", "4/10", "8/10", "10/10"]
 
 
-def test_without_a_length(tmp_path: Path, every_batch: None) -> None:
+def test_a_loader_without_a_length_shows_a_count(tmp_path: Path, every_batch: None) -> None:
     with Terminal() as terminal:
         trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(Stream(), batch_size=2))
     lines = terminal.drawn()
@@ -165,7 +165,7 @@ class Counting(TQDMProgressBar):
         return super().get_metrics(trainer, module) | {"mine": 1}
 
 
-def test_it_reads_and_draws_no_more_than_ten_times_a_second(tmp_path: Path) -> None:
+def test_the_bar_reads_and_draws_at_most_ten_times_a_second(tmp_path: Path) -> None:
     bar = Counting()
     with Terminal() as terminal:
         start = time.perf_counter()
@@ -302,7 +302,7 @@ def test_printing_to_a_file_of_ones_own_goes_there_alone(
     assert drawn.count("seen") == 10 and not any("hello" in line for line in drawn)
 
 
-def test_lines_where_there_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_each_epoch_prints_a_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = trainer(tmp_path, max_epochs=2)
     run.fit(Net(), DATA, DATA)
     lines = capfd.readouterr().err.splitlines()
@@ -316,13 +316,15 @@ def test_lines_where_there_is_no_terminal(tmp_path: Path, capfd: pytest.CaptureF
     assert re.fullmatch(r"validation  batch 10/10  [\d.]+ it/s\n", capfd.readouterr().err)
 
 
-def test_lines_within_an_epoch(tmp_path: Path, capfd: pytest.CaptureFixture[str], every_batch: None) -> None:
+def test_without_a_length_lines_are_printed_within_the_epoch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], every_batch: None
+) -> None:
     trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(Stream(), batch_size=2))
     lines = capfd.readouterr().err.splitlines()
     assert [line.split("  ")[:3] for line in lines[:3]] == [["Epoch 0/0", f"batch {n}", f"step {n}"] for n in (1, 2, 3)]
 
 
-def test_nothing_is_shown_when_it_is_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_shown_when_the_bar_is_off(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     off = TQDMProgressBar()
     off.disable()
     for bar in (off, TQDMProgressBar(refresh_rate=0)):

@@ -46,7 +46,7 @@ def in_trainer(root: Path, **arguments: Any) -> TensorBoardLogger:
     return logger
 
 
-def test_scalars(tmp_path: Path) -> None:
+def test_scalars_are_written_with_their_steps_and_prefix(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, name="mine", prefix="p")
     for step in (10, 20):
         logger.log_metrics({"loss": 1 / step, "bad": float("nan"), "huge": float("inf")}, step)
@@ -219,7 +219,7 @@ def test_a_resume_logs_the_same_settings_once(tmp_path: Path) -> None:
     assert scalars(third, "hp_metric") == [(0, -1.0), (1, -1.0)]
 
 
-def test_a_state_of_before_event_files_were_in_it(tmp_path: Path) -> None:
+def test_a_state_without_event_files_still_loads(tmp_path: Path) -> None:
     logger = in_trainer(tmp_path)
     logger.log_metrics({"loss": 1.0}, 1)
     state = logger.state_dict()
@@ -243,7 +243,7 @@ def test_a_writer_that_is_open_goes_back_to_a_checkpoint(tmp_path: Path) -> None
     assert scalars(logger, "loss") == [(1, 1.0), (2, 20.0)]
 
 
-def test_hparams(tmp_path: Path) -> None:
+def test_hyperparameters_and_their_metrics_are_written(tmp_path: Path) -> None:
     from tensorboard.plugins.hparams import plugin_data_pb2
 
     logger = TensorBoardLogger(tmp_path)
@@ -259,7 +259,7 @@ def test_hparams(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("default", [True, False])
-def test_default_hp_metric(tmp_path: Path, default: bool) -> None:
+def test_default_hp_metric_writes_hp_metric(tmp_path: Path, default: bool) -> None:
     logger = TensorBoardLogger(tmp_path, default_hp_metric=default)
     logger.log_hyperparams({"lr": 0.1})
     logger.log_metrics({"x": 1.0}, 1)
@@ -310,7 +310,7 @@ class Trained(TrainModule):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*weights_only.*")
-def test_the_graph_of_a_fit(tmp_path: Path) -> None:
+def test_a_fit_logs_the_graph_and_trains_to_the_same_weights(tmp_path: Path) -> None:
     weights = []
     for log_graph in (True, False):
         torch.manual_seed(0)
@@ -322,7 +322,7 @@ def test_the_graph_of_a_fit(tmp_path: Path) -> None:
     assert torch.equal(weights[0], weights[1])
 
 
-def test_no_graph_unless_asked(tmp_path: Path) -> None:
+def test_no_graph_is_written_unless_asked(tmp_path: Path) -> None:
     TensorBoardLogger(tmp_path).log_graph(Net())
     assert list(tmp_path.iterdir()) == []
 
@@ -332,7 +332,7 @@ def test_a_graph_needs_an_example(tmp_path: Path) -> None:
         TensorBoardLogger(tmp_path, log_graph=True).log_graph(nn.Linear(1, 1))
 
 
-def test_the_writers_own_arguments_and_a_sub_folder(tmp_path: Path) -> None:
+def test_arguments_of_the_writer_and_a_sub_folder_are_passed_on(tmp_path: Path) -> None:
     logger = TensorBoardLogger(tmp_path, sub_dir="train", filename_suffix=".mine", max_queue=1)
     logger.experiment.add_text("note", "hello")  # type: ignore[no-untyped-call]
     logger.finalize("success")

@@ -55,7 +55,7 @@ def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
         (timedelta(0), 0),
     ],
 )
-def test_durations(value: Any, seconds: float) -> None:
+def test_durations_are_parsed(value: Any, seconds: float) -> None:
     assert parse_duration(value).total_seconds() == seconds
 
 
@@ -78,7 +78,7 @@ def test_durations(value: Any, seconds: float) -> None:
         ({"days": float("nan")}, "is too long"),
     ],
 )
-def test_durations_that_are_refused(value: Any, message: str) -> None:
+def test_invalid_durations_are_refused(value: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         parse_duration(value, "max_time")
 

@@ -69,7 +69,7 @@ def config(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offline_run_without_an_account_records_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     logger = WandbLogger("mine", project="digits", offline=True, prefix="p")
@@ -146,7 +146,7 @@ def test_a_run_of_the_users_own_is_used_and_left_open(tmp_path: Path) -> None:
     assert history(files(tmp_path)[0]) == [{"x": 1, "trainer/global_step": 1}]
 
 
-def test_media_and_watch(tmp_path: Path) -> None:
+def test_images_tables_and_watched_gradients_are_recorded(tmp_path: Path) -> None:
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     net = torch.nn.Linear(2, 2)
     logger.watch(net, log_freq=1, log_graph=False)

@@ -111,7 +111,7 @@ def test_losses_norms_rates_and_weights_are_those_of_ddp(results: Any, stage: in
             torch.testing.assert_close(Tensor(value), Tensor(ddp["weights"][name]), rtol=1e-5, atol=1e-6)
 
 
-def test_bf16_is_that_of_ddp(results: Any) -> None:
+def test_bf16_trains_as_under_ddp(results: Any) -> None:
     """Autocast over float32 weights, as everywhere."""
     for rank in results:
         assert rank["bf16"]["losses"] == pytest.approx(rank["bf16 ddp"]["losses"], rel=1e-3)
@@ -245,7 +245,7 @@ def offloaded() -> dict[str, Any]:
     return found
 
 
-def test_offloading_building_sharded_and_bf16_weights() -> None:
+def test_offloaded_sharded_and_bf16_weights_train_as_under_ddp() -> None:
     for rank in run_world(2, offloaded):
         assert rank["ddp built"] == rank["bf16 built"] == 128 and rank["offloaded built"] == 0
         assert rank["offloaded"] == pytest.approx(rank["ddp"], rel=1e-6)
@@ -328,13 +328,13 @@ def rewound(folder: str) -> dict[str, list[list[float]]]:
     return found
 
 
-def test_a_loop_goes_back_to_a_state_without_what_came_after_it(tmp_path: Path) -> None:
+def test_a_loop_goes_back_to_an_earlier_state_exactly(tmp_path: Path) -> None:
     for rank in run_world(2, rewound, str(tmp_path)):
         for name, (first, second) in rank.items():
             assert len(first) == 5 and first == second, name
 
 
-def test_a_loop_is_saved_and_gone_on_with_by_any_strategy(tmp_path: Path) -> None:
+def test_a_saved_loop_resumes_under_every_strategy(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     for rank in run_world(2, resumed, str(tmp_path)):

@@ -273,7 +273,7 @@ def refusals() -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_a_run_that_cannot_be_is_refused_before_it_trains(refusals: Any, name: str) -> None:
+def test_an_impossible_run_is_refused_before_it_trains(refusals: Any, name: str) -> None:
     assert REFUSALS[name] in refusals[name]
     assert refusals[name].startswith("ConfigurationError")
 

@@ -15,7 +15,7 @@ def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> Non
     table.check(strategy, "CI", tmp_path, size=2, other=1)
 
 
-def test_other_names_train(tmp_path: Path) -> None:
+def test_other_names_of_the_strategy_train(tmp_path: Path) -> None:
     table.check_other_names(*STRATEGIES, size=2, folder=tmp_path)
 
 

@@ -208,7 +208,7 @@ def test_the_losses_and_weights_are_those_of_ddp(results: Any, size: int, name: 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("size", [1, 2])
-def test_every_case_at_every_stage(size: int) -> None:
+def test_every_case_trains_as_under_ddp_at_every_stage(size: int) -> None:
     found = run_world(size, run_cells, EVERY, timeout=1700)
     for name, stage in EVERY:
         compare(found, name, stage)

@@ -38,7 +38,7 @@ def test_a_resumed_loop_prints_what_the_whole_one_prints(tmp_path: Path) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("example", ["own_loop.py", "gan.py"])
-def test_under_torchrun(tmp_path: Path, example: str) -> None:
+def test_the_examples_run_under_torchrun(tmp_path: Path, example: str) -> None:
     options = ("--epochs", "10" if example == "gan.py" else "2", "--precision", "bf16", "--cpu")
     place = () if example == "gan.py" else ("--root", str(tmp_path))
     script = str(ROOT / "examples" / example)

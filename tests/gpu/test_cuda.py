@@ -118,7 +118,7 @@ def assert_same_weights(a: nn.Module, b: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed", "bf16-mixed"])
-def test_the_weights_of_the_plain_loop(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_plain_loop(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
     expected = by_hand(digits, precision, epochs=2)
     torch.manual_seed(3)
     module = Digits()
@@ -135,7 +135,9 @@ def test_the_weights_of_the_plain_loop(precision: str, digits: TensorDataset, tm
 
 
 @pytest.mark.parametrize("optimizer", [{"foreach": True}, {"fused": True}])
-def test_steps_that_a_scaler_skips(optimizer: dict[str, bool], digits: TensorDataset, tmp_path: Path) -> None:
+def test_schedulers_do_not_step_when_the_scaler_skips(
+    optimizer: dict[str, bool], digits: TensorDataset, tmp_path: Path
+) -> None:
     """A scale that is too large at first; a fused optimizer skips in its kernel."""
 
     class Starts(Digits):
@@ -168,7 +170,7 @@ class SyncsAreErrors(Callback):
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_hundred_steps_without_a_sync(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_a_hundred_steps_do_not_sync(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
     guard = SyncsAreErrors()
     run = trainer(
         tmp_path,
@@ -190,7 +192,7 @@ def test_a_hundred_steps_without_a_sync(precision: str, digits: TensorDataset, t
 
 @pytest.mark.parametrize("where", ["number", "host", "device"])
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_items_that_weigh_a_window_without_a_sync(
+def test_weighting_a_window_by_items_does_not_sync(
     where: str, strategy: str, digits: TensorDataset, tmp_path: Path
 ) -> None:
     class Items(Digits):
@@ -287,7 +289,9 @@ def test_a_resume_restores_the_devices_random_numbers(precision: str, digits: Te
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_ddp_in_an_nccl_world_of_one(precision: str, digits: TensorDataset, tmp_path: Path) -> None:
+def test_ddp_in_an_nccl_world_of_one_has_the_weights_of_the_plain_loop(
+    precision: str, digits: TensorDataset, tmp_path: Path
+) -> None:
     """The group of one rank stays for the process, as in every run on ranks."""
     expected = by_hand(digits, precision, epochs=2)
     torch.manual_seed(3)

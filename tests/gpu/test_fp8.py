@@ -81,7 +81,7 @@ def test_the_kernels_of_fp8_run(tmp_path: Path) -> None:
     assert calls["aten::_scaled_mm"] == (12 - 1) * 3 * 2
 
 
-def test_the_benchmark_measures(tmp_path: Path) -> None:
+def test_the_benchmark_prints_speed_and_memory(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "fp8.py"), "--width", "512", "--depth", "2", "--length", "256"]
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(

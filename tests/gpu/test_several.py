@@ -91,7 +91,7 @@ print("steps", trainer.global_step, "cuda in the caller", torch.cuda.is_initiali
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
-def test_ranks_of_a_process_that_has_touched_no_gpu(strategy: str) -> None:
+def test_ranks_fork_and_spawn_from_a_process_without_cuda(strategy: str) -> None:
     path = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")))
     done = subprocess.run(
         [sys.executable, "-c", FORKED.format(strategy=strategy)],

@@ -465,7 +465,7 @@ def generative(by_leyden: bool) -> list[Any]:
     return found
 
 
-def test_a_gan_with_gradient_penalty_on_ranks() -> None:
+def test_a_gan_with_gradient_penalty_has_the_weights_of_hand_written_ddp() -> None:
     ours, theirs = run_world(2, generative, True), run_world(2, generative, False)
     assert ours == theirs and ours[0] == ours[1]
 
@@ -517,7 +517,7 @@ def compressed(hook: str) -> tuple[list[Any], str]:
     return plain(accelerator.unwrap_model(model).parameters()), str(model.gradient_as_bucket_view)
 
 
-def test_gradients_are_sent_in_another_form() -> None:
+def test_communication_hooks_change_the_sum_and_keep_ranks_equal() -> None:
     results = {hook: run_world(2, compressed, hook) for hook in ("no", "fp16", "bf16", "power_sgd")}
     for first, second in results.values():
         assert first == second

@@ -75,7 +75,7 @@ def test_a_parameter_that_is_unfrozen_is_named() -> None:
     assert told.startswith("ConfigurationError: first.weight was frozen when the fit began")
 
 
-def test_one_process_may_unfreeze() -> None:
+def test_one_process_may_unfreeze_a_parameter() -> None:
     module = Net(freezes=True)
     before = module.first.weight.clone()
     Trainer(max_epochs=2, **QUIET).fit(module, loader())

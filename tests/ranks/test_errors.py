@@ -17,7 +17,7 @@ from ranks.world import run_world
 from torch import Tensor, nn
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks import EarlyStopping, GradientAccumulation
+from leyden.callbacks import EarlyStopping
 from leyden.trainer.checkpoint.folder import newest
 
 DEADLINE = 15.0
@@ -92,14 +92,16 @@ def members(token: str) -> list[int]:
 
 
 def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of the script, of which one rank ends; everybody must be gone."""
+    """Exit code, stdout and stderr of the script, in which one rank fails at step 5.
+
+    Asserts that no process is left and that the newest checkpoint was written by the step before the failure.
+    """
     (folder / "script.py").write_text(SCRIPT)
     token = uuid.uuid4().hex
-    environ = {**os.environ, "TOKEN": token, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "script.py", how, str(rank)],
         cwd=folder,
-        env=environ,
+        env={**os.environ, "TOKEN": token, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=200,
@@ -108,17 +110,20 @@ def run_script(how: str, folder: Path, rank: int = 1) -> tuple[int, str, str]:
     while members(token) and time.monotonic() < deadline:
         os.sched_yield()
     assert not members(token), "somebody is left behind"
+    found = newest(folder / "checkpoints")
+    assert found is not None and "step=5" in found.name
     return done.returncode, done.stdout, done.stderr
 
 
-def assert_last_checkpoint_is_whole(folder: Path) -> None:
-    """The newest that verifies was written by the step before the failure."""
-    found = newest(folder / "checkpoints")
-    assert found is not None and "step=5" in found.name
+READS_PROC = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_a_rank_that_raises(tmp_path: Path) -> None:
+def in_full(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.full)
+
+
+@READS_PROC
+def test_an_error_of_one_rank_is_shown_once_with_its_place(tmp_path: Path) -> None:
     code, out, err = run_script("raise", tmp_path)
     assert code == 1 and "after fit" not in out
     assert err.count("ZeroDivisionError: of this rank") == 1
@@ -127,68 +132,48 @@ def test_a_rank_that_raises(tmp_path: Path) -> None:
     # The line of the user's file.
     assert 'raise ZeroDivisionError("of this rank")' in err
     assert "Connection closed" not in err and "SIGTERM" not in err
-    assert_last_checkpoint_is_whole(tmp_path)
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@READS_PROC
 @pytest.mark.parametrize(
-    ("how", "code", "message"),
+    ("how", "rank", "code", "message"),
     [
-        ("kill", 137, "rank 1 was killed by signal 9 (SIGKILL)"),
-        pytest.param("exit", 7, "rank 1 ended with exit code 7", marks=pytest.mark.full),
+        ("kill", 1, 137, "rank 1 was killed by signal 9 (SIGKILL)"),
+        in_full("exit", 1, 7, "rank 1 ended with exit code 7"),
+        ("leave", 0, 1, "rank 0 left with exit code 0, at step 5 (epoch 0, batch 5) in fit. Rank 1 waited for it"),
+        in_full("leave", 1, 1, "rank 1 left with exit code 0, at step 5"),
+        in_full("vanish", 0, 1, "rank 0 ended with exit code 0, in the middle"),
+        in_full("vanish", 1, 1, "rank 1 ended with exit code 0, in the middle"),
     ],
 )
-def test_a_rank_that_ends_without_a_word(how: str, code: int, message: str, tmp_path: Path) -> None:
-    found, _, err = run_script(how, tmp_path)
+def test_a_rank_that_ends_too_early_is_named(how: str, rank: int, code: int, message: str, tmp_path: Path) -> None:
+    found, _, err = run_script(how, tmp_path, rank)
     assert found == code
-    assert err.count(message) == 1 and "Traceback" not in err, err
-    assert_last_checkpoint_is_whole(tmp_path)
+    assert err.count(f"leyden: {message}") == 1 and "Traceback" not in err, err
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-@pytest.mark.parametrize(
-    ("how", "rank", "message"),
-    [
-        ("leave", 0, "leyden: rank 0 left with exit code 0, at step 5 (epoch 0, batch 5) in fit. Rank 1 waited for it"),
-        pytest.param("leave", 1, "leyden: rank 1 left with exit code 0, at step 5", marks=pytest.mark.full),
-        pytest.param("vanish", 0, "leyden: rank 0 ended with exit code 0, in the middle", marks=pytest.mark.full),
-        pytest.param("vanish", 1, "leyden: rank 1 ended with exit code 0, in the middle", marks=pytest.mark.full),
-    ],
-)
-def test_a_rank_that_ends_with_0_is_named(how: str, rank: int, message: str, tmp_path: Path) -> None:
-    code, _, err = run_script(how, tmp_path, rank)
-    assert code == 1
-    assert err.count(message) == 1 and "Traceback" not in err, err
-    assert_last_checkpoint_is_whole(tmp_path)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+@READS_PROC
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
     [
         ("stop", 0, "rank 0 does not answer, so it has ended or is stopped"),
-        pytest.param("stop", 1, "rank 1 does not answer", marks=pytest.mark.full),
-        pytest.param("sleep", 0, "in training_step: threading.Event().wait()", marks=pytest.mark.full),
-        pytest.param("sleep", 1, "in training_step: threading.Event().wait()", marks=pytest.mark.full),
+        in_full("stop", 1, "rank 1 does not answer"),
+        in_full("sleep", 0, "in training_step: threading.Event().wait()"),
+        in_full("sleep", 1, "in training_step: threading.Event().wait()"),
     ],
 )
 def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int, message: str, tmp_path: Path) -> None:
     code, _, err = run_script(how, tmp_path, rank)
     assert code == 1
-    waited = 1 - rank
-    assert (
-        f"leyden: this was rank {waited}, step 5 (epoch 0, batch 5) in fit; the other ranks are ended. Of these, "
-        in err
-    )
-    assert message in err and f"Of these, rank {rank}" in err and err.count("Traceback") == 1, err
-    assert_last_checkpoint_is_whole(tmp_path)
+    place = f"this was rank {1 - rank}, step 5 (epoch 0, batch 5) in fit"
+    assert f"leyden: {place}; the other ranks are ended. Of these, rank {rank}" in err, err
+    assert message in err and err.count("Traceback") == 1, err
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_ranks_go_with_their_agent(tmp_path: Path) -> None:
+@READS_PROC
+def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
     code, _, _ = run_script("agent", tmp_path)
     assert code == -signal.SIGKILL
-    assert_last_checkpoint_is_whole(tmp_path)
 
 
 # what is found at set-up ----------------------------------------------------------------------------------------------
@@ -215,49 +200,48 @@ def trainer(**arguments: Any) -> Trainer:
 def fit_apart(module: dict[str, Any], arguments: dict[str, Any], batches: int) -> None:
     """Rank 1 has another module, other arguments, or fewer batches in the loader that Leyden shards."""
     other = os.environ["RANK"] == "1"
-    for name, value in arguments.items():
-        if name == "callbacks":
-            arguments["callbacks"] = [EarlyStopping("loss")] if value == "stopping" else GradientAccumulation(2)
     fitted = trainer(**{"use_distributed_sampler": batches < 6, **(arguments if other else {})})
     fitted.fit(Module(**module if other else {}), [torch.ones(2, 4)] * (batches if other else 6))
 
 
-def apart(name: str, message: str, module: Any = None, arguments: Any = None, batches: int = 6, *marks: Any) -> Any:
-    return pytest.param(module or {}, arguments or {}, batches, message, id=name, marks=marks)
-
-
 FULL = pytest.mark.full
 SHAPE = "rank 0 has net.weight (3, 4) float32 trained, and rank 1 has net.weight (5, 4) float32 trained"
+NAME = "rank 0 has net.bias (3,) float32 trained, and rank 1 has nothing more"
 EPOCHS = "rank 0 has the Trainer's max_epochs=1, and rank 1 has the Trainer's max_epochs=2"
 ADAM = "rank 0 has optimizer 0 of type SGD, and rank 1 has optimizer 0 of type Adam"
+BATCHES = "rank 0 has 3 training batches, and rank 1 has 2 training batches"
 
 
 @pytest.mark.parametrize(
     ("module", "arguments", "batches", "message"),
     [
-        apart("shape", SHAPE, {"width": 5}),
-        apart(
-            "name",
-            "rank 0 has net.bias (3,) float32 trained, and rank 1 has nothing more",
-            {"bias": False},
-            None,
-            6,
-            FULL,
+        pytest.param({"width": 5}, {}, 6, SHAPE, id="shape"),
+        pytest.param({"bias": False}, {}, 6, NAME, id="name", marks=FULL),
+        pytest.param(
+            {"dtype": torch.float64}, {}, 6, "rank 1 has net.weight (3, 4) float64 trained", id="dtype", marks=FULL
         ),
-        apart("dtype", "rank 1 has net.weight (3, 4) float64 trained", {"dtype": torch.float64}, None, 6, FULL),
-        apart("argument", EPOCHS, None, {"max_epochs": 2}),
-        apart("callback", "rank 1 has the callback EarlyStopping", None, {"callbacks": "stopping"}, 6, FULL),
-        apart("optimizer", ADAM, {"optimizer": "Adam"}),
-        apart("option", "lr=0.2", {"lr": 0.2}, None, 6, FULL),
-        apart("batches", "rank 0 has 3 training batches, and rank 1 has 2 training batches", None, None, 4),
+        pytest.param({}, {"max_epochs": 2}, 6, EPOCHS, id="argument"),
+        pytest.param(
+            {},
+            {"callbacks": EarlyStopping("loss")},
+            6,
+            "rank 1 has the callback EarlyStopping",
+            id="callback",
+            marks=FULL,
+        ),
+        pytest.param({"optimizer": "Adam"}, {}, 6, ADAM, id="optimizer"),
+        pytest.param({"lr": 0.2}, {}, 6, "lr=0.2", id="option", marks=FULL),
+        pytest.param({}, {}, 4, BATCHES, id="batches"),
     ],
 )
-def test_ranks_that_differ(module: dict[str, Any], arguments: dict[str, Any], batches: int, message: str) -> None:
+def test_ranks_that_differ_are_refused_once(
+    module: dict[str, Any], arguments: dict[str, Any], batches: int, message: str
+) -> None:
     found = run_world(2, fit_apart, module, arguments, batches, may_fail=True)
-    told = [text for text in found if isinstance(text, str)]
+    reported = [text for text in found if isinstance(text, str)]
     # Once: the other rank leaves with 1 and without a word.
-    assert len(told) == 1 and found.count(1) == 1
-    assert told[0].startswith("ConfigurationError: the ranks differ") and message in told[0]
+    assert len(reported) == 1 and found.count(1) == 1
+    assert reported[0].startswith("ConfigurationError: the ranks differ") and message in reported[0]
 
 
 def fit_with_free_arguments() -> int:
@@ -268,7 +252,7 @@ def fit_with_free_arguments() -> int:
     return fitted.global_step
 
 
-def test_what_one_rank_shows_may_differ() -> None:
+def test_arguments_for_what_is_shown_may_differ() -> None:
     assert run_world(2, fit_with_free_arguments) == [3, 3]
 
 

@@ -277,7 +277,7 @@ def answers(folder: Path) -> Answers:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "gather"])
-def test_the_weights_of_a_script_by_hand(answers: Answers, kind: str) -> None:
+def test_weights_equal_those_of_a_hand_written_script(answers: Answers, kind: str) -> None:
     for wrong, converted, learned in answers("compared", kind):
         assert wrong == [] and converted == CONVERTED and learned
 
@@ -303,12 +303,12 @@ def test_fsdp_gathers_half_of_the_bytes(answers: Answers) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "gather"])
-def test_built_on_the_meta_device(answers: Answers, kind: str) -> None:
+def test_a_module_built_on_the_meta_device_trains_the_same(answers: Answers, kind: str) -> None:
     assert answers("built_late", kind) == [[], []]
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "gather"])
-def test_activations_computed_again(answers: Answers, kind: str) -> None:
+def test_recomputed_activations_train_the_same(answers: Answers, kind: str) -> None:
     assert answers("recomputed", kind) == [[], []]
 
 

@@ -194,7 +194,7 @@ CASES = {
 }
 
 
-def test_two_ranks_equal_the_script() -> None:
+def test_two_ranks_train_as_the_hand_written_script() -> None:
     assert run_world(2, compare, CASES) == [{name: [] for name in CASES}] * 2
 
 
@@ -206,7 +206,7 @@ FOUR = {
 }
 
 
-def test_four_ranks_equal_the_script() -> None:
+def test_four_ranks_train_as_the_hand_written_script() -> None:
     assert run_world(4, compare, FOUR) == [{name: [] for name in FOUR}] * 4
 
 
@@ -230,7 +230,7 @@ def fit_by_name(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("fsdp", (2,)), ("hsdp", (2, 2))])
-def test_a_trainer_by_name(name: str, mesh: tuple[int, ...]) -> None:
+def test_strategies_by_name_shard_rank_0s_weights_over_their_mesh(name: str, mesh: tuple[int, ...]) -> None:
     """Ranks that are seeded differently begin with rank 0's weights; validation goes before and between the steps."""
     first, *others = run_world(mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0], fit_by_name, name)
     assert first["sharded"] and first["device_mesh"] == mesh

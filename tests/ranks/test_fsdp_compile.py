@@ -45,7 +45,7 @@ def count_both() -> list[Counter[str]]:
     return [count_forwards(again) for again in (False, True)]
 
 
-def test_activations_are_computed_again() -> None:
+def test_activation_checkpointing_recomputes_activations() -> None:
     for plain, again in run_world(2, count_both):
         # 3 blocks, 2 batches; validation and its sanity check
         assert plain == {"train": 6, "eval": 6} and again == {"train": 12, "eval": 6}

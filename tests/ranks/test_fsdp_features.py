@@ -195,7 +195,7 @@ def frames() -> list[str]:
     return seen
 
 
-def test_at_most_six_frames(answers: Answers) -> None:
+def test_at_most_six_frames_lie_between_fit_and_training_step(answers: Answers) -> None:
     for found in answers("frames"):
         assert found[0] == "fit" and len(found) <= 6, found
 
@@ -334,7 +334,7 @@ def manual_with_a_parameter() -> None:
     trainer().fit(module, batches(1, *place()))
 
 
-def test_manual_optimisation_with_two_optimizers(answers: Answers) -> None:
+def test_manual_optimisation_steps_two_optimizers(answers: Answers) -> None:
     assert answers("manual") == [[], []]
     with pytest.raises(
         AssertionError, match="'scale' stands in the module itself, and in manual optimisation each child"
@@ -519,7 +519,7 @@ def refuse(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_fsdp_cannot_do_is_refused(answers: Answers, kind: str) -> None:
+def test_settings_that_fsdp_cannot_do_are_refused(answers: Answers, kind: str) -> None:
     for found in answers("refusals"):
         assert REFUSED[kind] in found[kind]
 
@@ -550,7 +550,7 @@ def step_by_each_optimizer() -> dict[str, float]:
 OPTIMIZERS = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD")
 
 
-def test_the_optimizers_of_torch(answers: Answers) -> None:
+def test_torchs_optimizers_step_on_shards_as_on_whole_tensors(answers: Answers) -> None:
     for apart in answers("step_by_each_optimizer"):
         assert apart == dict.fromkeys(OPTIMIZERS, 0.0)
 

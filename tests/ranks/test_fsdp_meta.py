@@ -115,7 +115,7 @@ def built(late: bool, precision: str) -> tuple[bool, list[str], list[str]]:
 
 
 @pytest.mark.parametrize(("late", "precision"), [(True, "64-true"), (False, "bf16-mixed")])
-def test_the_values_of_a_plain_build(late: bool, precision: str) -> None:
+def test_a_sharded_build_has_the_values_of_a_plain_build(late: bool, precision: str) -> None:
     """With draws that depend on values (trunc_normal_), everything drawn anew at the end, buffers and a tied weight."""
     assert run_world(2, built, late, precision) == [(True, [], [])] * 2
 
@@ -180,7 +180,7 @@ def by_hand_on_meta(kind: str) -> dict[str, Any]:
     return {name: whole(value).detach().numpy().copy() for name, value in net.state_dict().items()}
 
 
-def test_modules_that_the_user_put_on_meta() -> None:
+def test_modules_on_the_meta_device_are_initialised_on_their_shards() -> None:
     for kind in ("all", "first rank"):
         first, second = run_world(2, by_hand_on_meta, kind)
         assert first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)

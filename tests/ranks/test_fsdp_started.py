@@ -16,7 +16,7 @@ from leyden.strategies.fsdp.strategy import FSDPStrategy
 
 
 @pytest.mark.parametrize("method", ["spawn", pytest.param("fork", marks=pytest.mark.full)])
-def test_whole_weights_come_back(method: str, tmp_path: Path) -> None:
+def test_ranks_started_by_a_function_return_whole_weights(method: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, plain = Regression(), Regression()
     plain.load_state_dict(module.state_dict())

@@ -114,7 +114,7 @@ RIGHT: list[tuple[dict[str, Any], list[list[float]]]] = [
 ]
 
 
-def test_gathered_where_every_rank_has_as_much() -> None:
+def test_all_gather_returns_the_values_of_equal_ranks() -> None:
     for found in run_world(2, run_all, [case for case, _ in RIGHT]):
         for (case, expected), rows in zip(RIGHT, found, strict=True):
             assert rows == expected, case
@@ -131,7 +131,7 @@ def run_and_hear(cases: list[dict[str, Any]]) -> list[list[str]]:
     return told
 
 
-def test_what_would_fail_at_the_epochs_end_is_refused_at_its_start() -> None:
+def test_a_short_last_batch_is_warned_of_when_the_epoch_starts() -> None:
     limit = {"limit_train_batches": 2}
     uneven, idle = {"samples": 11, "arguments": limit}, {"samples": 9, "what": "one", "arguments": limit}
     fine = [
@@ -172,7 +172,7 @@ DEFAULT = ("idle", "validation, uneven", "own shares of different lengths")
 @pytest.mark.parametrize(
     "name", [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.full) for name in WRONG]
 )
-def test_gathered_where_a_rank_has_less(name: str) -> None:
+def test_all_gather_refuses_a_rank_with_fewer_samples(name: str) -> None:
     case, message = WRONG[name]
     found = run_world(2, run, case, timeout=SECONDS, may_fail=True)
     told = [text for text in found if isinstance(text, str)]

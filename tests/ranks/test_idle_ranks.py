@@ -206,7 +206,7 @@ def fit_with_an_empty_rank(name: str) -> dict[str, Any]:
     return fitted(strategy_of(name), False, loader, None, use_distributed_sampler=False)
 
 
-def test_a_rank_without_any_batch() -> None:
+def test_a_rank_without_any_batch_takes_part_under_ddp_and_is_refused_under_fsdp() -> None:
     expected = fitted("single_device", False, batches([3, 3]), None)
     for found in run_world(2, fit_with_an_empty_rank, "ddp"):
         assert found["progress"] == expected["progress"]

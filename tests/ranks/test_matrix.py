@@ -127,7 +127,7 @@ def grouped(pairs: Any) -> dict[str, list[str]]:
     return found
 
 
-def test_some_layouts_resume_some_others(tmp_path: Path) -> None:
+def test_layouts_resume_checkpoints_of_other_layouts(tmp_path: Path) -> None:
     check(tmp_path, grouped(QUICK), accumulate=1)
     # A process by itself puts the shards together too, without a Trainer.
     path = tmp_path / "fsdp 2" / "checkpoints" / f"step={SAVED_AT}"
@@ -139,7 +139,7 @@ def test_some_layouts_resume_some_others(tmp_path: Path) -> None:
         assert not torch.equal(found[name], value)
 
 
-def test_layouts_resume_what_was_asked_for_inside_an_accumulation_window(tmp_path: Path) -> None:
+def test_layouts_resume_a_checkpoint_requested_inside_an_accumulation_window(tmp_path: Path) -> None:
     check(tmp_path, grouped([("ddp", "ddp"), ("ddp", "single")]), accumulate=2)
 
 

@@ -245,7 +245,7 @@ def test_a_rank_that_logs_other_names_is_named() -> None:
         assert "sync_dist=False" in told
 
 
-def test_what_a_rank_keeps_to_itself() -> None:
+def test_values_without_sync_dist_stay_on_their_rank() -> None:
     first, second = run_world(2, validate_apart, {"sync_dist": False})
     assert first == [{"val_loss": 0.5}]
     assert second == [{"val_loss": 0.5, "val_odd": 7.0}]
@@ -313,7 +313,7 @@ def validate_grouped() -> list[dict[str, float]]:
     return trainer.validate(Grouped(), loader(BATCH), verbose=False)
 
 
-def test_a_group_of_ones_own() -> None:
+def test_sync_dist_group_reduces_over_its_ranks() -> None:
     told = run_world(4, validate_grouped)
     assert told == [[{"pair": pair, "all": 1.5}] for pair in (0.5, 0.5, 2.5, 2.5)]
 
@@ -352,7 +352,7 @@ def log_many(count: int) -> tuple[list[float], list[int]]:
     return found, messages
 
 
-def test_a_long_message_is_sent_again_once() -> None:
+def test_a_message_too_long_for_its_buffer_is_sent_again_once() -> None:
     for found, messages in run_world(2, log_many, 5000):
         assert found == [5000 * 4999.0] * 2
         assert messages == [2, 1]

@@ -145,7 +145,7 @@ def test_a_list_of_batches_is_split_over_the_ranks(found: list[dict[str, Any]]) 
     assert [rank["list"] for rank in found] == [[[0], [2]], [[1], [3]]]
 
 
-def test_gradients_are_sent_by_the_backward_that_is_told_to(found: list[dict[str, Any]]) -> None:
+def test_trigger_sync_in_backward_sends_gradients_of_an_unsynced_forward(found: list[dict[str, Any]]) -> None:
     assert [rank["late"]["kept"] for rank in found] == [[1.0], [2.0]]
     # The mean over ranks of 1 + 10 and 2 + 20.
     assert [rank["late"]["sent"] for rank in found] == [[16.5], [16.5]]

@@ -65,7 +65,7 @@ def fit_all() -> list[Any]:
     return [fit("ddp", 2, *case) for case in CASES]
 
 
-def test_a_scaler_is_one_for_all_ranks() -> None:
+def test_all_ranks_skip_and_scale_alike() -> None:
     results = run_world(2, fit_all)
     for number, case in enumerate(CASES):
         weights, scale, steps = fit("single_device", 4, *case)

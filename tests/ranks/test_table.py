@@ -21,7 +21,7 @@ def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> Non
     table.check(strategy, "CI", tmp_path, *SIZES[strategy])
 
 
-def test_other_names_train(tmp_path: Path) -> None:
+def test_other_names_of_the_strategies_train(tmp_path: Path) -> None:
     table.check_other_names("ddp", "fsdp", size=2, folder=tmp_path)
 
 
@@ -32,7 +32,7 @@ def test_the_slow_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> None
     table.check(strategy, "full", tmp_path, *SIZES[strategy])
 
 
-def test_the_table_is_whole() -> None:
+def test_every_feature_and_strategy_of_the_table_has_a_cell_that_is_tried() -> None:
     rows, letters, others = table.rows(), table.reasons(), table.other_names()
     pairs = [(row.strategy, row.precision) for row in rows]
     assert len(pairs) == len(set(pairs))

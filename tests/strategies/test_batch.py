@@ -119,13 +119,13 @@ def test_what_belongs_to_a_container_is_kept() -> None:
 
 
 @pytest.mark.parametrize("name", build())
-def test_what_need_not_move_is_the_same_object(name: str) -> None:
+def test_a_value_that_need_not_move_is_the_same_object(name: str) -> None:
     value = build()[name]
     assert move_to_device(value, torch.device("cpu")) is value
     assert convert_floats(value, torch.float32) is value
 
 
-def test_objects_with_a_method_of_their_own() -> None:
+def test_objects_with_a_to_method_move_themselves() -> None:
     graph, forgetful = Graph(), Forgetful()
     moved = move_to_device([graph, forgetful, Graph], META)
     assert moved[0].device == META and graph.device.type == "cpu"
@@ -148,7 +148,7 @@ def test_a_tensor_that_stands_twice_is_moved_once() -> None:
     assert first is second[0] and first is not third
 
 
-def test_strangers_are_left_alone() -> None:
+def test_objects_of_unknown_types_are_left_alone() -> None:
     stranger, counted = SimpleNamespace(x=x()), Counter("aab")
     values = [stranger, counted, np.zeros(2), "text", b"bytes", 1.5, None, torch.float32]
     moved = move_to_device([*values, x()], META)
@@ -190,7 +190,7 @@ def test_a_batch_is_let_go_without_the_collector() -> None:
         (torch.nested.nested_tensor([x(2), x(3)], layout=torch.jagged), 2),
     ],
 )
-def test_sizes(batch: Any, size: int) -> None:
+def test_the_size_of_a_batch_is_found_in_its_first_tensor(batch: Any, size: int) -> None:
     assert batch_size_of(batch) == size
 
 

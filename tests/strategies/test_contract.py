@@ -207,7 +207,7 @@ def trainer_clip(clip: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("configure", [adamw, scheduled, two])
 @pytest.mark.parametrize("accumulate", [1, 4])
 @pytest.mark.parametrize("clip", [{}, {"clip": 0.1, "algorithm": "norm"}, {"clip": 0.01, "algorithm": "value"}])
-def test_the_weights_of_the_plain_loop(
+def test_weights_equal_those_of_the_plain_loop(
     make: Make, trainer: Any, configure: Any, accumulate: int, clip: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
@@ -233,7 +233,7 @@ def test_an_engine_really_steps_by_itself(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
-def test_items_weigh_a_window(make: Make, trainer: Any, accumulate: int) -> None:
+def test_a_window_weighted_by_items_equals_the_big_batch(make: Make, trainer: Any, accumulate: int) -> None:
     torch.manual_seed(0)
     module = Regression(lambda net: SGD(net.parameters(), lr=0.1), weighs=True)
     module.net[2] = nn.Identity()
@@ -251,7 +251,7 @@ class Short(list[Any]):
         return super().__len__() + 3
 
 
-def test_a_window_that_closes_early(make: Make, trainer: Any) -> None:
+def test_a_window_that_closes_early_is_divided_by_its_true_length(make: Make, trainer: Any) -> None:
     torch.manual_seed(0)
     module = Regression(lambda net: SGD(net.parameters(), lr=0.1))
     module.net[2] = nn.Identity()
@@ -279,13 +279,13 @@ def recording() -> tuple[list[str], Regression]:
     return calls, type("Recording", (Regression,), {hook: recorder(hook) for hook in OF_TWO_WINDOWS})(adamw)
 
 
-def test_hooks_around_the_step(make: Make, trainer: Any) -> None:
+def test_hooks_around_the_step_come_in_their_order(make: Make, trainer: Any) -> None:
     calls, module = recording()
     trainer(make(), accumulate_grad_batches=2, max_epochs=1).fit(module, data(3))
     assert calls == OF_TWO_WINDOWS
 
 
-def test_manual_optimisation(make: Make, trainer: Any) -> None:
+def test_manual_optimisation_has_the_weights_of_the_plain_loop(make: Make, trainer: Any) -> None:
     class Manual(Regression):
         def __init__(self) -> None:
             super().__init__(lambda net: SGD(net.parameters(), lr=0.1))
@@ -339,7 +339,7 @@ def test_evaluation_equals_the_plain_module(make: Make, trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
-def test_precisions(make: Make, trainer: Any, precision: str) -> None:
+def test_every_precision_trains_in_its_dtype(make: Make, trainer: Any, precision: str) -> None:
     module = Regression(adamw)
     run = trainer(make(), precision=precision)
     run.fit(module, data(3), data(1))
@@ -349,7 +349,7 @@ def test_precisions(make: Make, trainer: Any, precision: str) -> None:
     assert bool(torch.isfinite(run.callback_metrics["loss_epoch"]))
 
 
-def test_closure_optimizers_where_they_can_be(make: Make, trainer: Any) -> None:
+def test_closures_run_or_are_refused_by_name(make: Make, trainer: Any) -> None:
     module = Regression(lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3))
     strategy = make()
     if strategy.supports_closure:
@@ -376,7 +376,7 @@ def test_one_rank_has_nothing_to_exchange(make: Make) -> None:
     ) and strategy.ranks.is_global_zero
 
 
-def test_the_life_of_a_strategy(make: Make) -> None:
+def test_a_strategy_is_set_up_and_torn_down_twice(make: Make) -> None:
     strategy = make()
     strategy.setup_environment()
     with strategy.init_module():
@@ -473,7 +473,7 @@ def both(name: str) -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_strategies_of_several_ranks(name: str) -> None:
+def test_ddp_and_fsdp_call_hooks_in_the_same_order(name: str) -> None:
     assert run_world(2, both, name) == [([], OF_TWO_WINDOWS, [])] * 2
 
 

@@ -270,7 +270,7 @@ def look() -> list[list[str]]:
     return found
 
 
-def test_at_most_six_frames() -> None:
+def test_at_most_six_frames_lie_between_fit_and_training_step() -> None:
     for automatic, manual in run_world(2, look):
         assert automatic == ["fit", "_carry_out", "run", "_epoch", "run", "forward_backward"]
         assert manual == ["fit", "_carry_out", "run", "_epoch", "run", "forward"]
@@ -321,7 +321,7 @@ def run_hooks() -> list[tuple[float, str]]:
     return [run_hook(hook, wrapped) for hook, wrapped, _ in HOOKS]
 
 
-def test_communication_hooks_by_name() -> None:
+def test_communication_hooks_are_chosen_by_name() -> None:
     for (_, _, most), (error, first), (_, second) in zip(HOOKS, *run_world(2, run_hooks), strict=True):
         assert first == second
         # PowerSGD sends whole gradients until its step 1000; a compressed hook is near, and not the same.
@@ -511,12 +511,12 @@ def test_lbfgs_takes_the_same_step_on_all_ranks() -> None:
         ({"start_method": "forks"}, "start_method='forks' is not known. Did you mean 'fork'"),
     ],
 )
-def test_arguments_that_cannot_be(arguments: dict[str, Any], match: str) -> None:
+def test_invalid_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         DDPStrategy(**arguments)
 
 
-def test_aliases() -> None:
+def test_names_choose_start_method_and_unused_parameters() -> None:
     for name, start in (("ddp", "script"), ("ddp_spawn", "spawn"), ("ddp_fork", "fork"), ("ddp_notebook", "notebook")):
         for ending, expected in (
             ("", {}),

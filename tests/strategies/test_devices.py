@@ -38,7 +38,7 @@ def starts_cuda() -> bool:
     ("devices", "count"),
     [("auto", 1), (-1, 1), ("-1", 1), (1, 1), (3, 3), ("2", 2), ([0, 1], 2), ("0,1", 2), ("1,", 1)],
 )
-def test_cpu(devices: Any, count: int) -> None:
+def test_devices_count_processes_on_the_cpu(devices: Any, count: int) -> None:
     assert find_devices("cpu", devices) == [CPU] * count
 
 
@@ -50,12 +50,12 @@ def test_cpu(devices: Any, count: int) -> None:
         *(([1, 3], [1, 3]), ("1,3", [1, 3]), ("3,", [3])),
     ],
 )
-def test_gpus(devices: Any, indices: list[int]) -> None:
+def test_devices_choose_gpus_by_count_and_by_index(devices: Any, indices: list[int]) -> None:
     assert [device.index for device in find_devices("auto", devices)] == indices
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_gpu_that_is_not_there() -> None:
+def test_a_missing_gpu_is_refused_by_its_index() -> None:
     with pytest.raises(ConfigurationError, match=r"devices=\[0, 7\]: there is no cuda:7, this machine has 4 GPUs"):
         find_devices("gpu", [0, 7])
 
@@ -117,7 +117,7 @@ def test_nothing_before_the_ranks_starts_cuda() -> None:
         (1, None, 1, 1, [0]),
     ],
 )
-def test_the_gpu_of_each_rank(
+def test_each_rank_gets_its_gpu(
     count: int,
     visible: str | None,
     ranks: int,

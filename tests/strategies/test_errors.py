@@ -30,7 +30,7 @@ class TwoArguments(RuntimeError):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_memory_is_short(error: Exception, tmp_path: Path) -> None:
+def test_out_of_memory_errors_are_explained(error: Exception, tmp_path: Path) -> None:
     assert is_out_of_memory(error)
 
     class Short(TrainModule):
@@ -52,6 +52,6 @@ def test_memory_is_short(error: Exception, tmp_path: Path) -> None:
     assert caught.value.__cause__ is error
 
 
-def test_others_are_not_that() -> None:
+def test_other_errors_are_not_out_of_memory() -> None:
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
     assert not is_out_of_memory(ValueError("out of memory"))

@@ -108,11 +108,11 @@ BLOCKS = ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2"]
     ],
 )
 @pytest.mark.filterwarnings("ignore:precision='fp8' converts no Linear")
-def test_the_choice_of_layers(arguments: Any, expected: list[str]) -> None:
+def test_arguments_choose_the_converted_layers(arguments: Any, expected: list[str]) -> None:
     assert converted(Float8Precision(**arguments).convert_module(Net())) == expected
 
 
-def test_why_layers_are_left() -> None:
+def test_each_layer_left_alone_has_a_reason() -> None:
     chosen = Float8Precision(skip=["blocks.0"]).layers.of(Net())
     assert chosen.left["first"] == chosen.left["last"] == "first or last"
     assert chosen.left["odd"] == chosen.left["back"] == "not divisible by 16"
@@ -162,7 +162,7 @@ def test_a_layer_computes_what_torchaos_own_does(recipe: Any) -> None:
     assert torch.equal(net(x), nn.functional.linear(x, *parameters))
 
 
-def test_what_a_module_keeps(tmp_path: Path) -> None:
+def test_conversion_keeps_layers_hooks_and_names(tmp_path: Path) -> None:
     plain, module = build(), build()
     seen: list[str] = []
     layer = module.net.blocks[0][0]
@@ -185,7 +185,7 @@ def test_the_line_at_the_start_says_what_runs_in_fp8(tmp_path: Path, capsys: Any
     assert "precision fp8: tensorwise in 4 of 9 Linear layers, emulated by the CPU" in capsys.readouterr().out
 
 
-def test_evaluation_in_fp8_and_in_bf16(tmp_path: Path) -> None:
+def test_in_evaluation_chooses_fp8_or_bf16(tmp_path: Path) -> None:
     results = {}
     for in_evaluation in (True, False):
         module = build()
@@ -212,7 +212,7 @@ class StopAt(Callback):
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=BY_ROWS)])
-def test_accumulation_clipping_and_an_exact_resume(recipe: Any, tmp_path: Path) -> None:
+def test_a_run_with_accumulation_and_clipping_resumes_exactly(recipe: Any, tmp_path: Path) -> None:
     settings = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
     whole = fitted(Float8Precision(recipe), tmp_path, **settings)
     stop = StopAt(4, tmp_path / "at-4")
@@ -244,7 +244,7 @@ def test_the_gradients_of_accumulation_are_those_of_the_plain_loop(tmp_path: Pat
     assert same(module, by_hand)
 
 
-def test_compiled(tmp_path: Path) -> None:
+def test_a_compiled_module_trains_as_the_plain_one(tmp_path: Path) -> None:
     module = build()
     torch._dynamo.reset()
     compiled: Any = torch.compile(module, backend="aot_eager")
@@ -353,7 +353,7 @@ def test_a_torchao_that_does_not_go_with_torch_is_named(monkeypatch: pytest.Monk
     assert "pip install 'torchao==" in str(told.value)
 
 
-def test_settings_that_cannot_be() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Did you mean 'rowwise'"):
         Float8Precision("rowise")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="goes with recipe='tensorwise' and not with 'rowwise'"):
@@ -375,14 +375,14 @@ def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # the keys of fp8_config -----------------------------------------------------------------------------------------------
-def test_the_keys_of_torchao() -> None:
+def test_torchaos_keys_of_a_config_become_settings() -> None:
     made = precision_of_config({"backend": "ao", "pad_inner_dim": False, "fp8_enable_fsdp_float8_all_gather": True})
     assert isinstance(made, Float8Precision) and (made.pad_inner_dim, made.gathers) == (False, True)
     evaluates = precision_of_config({"fp8_backend": "AO", "fp8_use_autocast_during_eval": False})
     assert isinstance(evaluates, Float8Precision) and not evaluates.in_evaluation
 
 
-def test_keys_that_cannot_be() -> None:
+def test_invalid_keys_of_a_config_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="fp8_backend: MSAMP: MS-AMP is no longer maintained: use AO"):
         precision_of_config({"fp8_opt_level": "O2"})
     with pytest.raises(ConfigurationError, match="fp8_backend: 'T' is not known"):
@@ -482,7 +482,7 @@ def test_transformer_engine_is_asked_by_its_names(stand_in: dict[str, Any], monk
     assert type(layer) is nn.Linear and "fp8_meta" not in vars(layer)
 
 
-def test_the_recipes_of_transformer_engine(stand_in: dict[str, Any]) -> None:
+def test_keys_of_a_config_choose_the_recipe_of_transformer_engine(stand_in: dict[str, Any]) -> None:
     for config in (
         {"fp8_backend": "TE"},
         {"margin": 2, "fp8_amax_history_len": 16, "amax_compute_algo": "max", "fp8_format": "E4M3"},

@@ -58,7 +58,7 @@ BATCHES = [(torch.ones(2, 4), torch.arange(2)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_the_dtypes_of_every_precision(quiet: Any, name: str) -> None:
+def test_every_precision_has_its_dtypes(quiet: Any, name: str) -> None:
     module = Looking()
     trainer = Trainer(**quiet, precision=name)
     trainer.fit(module, BATCHES, BATCHES)
@@ -82,12 +82,12 @@ def test_a_true_precision_leaves_complex_tensors_as_they_are(name: str) -> None:
 @pytest.mark.parametrize(
     ("short", "name"), [*ALIASES.items(), (16, "16-mixed"), (32, "32-true"), (64, "64-true"), (None, "32-true")]
 )
-def test_short_names(short: Any, name: str) -> None:
+def test_short_names_stand_for_full_names(short: Any, name: str) -> None:
     assert find_precision(short).name == name
     assert Trainer(precision=short, logger=False, enable_checkpointing=False).precision == name
 
 
-def test_unknown_names_and_settings() -> None:
+def test_unknown_names_and_settings_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"precision='16mixed' is not known\. Did you mean '16-mixed'\?"):
         find_precision("16mixed")
     with pytest.raises(ConfigurationError, match="needs no scaler"):
@@ -95,7 +95,7 @@ def test_unknown_names_and_settings() -> None:
 
 
 @pytest.mark.parametrize("as_plugin", [True, False])
-def test_the_settings_of_the_scaler(quiet: Any, as_plugin: bool) -> None:
+def test_settings_of_the_scaler_are_used(quiet: Any, as_plugin: bool) -> None:
     precision = MixedPrecision("16", init_scale=4.0, growth_factor=4.0, growth_interval=2)
     trainer = Trainer(**quiet, **({"plugins": precision} if as_plugin else {"precision": precision}))
     trainer.fit(Looking(), BATCHES)
@@ -103,13 +103,13 @@ def test_the_settings_of_the_scaler(quiet: Any, as_plugin: bool) -> None:
     assert trainer.strategy.precision is precision
 
 
-def test_a_scaler_of_ones_own(quiet: Any) -> None:
+def test_a_scaler_given_by_the_user_is_used(quiet: Any) -> None:
     scaler = GradScaler("cpu", init_scale=2.0, growth_interval=1)
     Trainer(**quiet, precision=MixedPrecision("16", scaler=scaler)).fit(Looking(), BATCHES)
     assert scaler.get_scale() == 16.0
 
 
-def test_a_precision_of_ones_own(quiet: Any) -> None:
+def test_a_users_precision_scales_the_loss(quiet: Any) -> None:
     class Halved(Precision):
         name = "halved"
 

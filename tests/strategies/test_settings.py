@@ -67,12 +67,12 @@ def test_a_strategy_gets_each_setting_as_soon_as_it_is_known() -> None:
     assert loaded.batch_size == 3
 
 
-def test_what_it_refuses_ends_the_run_before_the_first_step() -> None:
+def test_a_refused_setting_ends_the_run_before_the_first_step() -> None:
     with pytest.raises(ConfigurationError, match="batch_size=3: use another"):
         fit(Told(refuses=3))
 
 
-def test_its_schedulers_step_once_per_optimizer_step_beside_the_modules() -> None:
+def test_a_strategys_schedulers_step_beside_the_modules() -> None:
     trainer, module = fit(Told(), accumulate_grad_batches=2)
     assert [type(config.scheduler) for config in trainer.lr_scheduler_configs] == [StepLR, LambdaLR]
     assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.25]

@@ -100,36 +100,36 @@ DONE = STEP * 2
 """Batches before the checkpoint."""
 
 
-def test_on_the_same_device_a_resume_is_exact_with_the_device_s_random_numbers(runs: dict[str, Any]) -> None:
+def test_a_resume_on_the_same_device_is_exact_in_random_numbers_too(runs: dict[str, Any]) -> None:
     found = runs["one"]
     assert found["resumed"] == found["straight"][DONE:]
     assert found["alike"]
 
 
-def test_shards_go_on_from_their_own_checkpoint(runs: dict[str, Any]) -> None:
+def test_shards_resume_from_their_own_checkpoint(runs: dict[str, Any]) -> None:
     assert runs["sharded"]["from sharded"] == pytest.approx(runs["sharded"]["straight"][DONE:], rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("there", ["one", "sharded"])
-def test_what_was_saved_on_xla_resumes_in_one_process_on_the_cpu(runs: dict[str, Any], there: str) -> None:
+def test_a_checkpoint_of_xla_resumes_in_one_process_on_the_cpu(runs: dict[str, Any], there: str) -> None:
     found = losses(run(CPU, runs["root"], path=runs["root"] / there))
     assert found == pytest.approx(runs["cpu"][DONE:], abs=1e-5)
     assert len(found) == 15 - DONE
 
 
 @pytest.mark.parametrize(("here", "there"), [("one", "cpu"), ("sharded", "cpu"), ("sharded", "one")])
-def test_what_was_saved_elsewhere_resumes_on_xla(runs: dict[str, Any], here: str, there: str) -> None:
+def test_a_checkpoint_from_elsewhere_resumes_on_xla(runs: dict[str, Any], here: str, there: str) -> None:
     assert runs[here][f"from {there}"] == pytest.approx(runs["cpu"][DONE:], abs=1e-5)
 
 
-def test_what_is_loaded_is_spread_again(runs: dict[str, Any]) -> None:
+def test_loaded_weights_are_sharded_again(runs: dict[str, Any]) -> None:
     for name in ("sharded", "cpu", "one"):
         specs = runs["sharded"][f"spread from {name}"]
         assert len(specs) == 3
         assert set(specs) == {"{devices=[4,1]0,1,2,3}"}
 
 
-def test_the_files_are_those_of_any_checkpoint(runs: dict[str, Any]) -> None:
+def test_a_checkpoint_of_xla_has_the_usual_files(runs: dict[str, Any]) -> None:
     root = runs["root"]
     there, here = load_file(root / "cpu" / "model.safetensors"), load_file(root / "sharded" / "model.safetensors")
     # The tied weight is stored once.

@@ -81,7 +81,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("name", [*STRATEGIES, "tensors over 2, data over 2"])
-def test_xla_gives_the_losses_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_xla_has_the_losses_of_the_cpu(name: str, on_cpu: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     # What a partitioner could get wrong is in two of them.
     cases = list(CASES) if name == "one device" else ["uneven windows, clipped by norm", "items"]
     for case, here in zip(cases, on_xla(run_cases, tmp_path, STRATEGIES.get(name), cases), strict=True):

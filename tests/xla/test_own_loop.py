@@ -88,7 +88,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["one", "four"])
-def test_a_loop_of_one_s_own_gives_the_cpu_s_losses(runs: dict[str, Any], where: str) -> None:
+def test_a_users_loop_has_the_losses_of_the_cpu(runs: dict[str, Any], where: str) -> None:
     found = runs[where][0]
     assert found["losses"] == pytest.approx(runs["cpu"]["losses"], rel=1e-6, abs=1e-6)
     assert found["type"].endswith("XLA")
@@ -97,19 +97,19 @@ def test_a_loop_of_one_s_own_gives_the_cpu_s_losses(runs: dict[str, Any], where:
 
 
 @pytest.mark.parametrize("where", ["one", "four"])
-def test_it_resumes_from_its_own_checkpoint(runs: dict[str, Any], where: str) -> None:
+def test_a_users_loop_resumes_from_its_checkpoint(runs: dict[str, Any], where: str) -> None:
     straight, resumed = runs[where][:2]
     assert resumed["losses"] == pytest.approx(straight["losses"][5:], rel=1e-6, abs=1e-7)
 
 
-def test_it_resumes_from_the_cpu_s_checkpoint_and_the_cpu_from_its(runs: dict[str, Any]) -> None:
+def test_checkpoints_resume_from_the_cpu_on_xla_and_back(runs: dict[str, Any]) -> None:
     assert runs["one"][2]["losses"] == pytest.approx(runs["cpu"]["losses"][5:], abs=1e-5)
     for where in ("one", "four"):
         there = train(runs["root"] / "again", runs["root"] / where / "first", cpu=True)
         assert there["losses"] == pytest.approx(runs["cpu"]["losses"][5:], abs=1e-5)
 
 
-def test_a_batch_is_a_program_and_the_second_epoch_compiles_none(runs: dict[str, Any]) -> None:
+def test_a_batch_is_one_program_and_the_second_epoch_compiles_none(runs: dict[str, Any]) -> None:
     compiled = runs["one"][0]["compiled"]
     assert compiled[1] > 0, "the counter counts nothing"
     assert compiled[6:] == [compiled[6]] * 4

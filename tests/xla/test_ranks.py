@@ -60,7 +60,7 @@ def test_a_rank_of_torchrun_joins_xla_s_process_group(on_cpu: dict[str, Any], tm
     assert found["metrics"] == pytest.approx(on_cpu["metrics"], rel=1e-6, abs=1e-6)
 
 
-def test_torch_xla_launch_starts_a_rank_and_brings_back_what_it_did(on_cpu: dict[str, Any], tmp_path: Path) -> None:
+def test_torch_xla_launch_starts_a_rank_and_returns_its_result(on_cpu: dict[str, Any], tmp_path: Path) -> None:
     found = on_xla(by_launch, tmp_path)
     assert found["place"] == ("xla_ddp", 1, 0, 6)
     assert found["metrics"] == pytest.approx(on_cpu["metrics"], rel=1e-6, abs=1e-6)

@@ -94,7 +94,7 @@ def on_two(root: Path) -> dict[str, str]:
     return {**found, "one": words_of(fit, Regression(), root, devices=1)}
 
 
-def test_words_of_what_cannot_be(tmp_path: Path) -> None:
+def test_each_impossible_setting_is_refused_with_its_fix(tmp_path: Path) -> None:
     found = on_xla(one_process, tmp_path)
     assert max(abs(a - b) for a, b in zip(found["manual"], found["manual on the CPU"], strict=True)) < 1e-6
     assert found["same seed"]

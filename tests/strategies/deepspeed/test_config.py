@@ -246,7 +246,7 @@ def test_what_belongs_to_the_run_is_filled_in_and_the_rest_stays() -> None:
     assert json.dumps(given) == before
 
 
-def test_keys_that_are_nobodys_typo_pass() -> None:
+def test_unknown_keys_that_resemble_none_are_passed_on() -> None:
     """Of a later DeepSpeed, or of the user's own tools."""
     assert built({"my_company": {"owner": "me"}})["my_company"] == {"owner": "me"}
 
@@ -265,7 +265,7 @@ def test_where_and_how_to_offload_goes_for_the_configs_offloads_too() -> None:
     assert placed["offload_param"] == {"device": "cpu", "pin_memory": True}
 
 
-def test_the_same_word_twice_is_no_contradiction() -> None:
+def test_the_same_value_given_twice_is_no_contradiction() -> None:
     config = {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "train_batch_size": 16}
     checked(config, accumulation=2, clip_value=0.5, batch_size=4)
     assert ZeroConfig(stage(3), stage=3).stage == 3

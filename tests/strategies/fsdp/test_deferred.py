@@ -62,7 +62,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("seed", [3, 4])
-def test_the_values_of_a_plain_build_one_by_one(seed: int) -> None:
+def test_values_drawn_one_by_one_equal_those_of_a_plain_build(seed: int) -> None:
     torch.manual_seed(seed)
     plain, after = Everything(), torch.rand(3)
     torch.manual_seed(seed)
@@ -110,7 +110,7 @@ def test_without_draws_only_what_is_computed_is_there() -> None:
     assert recipe is not None and torch.equal(deferred.values([recipe])[recipe], Rope().cos)  # type: ignore[arg-type]
 
 
-def test_tensors_of_elsewhere_are_not_known() -> None:
+def test_tensors_made_elsewhere_have_no_recipe() -> None:
     deferred = Deferred()
     assert deferred.recipe(torch.ones(2)) is None and deferred.recipe(torch.ones(2, device="meta")) is None
 
@@ -119,7 +119,7 @@ def draw_by_values() -> Any:
     return torch.multinomial(torch.ones(4), 2)
 
 
-def test_draws_that_cannot_be_made_without_values() -> None:
+def test_draws_that_depend_on_values_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="draws random numbers by values"), Deferred().recording():
         draw_by_values()
 
@@ -132,7 +132,7 @@ def rejecting() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(3, 4), lambda: nn.Embedding(3, 4), rejecting])
-def test_empty_init_on_one_device(make: Callable[[], nn.Module]) -> None:
+def test_empty_init_on_one_device_draws_nothing(make: Callable[[], nn.Module]) -> None:
     state = torch.get_rng_state()
     with SingleDeviceStrategy("cpu").init_module(empty_init=True):
         module = make()

@@ -63,11 +63,11 @@ MAPPED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("given", "expected"), MAPPED, ids=range(len(MAPPED)))
-def test_mapped(given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fsdp1_names_become_settings_of_fsdp2(given: dict[str, Any], expected: dict[str, Any]) -> None:
     assert settings(**given) == expected
 
 
-def test_dtypes_of_fsdp1() -> None:
+def test_fsdp1s_mixed_precision_becomes_a_policy() -> None:
     policy = settings(mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))["mp_policy"]
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     with pytest.raises(ConfigurationError, match="FSDP2 leaves buffers as they are"):
@@ -84,7 +84,7 @@ def test_dtypes_of_fsdp1() -> None:
         ({"fsdp_version": 1}, "FSDP2 is what runs"),
     ],
 )
-def test_mapped_with_a_word(given: dict[str, Any], note: str) -> None:
+def test_fsdp1_names_without_effect_are_warned_of(given: dict[str, Any], note: str) -> None:
     with pytest.warns(UserWarning, match=note):
         FSDPStrategy(**given)
 
@@ -109,7 +109,7 @@ def test_mapped_with_a_word(given: dict[str, Any], note: str) -> None:
         ({"auto_wrap_policies": 1}, "Did you mean 'auto_wrap_policy'"),
     ],
 )
-def test_refused(given: dict[str, Any], reason: str) -> None:
+def test_fsdp1_names_without_a_counterpart_are_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         FSDPStrategy(**given)
 

@@ -37,7 +37,7 @@ class Model(nn.Module):
 BLOCKS = ["encoder.0", "encoder.1", "encoder.2", "decoder.0", "decoder.1"]
 
 
-def test_automatic_by_the_repeated_block() -> None:
+def test_auto_wraps_the_repeated_block() -> None:
     assert choose(Model(), "auto").names == BLOCKS
     assert choose(nn.Sequential(nn.Linear(3, 4), nn.Tanh()), "auto").names == []
     stages = nn.Module()
@@ -47,12 +47,12 @@ def test_automatic_by_the_repeated_block() -> None:
 
 
 @pytest.mark.parametrize("policy", [Block, "Block", {Block}, ["Block", Decoder]])
-def test_by_class(policy: Any) -> None:
+def test_classes_and_their_names_choose_groups(policy: Any) -> None:
     assert sorted(choose(Model(), policy).names) == sorted(BLOCKS)
     assert choose(Model(), {"Decoder"}).names == ["decoder.0", "decoder.1"]
 
 
-def test_a_class_that_is_not_in_the_model() -> None:
+def test_classes_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"names Blocks, and the model has no such module. Did you mean 'Block'\?"
     ):
@@ -68,7 +68,7 @@ def test_a_class_that_is_not_in_the_model() -> None:
 
 
 @pytest.mark.parametrize("least", [12, 30, 45, 60])
-def test_by_size_as_fsdp1_counts(least: int) -> None:
+def test_a_minimum_size_groups_as_fsdp1_does(least: int) -> None:
     """A block has 28 parameters, the embedding 40, the head 50."""
     ours = choose(Model(), least).names
     theirs = choose(Model(), functools.partial(size_based_auto_wrap_policy, min_num_params=least)).names
@@ -81,7 +81,7 @@ def test_by_size_as_fsdp1_counts(least: int) -> None:
         choose(Model(), 0)
 
 
-def test_by_function() -> None:
+def test_a_function_chooses_groups() -> None:
     assert choose(Model(), lambda module: isinstance(module, Decoder)).names == ["decoder.0", "decoder.1"]
     assert sorted(choose(Model(), ModuleWrapPolicy({Block})).names) == sorted(BLOCKS)
     assert choose(Model(), None).names == []
@@ -110,7 +110,7 @@ def test_tied_parameters_stay_in_the_group_that_has_both() -> None:
     assert choose(shared, "auto").names == BLOCKS and not choose(shared, "auto").left
 
 
-def test_tied_within_a_group_or_in_a_group_inside() -> None:
+def test_parameters_tied_within_a_group_stay_there() -> None:
     model = Model()
     model.encoder[0].other = nn.Linear(4, 4)
     model.encoder[0].other.weight = model.encoder[0].layer.weight

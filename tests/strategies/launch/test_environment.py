@@ -45,7 +45,7 @@ def _bare() -> Iterator[None]:
     os.environ.update(before)
 
 
-def test_torchrun() -> None:
+def test_torchruns_variables_give_the_rank() -> None:
     assert rank_environment(TORCHRUN) == RankEnvironment(3, 1, 4, 2, 1, "torchrun")
 
 
@@ -79,7 +79,7 @@ def test_a_batch_script_and_a_shell_of_slurm_are_no_ranks(changes: dict[str, str
         ("rack1-gpu[3,5]-ib", "rack1-gpu3-ib"),
     ],
 )
-def test_first_host(nodes: str, host: str) -> None:
+def test_the_first_host_of_a_slurm_list_is_found(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
 
 
@@ -94,7 +94,7 @@ def test_first_host(nodes: str, host: str) -> None:
         ({**SRUN, "SLURM_STEP_NUM_NODES": "3"}, "on 3 machines.*--ntasks-per-node"),
     ],
 )
-def test_variables_that_cannot_be(environ: dict[str, str], match: str) -> None:
+def test_contradictory_variables_are_refused(environ: dict[str, str], match: str) -> None:
     with pytest.raises(ConfigurationError, match=match):
         rank_environment(environ)
 
@@ -122,13 +122,13 @@ def test_ranks_that_are_there_are_counted_and_never_started_again() -> None:
 @pytest.mark.parametrize(
     "arguments", [{"devices": 2}, {"devices": 4}, {"num_nodes": 4}, {"devices": 1}, {"devices": 3, "num_nodes": 2}]
 )
-def test_arguments_that_contradict_the_ranks(variables: dict[str, str], arguments: dict[str, int]) -> None:
+def test_arguments_that_contradict_the_ranks_are_refused(variables: dict[str, str], arguments: dict[str, int]) -> None:
     os.environ.update(variables)
     with pytest.raises(ConfigurationError, match="started 4 ranks.*devices=.*num_nodes=.*Leave both out"):
         Trainer(accelerator="cpu", **arguments)
 
 
-def test_arguments_that_fit_the_ranks() -> None:
+def test_arguments_that_fit_the_ranks_are_accepted() -> None:
     os.environ.update(TORCHRUN)
     assert Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="ddp").world_size == 4
     assert Trainer(accelerator="cpu", num_nodes=2).world_size == 4

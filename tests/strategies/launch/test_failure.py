@@ -25,12 +25,12 @@ from leyden.strategies.launch.failure import FirstFailure, is_lost
         "NCCL communicator was aborted on rank 1.",
     ],
 )
-def test_what_is_said_where_another_rank_is_gone(text: str) -> None:
+def test_errors_of_a_lost_connection_are_recognised(text: str) -> None:
     assert is_lost(DistBackendError(text)) and is_lost(RuntimeError(text))
     assert not is_lost(ValueError(text))
 
 
-def test_an_error_of_ones_own_is_not_that() -> None:
+def test_a_ranks_own_errors_are_no_lost_connection() -> None:
     assert not is_lost(DistBackendError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"))
     assert not is_lost(RuntimeError("Timed out waiting for a remote process exiting prematurely"))
 

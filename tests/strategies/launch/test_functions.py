@@ -213,7 +213,9 @@ print("DONE", trainer.world_size, trainer.global_step, was != float(module.net.w
         pytest.param(["-c"], "ddp_notebook", "there is no script file", id="-c", marks=pytest.mark.full),
     ],
 )
-def test_a_session_without_a_file(arguments: list[str], strategy: str, why: str, tmp_path: Path) -> None:
+def test_a_session_without_a_script_trains_by_ddp_notebook_alone(
+    arguments: list[str], strategy: str, why: str, tmp_path: Path
+) -> None:
     program = SESSION.replace("STRATEGY", repr(strategy))
     command = [sys.executable, *arguments, *([program] if arguments == ["-c"] else [])]
     found = subprocess.run(
