@@ -3,47 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from optimizers import OPTIMIZERS, SCHEDULERS
 from same import differences
 from torch import nn
+from torch import optim as O
 from torch.optim import lr_scheduler as schedulers
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.optimizers import from_named, to_named
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.writer import CheckpointWriter
-
-Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-O = torch.optim
-
-OPTIMIZERS: dict[str, Make] = {
-    "SGD": lambda p: O.SGD(p, lr=0.1),
-    "SGD-momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "SGD-fused": lambda p: O.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "Adam": lambda p: O.Adam(p, lr=0.1, amsgrad=True),
-    "Adam-tensor-lr": lambda p: O.Adam(p, lr=torch.tensor(0.1), betas=(0.8, 0.9)),
-    "Adam-fused": lambda p: O.Adam(p, lr=0.1, fused=True),
-    "Adam-foreach": lambda p: O.Adam(p, lr=0.1, foreach=True, maximize=True),
-    "AdamW": lambda p: O.AdamW(p, lr=0.1),
-    "Adamax": lambda p: O.Adamax(p, lr=0.1),
-    "NAdam": lambda p: O.NAdam(p, lr=0.1),
-    "RAdam": lambda p: O.RAdam(p, lr=0.1),
-    "Adagrad": lambda p: O.Adagrad(p, lr=0.1, lr_decay=0.1),
-    "Adadelta": lambda p: O.Adadelta(p, lr=0.1),
-    "Adafactor": lambda p: O.Adafactor(p, lr=0.1),
-    "ASGD": lambda p: O.ASGD(p, lr=0.1, t0=2),
-    "Rprop": lambda p: O.Rprop(p, lr=0.1),
-    "RMSprop": lambda p: O.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
-    "LBFGS": lambda p: O.LBFGS(p, lr=0.1, max_iter=4),
-    "LBFGS-wolfe": lambda p: O.LBFGS(p, lr=0.1, max_iter=4, line_search_fn="strong_wolfe"),
-    "SparseAdam": lambda p: O.SparseAdam(p, lr=0.1),
-    "Muon": lambda p: O.Muon([q for q in p if q.dim() == 2], lr=0.1),
-}
 
 
 def build(kind: str, dtype: torch.dtype) -> nn.Module:
@@ -230,30 +204,6 @@ def test_state_that_does_not_fit_is_named() -> None:
         to_named(optimizer, dict.fromkeys(parameters, "x"))
 
 
-Optim = torch.optim.Optimizer
-SCHEDULERS: dict[str, Callable[[Optim], Any]] = {
-    "LambdaLR": lambda o: schedulers.LambdaLR(o, lambda step: 0.9**step),
-    "MultiplicativeLR": lambda o: schedulers.MultiplicativeLR(o, lambda step: 0.9),
-    "StepLR": lambda o: schedulers.StepLR(o, 2),
-    "MultiStepLR": lambda o: schedulers.MultiStepLR(o, [1, 3, 3]),
-    "ConstantLR": lambda o: schedulers.ConstantLR(o),
-    "LinearLR": lambda o: schedulers.LinearLR(o),
-    "ExponentialLR": lambda o: schedulers.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: schedulers.PolynomialLR(o, 8),
-    "CosineAnnealingLR": lambda o: schedulers.CosineAnnealingLR(o, 5),
-    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 3),
-    "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.01, 0.1, step_size_up=3, mode="exp_range", gamma=0.9),
-    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, 0.1, total_steps=20),
-    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=1),
-    "SequentialLR": lambda o: schedulers.SequentialLR(
-        o, [schedulers.LinearLR(o, total_iters=3), schedulers.CosineAnnealingLR(o, 5)], [3]
-    ),
-    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
-        [schedulers.ExponentialLR(o, 0.9), schedulers.StepLR(o, 2)]
-    ),
-}
-
-
 def test_the_table_has_all_of_torchs_schedulers() -> None:
     known = {
         name
@@ -269,12 +219,12 @@ def test_the_table_has_all_of_torchs_schedulers() -> None:
 def test_a_scheduler_resumes_bit_for_bit(kind: str, rate: Any, disk: Any, tmp_path: Path) -> None:
     module = build("SGD", torch.float32)
 
-    def begin() -> tuple[Optim, Any]:
+    def begin() -> tuple[O.Optimizer, Any]:
         start = rate.clone() if isinstance(rate, torch.Tensor) else rate
         optimizer = O.SGD(module.parameters(), lr=start, momentum=0.9)
         return optimizer, SCHEDULERS[kind](optimizer)
 
-    def steps(optimizer: Optim, scheduler: Any, count: int) -> list[float]:
+    def steps(optimizer: O.Optimizer, scheduler: Any, count: int) -> list[float]:
         rates = []
         for _ in range(count):
             optimizer.step()
