@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torchmetrics
+from samples import labelled
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, Adam, AdamW
@@ -70,9 +71,7 @@ class Samples(Dataset[dict[str, Tensor]]):
     """Random transforms in the main process; in workers they would need sample_rng."""
 
     def __init__(self, size: int = SIZE, noisy: bool = True) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(size, 6, generator=generator)
-        self.y = torch.randint(0, 3, (size,), generator=generator)
+        self.x, self.y = labelled(size).tensors
         self.noisy = noisy
 
     def __len__(self) -> int:
@@ -482,7 +481,7 @@ def in_a_process(work: Callable[[], None]) -> int:
 
 
 def chain(scenario: str, root: Path, point: str) -> list[int]:
-    """Runs, each of which meets its fate, and one that is left alone; gives back their exit codes."""
+    """Runs, each of which meets its fate, and one that is left alone; returns their exit codes."""
     folder = root / point.translate(str.maketrans("@:+>", "----"))
     folder.mkdir()
     fates = point.split(">")

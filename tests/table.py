@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +24,6 @@ from leyden.strategies.precision import MixedPrecision
 DOCUMENT = Path(__file__).parents[1] / "docs" / "strategies.md"
 WORKS, REFUSED, MEANINGLESS, UNTRIED = "✓", "✗", "–", "○"
 OTHER_RANKS = "resume on other ranks"
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 RATE = 0.5
 
 
@@ -252,7 +252,7 @@ class Place:
     folder: Path
 
     def trainer(self, **arguments: Any) -> Trainer:
-        settings = {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": self.folder, **QUIET, **arguments}
+        settings = {**QUIET, "max_epochs": 1, "default_root_dir": self.folder, **arguments}
         return Trainer(
             strategy=self.made(),
             precision=self.arithmetic(),
@@ -456,7 +456,7 @@ FEATURES: dict[str, Callable[[Place], None]] = {
 
 
 def run(place: Place, feature: str) -> str:
-    """Runs one cell; gives back "works", or the error."""
+    """Runs one cell; returns "works", or the error."""
     place.folder.mkdir(parents=True, exist_ok=True)
     try:
         with warnings.catch_warnings():

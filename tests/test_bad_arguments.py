@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 
 from leyden import Callback, ConfigurationError, Trainer, TrainModule
 from leyden.callbacks import EarlyStopping, GradientAccumulation, GradientAccumulationScheduler, ModelCheckpoint
@@ -20,8 +21,8 @@ TABLE: list[tuple[str, str, Callable[[Path], Any]]] = []
 
 def argument(name: str, match: str, **arguments: Any) -> None:
     """A mistake that the Trainer's constructor finds."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    TABLE.append((name, match, lambda folder: Trainer(**{**quiet, "default_root_dir": folder, **arguments})))
+    settings = {**QUIET, "accelerator": "auto", **arguments}
+    TABLE.append((name, match, lambda folder: Trainer(**{"default_root_dir": folder, **settings})))
 
 
 def mistake(match: str) -> Callable[[Callable[[Path], Any]], Callable[[Path], Any]]:

@@ -21,7 +21,7 @@ ROOMS = ("trainer", "callbacks", "strategies")
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
-    """Runs a command that must succeed; gives back what it printed."""
+    """Runs a command that must succeed; returns what it printed."""
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_CONSTRAINT")}
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, env={**clean, **environment}, capture_output=True, text=True

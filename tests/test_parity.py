@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import QUIET
+from samples import Unsized, labelled
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -31,9 +33,7 @@ BATCHES = 10
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
     def __init__(self, size: int = SIZE, noisy: bool = False) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(size, 6, generator=generator)
-        self.y = torch.randint(0, 3, (size,), generator=generator)
+        self.x, self.y = labelled(size).tensors
         self.noisy = noisy
 
     def __len__(self) -> int:
@@ -48,7 +48,7 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Case:
-    """What the loop of plain PyTorch and the Trainer are both told."""
+    """The settings of a plain PyTorch loop and of the Trainer."""
 
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = lambda parameters: SGD(parameters, 0.1, momentum=0.9)
     scheduler: Callable[[Optimizer], Any] | None = None
@@ -111,7 +111,7 @@ def draws() -> list[float]:
 
 
 def plain_loop(case: Case) -> tuple[nn.Module, list[float], int]:
-    """The loop as one writes it by hand; gives back how many steps the scaler skipped too."""
+    """The loop as one writes it by hand; returns how many steps the scaler skipped, too."""
     seed()
     net = network()
     optimizer = case.optimizer(net.parameters())
@@ -162,27 +162,31 @@ def plain_loop(case: Case) -> tuple[nn.Module, list[float], int]:
     return net, draws(), skipped
 
 
-def with_trainer(case: Case, folder: Path, **arguments: Any) -> tuple[nn.Module, list[float], Trainer]:
+def trainer_in(folder: Path, **arguments: Any) -> Trainer:
+    return Trainer(**{**QUIET, "max_epochs": EPOCHS, "default_root_dir": folder, **arguments})
+
+
+def with_trainer(
+    case: Case, folder: Path, lengths: bool = True, **arguments: Any
+) -> tuple[nn.Module, list[float], Trainer]:
+    """The network, the next random numbers and the Trainer after a fit; without `lengths` its loader has none."""
     seed()
     module = Classifier(case)
     precision: Any = case.precision
     if precision == "16-mixed":
         precision = MixedPrecision("16", init_scale=case.init_scale)
-    bare: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     clip, algorithm = case.clip if case.clip is not None else (None, None)
-    trainer = Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
+    trainer = trainer_in(
+        folder,
         precision=precision,
         accumulate_grad_batches=case.accumulation,
         gradient_clip_val=clip,
         gradient_clip_algorithm=algorithm,
         val_check_interval=1.0 if case.val_every is None else case.val_every,
-        default_root_dir=folder,
-        **{**bare, **arguments},
+        **arguments,
     )
     train, val = case.loaders()
-    trainer.fit(module, train, val)
+    trainer.fit(module, train if lengths else Unsized(train), val)
     return module.net, draws(), trainer
 
 
@@ -251,36 +255,13 @@ def test_every_default_callback_leaves_the_numbers_alone(tmp_path: Path, monkeyp
     assert trainer.checkpoint_callback is not None and Path(trainer.checkpoint_callback.best_model_path).is_dir()
 
 
-class Unsized:
-    """A loader that does not tell its length."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-
 def test_a_loader_without_a_length_closes_its_last_window_at_its_true_length(tmp_path: Path) -> None:
     case = Case(adamw, step_lr, accumulation=4, clip=(0.5, "norm"))
     plain, plain_draws, _ = plain_loop(case)
-    seed()
-    module = Classifier(case)
-    trainer = Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        accumulate_grad_batches=4,
-        gradient_clip_val=0.5,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
-    train, val = case.loaders()
-    trainer.fit(module, Unsized(train), val)
+    ours, our_draws, _ = with_trainer(case, tmp_path, lengths=False)
     # 2 / 4 is exact in floating point, so that the correction leaves no trace.
-    assert_same(module.net, plain)
-    assert draws() == plain_draws
+    assert_same(ours, plain)
+    assert our_draws == plain_draws
 
 
 @pytest.mark.parametrize("sanity", [0, 2, -1])
@@ -332,14 +313,10 @@ class Items(TrainModule):
 
 def test_items_of_a_window_equal_the_big_batch(tmp_path: Path) -> None:
     data = Samples()
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     seed()
     module = Items()
     start = {name: value.clone() for name, value in module.net.state_dict().items()}
-    trainer = Trainer(
-        max_epochs=EPOCHS, accelerator="cpu", accumulate_grad_batches=4, default_root_dir=tmp_path, **quiet
-    )
-    trainer.fit(module, DataLoader(data, BATCH))
+    trainer_in(tmp_path, accumulate_grad_batches=4).fit(module, DataLoader(data, BATCH))
 
     big = nn.Linear(6, 3).double()
     big.load_state_dict(start)
@@ -368,16 +345,7 @@ def test_a_first_batch_without_items_spoils_nothing(accumulation: int, tmp_path:
     seed()
     module = Items()
     start = module.net.weight.detach().clone()
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        accumulate_grad_batches=accumulation,
-        logger=False,
-        limit_train_batches=accumulation,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = trainer_in(tmp_path, max_epochs=1, accumulate_grad_batches=accumulation, limit_train_batches=accumulation)
     trainer.fit(module, DataLoader(data, BATCH))
     assert bool(torch.isfinite(module.net.weight).all())
     assert torch.equal(module.net.weight, start) == (accumulation == 1)
@@ -389,16 +357,7 @@ def test_items_of_a_window_equal_the_plain_loop_that_divides_once(tmp_path: Path
     module = Items()
     plain = nn.Linear(6, 3).double()
     plain.load_state_dict(module.net.state_dict())
-    trainer = Trainer(
-        max_epochs=1,
-        accelerator="cpu",
-        accumulate_grad_batches=4,
-        gradient_clip_val=0.1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = trainer_in(tmp_path, max_epochs=1, accumulate_grad_batches=4, gradient_clip_val=0.1)
     trainer.fit(module, DataLoader(Samples(), BATCH))
     optimizer = SGD(plain.parameters(), 0.3, momentum=0.9)
     batches = list(DataLoader(Samples(), BATCH))
@@ -564,16 +523,7 @@ def test_several_optimizers_in_automatic_mode_have_the_weights_of_the_plain_loop
                     optimizer.step()
     seed()
     module = TwoInTurn()
-    trainer = Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        accumulate_grad_batches=4,
-        gradient_clip_val=0.2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = trainer_in(tmp_path, accumulate_grad_batches=4, gradient_clip_val=0.2)
     trainer.fit(module, Case().loaders()[0])
     assert_same(module, plain)
     assert trainer.global_step == 9
@@ -603,15 +553,7 @@ def test_a_second_fit_begins_anew_with_the_weights_as_they_are(tmp_path: Path) -
     plain_draws = draws()
     seed()
     module = Classifier(case)
-    trainer = Trainer(
-        max_epochs=EPOCHS,
-        accelerator="cpu",
-        precision=MixedPrecision("16", init_scale=case.init_scale),
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        default_root_dir=tmp_path,
-    )
+    trainer = trainer_in(tmp_path, precision=MixedPrecision("16", init_scale=case.init_scale))
     for _ in range(2):
         trainer.fit(module, case.loaders()[0])
     assert_same(module.net, net)

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
+from models import QUIET
 from programs import start_program
+from samples import labelled
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.base import Callback
@@ -70,7 +72,7 @@ STOPS = (
 
 
 def run(scenario: str, folder: Path, *points: str) -> tuple[dict[str, list[int]], str]:
-    """Runs the program; gives back the exit codes of each point's runs, and all that was printed."""
+    """Runs the program; returns the exit codes of each point's runs, and all that was printed."""
     printed = folder / "printed.txt"
     process = start_program([PROGRAM, scenario, folder, "none", *points], folder, printed, printed)
     try:
@@ -107,7 +109,7 @@ def differences(a: Any, b: Any, place: str = "") -> list[str]:
 
 
 def compare(ours: dict[str, Any], whole: dict[str, Any]) -> list[str]:
-    """All that a run ended with, but for what only tells how it came there."""
+    """All that a run ended with, except the record of how it got there."""
     about = {"events", "ended", "named"}
     return differences(*({key: value for key, value in run.items() if key not in about} for run in (ours, whole)))
 
@@ -197,7 +199,7 @@ def test_the_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
 
 
 # in this process ------------------------------------------------------------------------------------------------------
-class Tiny(TrainModule):
+class Classifier(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
@@ -222,24 +224,14 @@ class Tiny(TrainModule):
         }
 
 
-def samples(size: int = 38) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
-
-
 def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    return DataLoader(samples(), 4, shuffle=True), DataLoader(samples(9), 4)
+    return DataLoader(labelled(38), 4, shuffle=True), DataLoader(labelled(9), 4)
 
 
 def trainer_in(folder: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    given: dict[str, Any] = {"max_epochs": 3, "accumulate_grad_batches": 4, "logger": False, **arguments}
-    return Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        enable_progress_bar=False,
-        callbacks=list(callbacks) or [ModelCheckpoint(save_top_k=-1)],
-        **given,
-    )
+    settings = {"max_epochs": 3, "accumulate_grad_batches": 4, "enable_checkpointing": True, "default_root_dir": folder}
+    saving = list(callbacks) or [ModelCheckpoint(save_top_k=-1)]
+    return Trainer(callbacks=saving, **{**QUIET, **settings, **arguments})
 
 
 def outcome(trainer: Trainer) -> dict[str, Any]:
@@ -258,7 +250,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a run of three epochs ends with."""
     torch.manual_seed(3)
     trainer = trainer_in(tmp_path_factory.mktemp("whole"))
-    trainer.fit(Tiny(), *loaders())
+    trainer.fit(Classifier(), *loaders())
     return outcome(trainer)
 
 
@@ -266,7 +258,7 @@ def begun(folder: Path, **limits: Any) -> Trainer:
     """The first part of that run."""
     torch.manual_seed(3)
     trainer = trainer_in(folder, **limits)
-    trainer.fit(Tiny(), *loaders())
+    trainer.fit(Classifier(), *loaders())
     return trainer
 
 
@@ -278,14 +270,14 @@ def test_every_form_of_ckpt_path_resumes(form: str, tmp_path: Path, whole: dict[
     # "best" is known to the Trainer that saved it; without a monitor it is the newest.
     trainer = first if form == "best" else trainer_in(tmp_path)
     torch.manual_seed(99)
-    module = Tiny()
+    module = Classifier()
     trainer.fit(module, *loaders(), ckpt_path=path, max_epochs=3)
     assert module.began_at == [6]
     assert differences(outcome(trainer), whole) == []
 
 
 def test_best_is_the_best_and_not_the_last(tmp_path: Path) -> None:
-    class Worse(Tiny):
+    class Worse(Classifier):
         def on_train_epoch_end(self) -> None:
             self.log("score", float(self.current_epoch))
 
@@ -297,7 +289,7 @@ def test_best_is_the_best_and_not_the_last(tmp_path: Path) -> None:
 
 
 def test_last_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
-    module = Tiny()
+    module = Classifier()
     with pytest.raises(CheckpointError, match="holds no whole checkpoint.*use 'auto'"):
         trainer_in(tmp_path).fit(module, *loaders(), ckpt_path="last")
     assert module.began_at == []
@@ -308,7 +300,7 @@ def test_last_needs_a_checkpoint_and_auto_does_not(tmp_path: Path) -> None:
 
 def test_best_needs_one_that_was_saved(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no ModelCheckpoint of this Trainer has saved one yet"):
-        trainer_in(tmp_path).fit(Tiny(), *loaders(), ckpt_path="best")
+        trainer_in(tmp_path).fit(Classifier(), *loaders(), ckpt_path="best")
 
 
 @pytest.mark.parametrize(
@@ -326,7 +318,7 @@ def test_fits_that_go_on_equal_one_longer_fit(
     limits: list[dict[str, int]], between: bool, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
     torch.manual_seed(3)
-    module = Tiny()
+    module = Classifier()
     trainer = trainer_in(tmp_path, max_epochs=None)
     for number, limit in enumerate(limits):
         trainer.fit(module, *loaders(), ckpt_path="current" if number else None, **limit)
@@ -339,16 +331,16 @@ def test_fits_that_go_on_equal_one_longer_fit(
 def test_current_needs_a_fit_of_the_same_module(tmp_path: Path) -> None:
     trainer = trainer_in(tmp_path, max_epochs=1)
     with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit it first"):
-        trainer.fit(Tiny(), *loaders(), ckpt_path="current")
-    trainer.fit(Tiny(), *loaders())
+        trainer.fit(Classifier(), *loaders(), ckpt_path="current")
+    trainer.fit(Classifier(), *loaders())
     with pytest.raises(ConfigurationError, match="ckpt_path='current'.*fit it first"):
-        trainer.fit(Tiny(), *loaders(), ckpt_path="current")
+        trainer.fit(Classifier(), *loaders(), ckpt_path="current")
 
 
 def test_current_is_refused_after_a_fit_that_failed(tmp_path: Path) -> None:
     """Its weights are further than what was kept of the fit before."""
 
-    class Failing(Tiny):
+    class Failing(Classifier):
         fails = False
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -366,7 +358,7 @@ def test_current_is_refused_after_a_fit_that_failed(tmp_path: Path) -> None:
 
 
 def test_current_resumes_after_an_interrupt(tmp_path: Path, whole: dict[str, Any]) -> None:
-    class Interrupting(Tiny):
+    class Interrupting(Classifier):
         at = 6
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -390,7 +382,7 @@ def test_current_resumes_after_an_interrupt(tmp_path: Path, whole: dict[str, Any
 def test_a_run_that_failed_outside_of_a_window_resumes_exactly(
     place: str, tmp_path: Path, whole: dict[str, Any]
 ) -> None:
-    class Failing(Tiny):
+    class Failing(Classifier):
         fails = True
 
         def _fail(self, where: str) -> None:
@@ -417,7 +409,7 @@ def test_a_run_that_failed_outside_of_a_window_resumes_exactly(
     assert differences(outcome(trainer), whole) == []
 
 
-class Measuring(Tiny):
+class Measuring(Classifier):
     """Validates with a metric whose state a pass builds up, and with random numbers."""
 
     def __init__(self) -> None:
@@ -519,12 +511,12 @@ def test_parts_are_restored_as_asked(restore: Any, tmp_path: Path) -> None:
         looking = Looking()
         torch.manual_seed(11)
         trainer = trainer_in(tmp_path, Counting(), looking, enable_checkpointing=False, num_sanity_val_steps=0)
-        trainer.fit(Tiny(), *loaders(), **arguments)
+        trainer.fit(Classifier(), *loaders(), **arguments)
         return looking.seen
 
     torch.manual_seed(3)
     saving = trainer_in(tmp_path, Counting(), ModelCheckpoint(every_n_train_steps=5, filename="five"), max_epochs=2)
-    saving.fit(Tiny(), *loaders())
+    saving.fit(Classifier(), *loaders())
     path = tmp_path / "checkpoints" / "five"
     saved, fresh = look(ckpt_path=path), look()
     assert saved["progress"] == (1, 5, 8) and fresh["progress"] == (0, 0, 0)
@@ -554,16 +546,16 @@ def test_an_epoch_that_was_read_needs_no_place_of_its_loader(step: int, left: in
         max_epochs=2,
         accumulate_grad_batches=2,
     )
-    saving.fit(Tiny(), *loaders())
+    saving.fit(Classifier(), *loaders())
     trainer = trainer_in(tmp_path, Counting(), enable_checkpointing=False, max_epochs=2, accumulate_grad_batches=2)
     parts = {"weights", "optimizers", "progress", "rng"}
-    trainer.fit(Tiny(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
+    trainer.fit(Classifier(), *loaders(), ckpt_path=tmp_path / "checkpoints" / str(step), restore=parts)
     # Each epoch has five steps: one that is not done begins anew, one that is done ends.
     assert (trainer.current_epoch, trainer.global_step) == (2, step + left)
 
 
 def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
-    class Other(Tiny):
+    class Other(Classifier):
         def configure_optimizers(self) -> Any:
             optimizer = SGD(self.parameters(), 0.1)
             return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, 0.9)}
@@ -577,7 +569,7 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
 
 def test_weights_alone_are_no_resume(tmp_path: Path) -> None:
     first = begun(tmp_path, max_epochs=1)
-    module = Tiny()
+    module = Classifier()
     trainer = trainer_in(tmp_path, max_epochs=0)
     trainer.fit(module, *loaders(), ckpt_path="last", restore="weights")
     assert differences(module.state_dict(), first.module.state_dict()) == []
@@ -591,7 +583,7 @@ def test_fit_works_in_a_thread_that_is_not_the_main_one(tmp_path: Path, whole: d
     def work() -> None:
         begun(tmp_path, max_epochs=2)
         trainer = trainer_in(tmp_path)
-        trainer.fit(Tiny(), *loaders(), ckpt_path="auto")
+        trainer.fit(Classifier(), *loaders(), ckpt_path="auto")
         results.append(outcome(trainer))
 
     thread = threading.Thread(target=work)
@@ -663,11 +655,11 @@ def test_a_resume_at_batch_one_million_loads_nothing_before_it(tmp_path: Path) -
 def test_the_checkpoint_of_a_resumed_run_is_that_of_the_whole_one(tmp_path: Path) -> None:
     """Not only what the run ends with: also what the next resume would begin with."""
     torch.manual_seed(3)
-    module = Tiny()
+    module = Classifier()
     trainer_in(tmp_path / "whole", logger=CSVLogger(tmp_path / "whole")).fit(module, *loaders())
     begun(tmp_path / "parts", max_epochs=2, logger=CSVLogger(tmp_path / "parts"))
     resumed = trainer_in(tmp_path / "parts", logger=CSVLogger(tmp_path / "parts"))
-    resumed.fit(Tiny(), *loaders(), ckpt_path="last")
+    resumed.fit(Classifier(), *loaders(), ckpt_path="last")
     one, other = (CheckpointReader(tmp_path / name / "checkpoints" / "epoch=2-step=9") for name in ("whole", "parts"))
     assert differences(one.model(), other.model()) == []
     assert differences(one.optimizers(), other.optimizers()) == []

@@ -8,18 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from leyden import ConfigurationError, DataModule, Trainer, TrainModule
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "max_epochs": 1,
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-}
 
 
 class Module(TrainModule):
@@ -85,7 +78,7 @@ class Ground:
         return module
 
     def trainer(self, **arguments: Any) -> Trainer:
-        return Trainer(**{**QUIET, "default_root_dir": self.folder, **arguments})
+        return Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": self.folder, **arguments})
 
     def fit(self, module: Any = None, *data: Any, **arguments: Any) -> Trainer:
         trainer = self.trainer(**arguments)

@@ -10,40 +10,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import QUIET, Line
+from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 NAN, INF = math.nan, math.inf
 
 
-class Scripted(TrainModule):
+class Scripted(Line):
     """Logs `val` from a list, one value a validation, and `train` one value an epoch."""
 
     def __init__(self, values: Sequence[float] = ()) -> None:
         super().__init__()
-        self.layer = nn.Linear(2, 1)
         self.values = list(values)
-        self.sanity_checks = 0
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert self.trainer is not None
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if self.values:
             self.log("train", self.values[self.trainer.current_epoch % len(self.values)], on_step=False, on_epoch=True)
-        return self.layer(batch).mean()  # type: ignore[no-any-return]
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        assert self.trainer is not None
         if self.values:
             self.log("val", self.values[self.trainer.progress.validations % len(self.values)])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 DATA = [torch.ones(2, 2)] * 2
@@ -57,16 +50,12 @@ def fit(
     ckpt_path: str | None = None,
     **arguments: Any,
 ) -> Trainer:
-    options: dict[str, Any] = {"max_epochs": len(values), "logger": False, "enable_checkpointing": False}
-    if any(isinstance(callback, ModelCheckpoint) for callback in callbacks):
-        del options["enable_checkpointing"]
-    trainer = Trainer(
-        default_root_dir=root,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        accelerator="cpu",
-        **{**options, **arguments},
-    )
+    options = {
+        "default_root_dir": root,
+        "max_epochs": len(values),
+        "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+    }
+    trainer = Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
     trainer.fit(Scripted(values), DATA, val, ckpt_path=ckpt_path)
     return trainer
 

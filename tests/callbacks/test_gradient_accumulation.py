@@ -7,25 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import QUIET, Line
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
-
-
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Windows(Callback):
@@ -98,15 +86,9 @@ def test_a_changed_dict_leaves_the_schedule_alone() -> None:
 
 def test_windows_follow_the_schedule_and_end_with_the_epoch(tmp_path: Path) -> None:
     windows = Windows()
-    trainer = Trainer(
-        max_epochs=3,
-        callbacks=[GradientAccumulation({1: 4, 2: 2}), windows],
-        default_root_dir=tmp_path,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Net(), [torch.ones(2, 2)] * 5)
+    callbacks = [GradientAccumulation({1: 4, 2: 2}), windows]
+    trainer = Trainer(**QUIET, max_epochs=3, callbacks=callbacks, default_root_dir=tmp_path)
+    trainer.fit(Line(), [torch.ones(2, 2)] * 5)
     # The last window of an epoch is as long as what is left.
     assert windows.seen == [(0, 1)] * 5 + [(1, 4), (1, 1)] + [(2, 2), (2, 2), (2, 1)]
     assert trainer.global_step == 10

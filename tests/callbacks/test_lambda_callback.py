@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import QUIET, Line
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.lambda_callback import HOOKS, LambdaCallback
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
-
-
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_functions_are_called_with_the_arguments_of_their_hooks(tmp_path: Path) -> None:
@@ -36,15 +22,8 @@ def test_functions_are_called_with_the_arguments_of_their_hooks(tmp_path: Path) 
         on_train_epoch_end=lambda trainer, module: seen.append(("epoch", trainer.current_epoch)),
         on_fit_end=None,
     )
-    trainer = Trainer(
-        max_epochs=2,
-        callbacks=callback,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=str(tmp_path),
-    )
-    trainer.fit(Net(), [torch.ones(1, 2)] * 2)
+    trainer = Trainer(**QUIET, max_epochs=2, callbacks=callback, default_root_dir=tmp_path)
+    trainer.fit(Line(), [torch.ones(1, 2)] * 2)
     assert seen == [("fit", 0), ("batch", 0), ("batch", 1), ("epoch", 0), ("batch", 0), ("batch", 1), ("epoch", 1)]
 
 

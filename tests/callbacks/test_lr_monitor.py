@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
@@ -51,9 +52,8 @@ def fit(
     root: Path, configure: Callable[[Net], Any], monitor: LearningRateMonitor, **arguments: Any
 ) -> tuple[Kept, Net]:
     kept, net = Kept(), Net(configure)
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "default_root_dir": str(root)}
-    settings = {"logger": kept, "max_epochs": 2, "log_every_n_steps": 1} | quiet | arguments
-    Trainer(callbacks=[monitor], **settings).fit(net, DATA)
+    settings = {"logger": kept, "max_epochs": 2, "log_every_n_steps": 1, "default_root_dir": root}
+    Trainer(callbacks=[monitor], **{**QUIET, **settings, **arguments}).fit(net, DATA)
     return kept, net
 
 
@@ -167,8 +167,8 @@ def test_callbacks_find_the_rates_from_the_first_step_on(tmp_path: Path, interva
         return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
     monitor = LearningRateMonitor(interval, log_momentum=True)
-    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
-    Trainer(callbacks=[monitor], logger=Kept(), max_epochs=2, log_every_n_steps=3, **quiet).fit(Looks(configure), DATA)
+    settings = {"logger": Kept(), "max_epochs": 2, "log_every_n_steps": 3, "default_root_dir": tmp_path}
+    Trainer(callbacks=[monitor], **{**QUIET, **settings}).fit(Looks(configure), DATA)
     assert seen[0] == {"lr-SGD": 0.5, "lr-SGD-momentum": 0.25}
     assert seen[-1]["lr-SGD"] == 0.25
     assert monitor.lrs["lr-SGD"] == [0.5, 0.25]

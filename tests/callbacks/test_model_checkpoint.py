@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Line
 from programs import run_program
 from torch import Tensor, nn
 
@@ -35,26 +36,20 @@ DATA = [torch.ones(2, 2)] * BATCHES
 VALUES = [0.5, 0.3, 0.9, 0.2, 0.4, 0.25]
 
 
-class Scripted(TrainModule):
+class Scripted(Line):
     """Logs `val` from a list, one value a validation, and `train` at each step."""
 
     def __init__(self, values: Sequence[float] = VALUES, cannot_be_saved_at: int = -1) -> None:
         super().__init__()
-        self.layer = nn.Linear(2, 1)
         self.values = list(values)
         self.cannot_be_saved_at = cannot_be_saved_at
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        assert self.trainer is not None
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.log("train", float(self.trainer.global_step), on_step=True)
-        return self.layer(batch).mean()  # type: ignore[no-any-return]
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        assert self.trainer is not None
         self.log("val", self.values[self.trainer.progress.validations % len(self.values)])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if checkpoint["global_step"] == self.cannot_be_saved_at:
@@ -62,14 +57,8 @@ class Scripted(TrainModule):
 
 
 def make(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    return Trainer(
-        default_root_dir=root,
-        callbacks=list(callbacks),
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        **{"max_epochs": len(VALUES), **arguments},
-    )
+    options = {"default_root_dir": root, "max_epochs": len(VALUES), "enable_checkpointing": True}
+    return Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
 
 
 def fit(

@@ -1,4 +1,4 @@
-"""ModelSummary: the table, its counts, and that looking changes nothing."""
+"""ModelSummary: the table and its counts, and that a summary changes nothing."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Line
 from torch import Tensor, nn
 
 from leyden.callbacks.model_summary import ModelSummary, Summary, summarize
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 
@@ -177,33 +177,12 @@ def test_large_counts_get_a_unit(numel: int, text: str) -> None:
     assert str(summarize(net, 0)).splitlines()[2].split("  ")[0] == text
 
 
-class Trained(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 2)
-        self.example_input_array = torch.ones(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self(batch).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_a_fit_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str], precision: str) -> None:
-    Trainer(
-        max_steps=1,
-        precision=precision,
-        callbacks=ModelSummary(),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        default_root_dir=tmp_path,
-    ).fit(Trained(), [torch.ones(3, 4)])
+    module = Line(4, 2)
+    module.example_input_array = torch.ones(3, 4)
+    trainer = Trainer(**QUIET, max_steps=1, precision=precision, callbacks=ModelSummary(), default_root_dir=tmp_path)
+    trainer.fit(module, [torch.ones(3, 4)])
     printed = capsys.readouterr().out
     assert "0 | layer | Linear | 10     | 10        | train | [3, 4]   | [3, 2]" in printed
     assert "\n10    parameters in total\n" in printed

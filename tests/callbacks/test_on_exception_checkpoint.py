@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Squares
+from samples import numbered
 from torch import Tensor, nn
 
 from leyden.callbacks.base import Callback
@@ -16,48 +18,37 @@ from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.reader import CheckpointReader
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
-DATA = [torch.full((2, 2), float(number)) for number in range(6)]
+DATA = numbered(6, size=2)
 
 
-class Failing(TrainModule):
+class Failing(Squares):
     """Raises, or is interrupted, in one batch of its training."""
 
     def __init__(self, fails_at: int = -1, interrupts: bool = False, fails_in_validation: bool = False) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-        nn.init.ones_(self.layer.weight)
-        nn.init.zeros_(self.layer.bias)
+        super().__init__(configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.01))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
         self.fails_at = fails_at
         self.interrupts = interrupts
         self.fails_in_validation = fails_in_validation
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if batch_idx == self.fails_at:
             if not self.interrupts:
                 raise ArithmeticError("the user's own error")
             os.kill(os.getpid(), signal.SIGINT)
-        return self.layer(batch).square().mean()  # type: ignore[no-any-return]
+        return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if self.fails_in_validation:
             raise ArithmeticError("the user's own error")
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
 
 def make(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    return Trainer(
-        default_root_dir=root,
-        callbacks=list(callbacks),
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        **{"max_epochs": 1, "num_sanity_val_steps": 0, **arguments},
-    )
+    options = {"default_root_dir": root, "max_epochs": 1, "num_sanity_val_steps": 0, "enable_checkpointing": True}
+    return Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
 
 
 def saved_progress(path: str | Path) -> dict[str, Any]:
@@ -92,8 +83,8 @@ def test_a_resume_after_an_error_ends_as_the_uninterrupted_run_does(tmp_path: Pa
     assert not progress["exact"]
     resumed = Failing()
     make(tmp_path, accumulate_grad_batches=accumulate).fit(resumed, DATA, ckpt_path=callback.ckpt_path)
-    assert torch.equal(resumed.layer.weight, whole.layer.weight)
-    assert torch.equal(resumed.layer.bias, whole.layer.bias)
+    for ours, expected in zip(resumed.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:

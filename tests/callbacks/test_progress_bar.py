@@ -12,35 +12,33 @@ import sys
 import termios
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from models import QUIET, Line
+from samples import Stream
+from torch import Tensor
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from leyden.callbacks import progress_bar
 from leyden.callbacks.base import Callback
 from leyden.callbacks.progress_bar import TQDMProgressBar, format_number, is_interactive
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
+class Net(Line):
+    """Shows a value in every stage."""
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.layer(batch).mean()
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
         self.log("loss", loss, prog_bar=True)
         self.log("quiet", loss)
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val", 0.5, prog_bar=True, batch_size=2, add_dataloader_idx=False)
@@ -48,24 +46,17 @@ class Net(TrainModule):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test", 0.25, batch_size=2)
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch)  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Stream(IterableDataset[Tensor]):
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter([torch.ones(2)] * 6)
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch)
 
 
 DATA = [torch.ones(2, 2)] * 10
+STREAM = Stream([torch.ones(2)] * 6)
 
 
 def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "max_epochs": 2}
-    return Trainer(default_root_dir=str(root), callbacks=list(callbacks), **(quiet | arguments))
+    options = {"default_root_dir": root, "max_epochs": 2, "enable_progress_bar": True}
+    return Trainer(callbacks=list(callbacks), **{**QUIET, **options, **arguments})
 
 
 class Terminal:
@@ -152,7 +143,7 @@ def test_refresh_rate_spaces_the_updates(tmp_path: Path, every_batch: None) -> N
 
 def test_a_loader_without_a_length_shows_a_count(tmp_path: Path, every_batch: None) -> None:
     with Terminal() as terminal:
-        trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(Stream(), batch_size=2))
+        trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(STREAM, batch_size=2))
     lines = terminal.drawn()
     assert any(re.search(r"^Epoch 0/0: 3it \[", line) for line in lines)
 
@@ -319,7 +310,7 @@ def test_without_a_terminal_each_epoch_prints_a_line(tmp_path: Path, capfd: pyte
 def test_without_a_length_lines_are_printed_within_the_epoch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], every_batch: None
 ) -> None:
-    trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(Stream(), batch_size=2))
+    trainer(tmp_path, max_epochs=1).fit(Net(), DataLoader(STREAM, batch_size=2))
     lines = capfd.readouterr().err.splitlines()
     assert [line.split("  ")[:3] for line in lines[:3]] == [["Epoch 0/0", f"batch {n}", f"step {n}"] for n in (1, 2, 3)]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Squares
 from programs import run_program
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
@@ -293,20 +294,10 @@ def test_the_graph_is_logged_without_a_trace_in_the_run(tmp_path: Path) -> None:
     assert [net.training, net.layers[1].training, net.layers[2].training] == [True, False, True]
 
 
-class Trained(TrainModule):
+class Trained(Squares):
     def __init__(self) -> None:
-        super().__init__()
-        self.net = Net()
+        super().__init__(Net())
         self.example_input_array = torch.ones(2, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)  # type: ignore[no-any-return]
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self(batch).mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*weights_only.*")
@@ -315,7 +306,7 @@ def test_a_fit_logs_the_graph_and_trains_to_the_same_weights(tmp_path: Path) -> 
     for log_graph in (True, False):
         torch.manual_seed(0)
         module, logger = Trained(), TensorBoardLogger(tmp_path, log_graph=log_graph)
-        trainer = Trainer(logger=logger, max_epochs=2, enable_checkpointing=False, enable_progress_bar=False)
+        trainer = Trainer(**{**QUIET, "logger": logger}, max_epochs=2, default_root_dir=tmp_path)
         trainer.fit(module, [torch.rand(5, 4)] * 3)
         assert read(logger).Tags()["graph"] is log_graph
         weights.append(torch.cat([value.flatten().float() for value in module.state_dict().values()]))

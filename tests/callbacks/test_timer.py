@@ -9,38 +9,29 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import QUIET, Line
+from torch import Tensor
 
 from leyden.callbacks.base import Callback
 from leyden.callbacks.timer import Timer, parse_duration
 from leyden.strategies.errors import ConfigurationError
-from leyden.trainer.module import TrainModule
 from leyden.trainer.trainer import Trainer
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layer(batch).mean()  # type: ignore[no-any-return]
+class Net(Line):
+    """Has every stage."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass
 
     test_step = predict_step = validation_step
 
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
 
 DATA = [torch.ones(2, 2)] * 5
 
 
 def trainer(root: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return Trainer(default_root_dir=str(root), callbacks=list(callbacks), **(quiet | arguments))
+    return Trainer(**QUIET, default_root_dir=root, callbacks=list(callbacks), **arguments)
 
 
 @pytest.mark.parametrize(

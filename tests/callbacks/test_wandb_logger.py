@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Line
 from ranks.world import run_world
 
 from leyden.callbacks.wandb_logger import WandbLogger
@@ -201,18 +202,7 @@ def test_wandb_is_not_imported_before_the_first_write() -> None:
 
 # several ranks --------------------------------------------------------------------------------------------------------
 def fit_on_a_rank(folder: str) -> tuple[str | None, list[str | None]]:
-    from leyden import Callback, Trainer, TrainModule
-
-    class Module(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = torch.nn.Linear(1, 1)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch).mean()
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
+    from leyden import Callback, Trainer
 
     class Noting(Callback):
         def __init__(self) -> None:
@@ -222,16 +212,9 @@ def fit_on_a_rank(folder: str) -> tuple[str | None, list[str | None]]:
             self.found.append(trainer.log_dir)
 
     noting = Noting()
-    trainer = Trainer(
-        strategy="ddp",
-        accelerator="cpu",
-        max_epochs=1,
-        logger=WandbLogger(save_dir=folder, offline=True),
-        callbacks=noting,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(Module(), [torch.ones(2, 1)] * 2)
+    logger = WandbLogger(save_dir=folder, offline=True)
+    trainer = Trainer(**{**QUIET, "logger": logger}, strategy="ddp", max_epochs=1, callbacks=noting)
+    trainer.fit(Line(), [torch.ones(2, 2)] * 2)
     folder_after = trainer.log_dir
     wandb.finish()
     return folder_after, noting.found

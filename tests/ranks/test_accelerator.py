@@ -1,4 +1,4 @@
-"""The Accelerator on two ranks: the numbers of hand-written DDP, exact metrics, and what ranks tell each other."""
+"""The Accelerator on two ranks: the numbers of hand-written DDP, exact metrics, and collectives."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def train_by_hand(
     """The loop that a user writes, on this rank.
 
     Args:
-        sends: tells the model whether the next backward sends gradients.
+        sends: decides whether the next backward of the model sends gradients.
     """
     rank, dtype = dist.get_rank(), DTYPES[precision]
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
@@ -151,14 +151,23 @@ def gathered(even: bool, split: bool) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_nine_samples_on_two_ranks_are_nine_in_order(split: bool) -> None:
-    for seen in run_world(2, gathered, True, split):
+@pytest.fixture(scope="module", params=[False, True], ids=["batches", "split batches"])
+def nine(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of two ranks saw of nine samples, in batches that are made even."""
+    return run_world(2, gathered, True, request.param)
+
+
+def test_nine_samples_on_two_ranks_are_nine_in_order(nine: list[dict[str, Any]]) -> None:
+    for seen in nine:
         assert seen["sizes"] == [4, 4]
         assert seen["x"] == [float(number) for number in range(9)]
         assert seen["pairs"] == [float(number // 2) for number in range(18)]
         assert seen["names"] == [entry["name"] for entry in seen["objects"]] == [f"n{number}" for number in range(9)]
         assert seen["losses"] == [0.0, 1.0]
+
+
+def test_a_scheduler_steps_once_per_optimizer_step_with_a_warning(nine: list[dict[str, Any]]) -> None:
+    for seen in nine:
         assert seen["rate"] == pytest.approx(0.01 / 4)
         assert [text for text in seen["warnings"] if "count optimizer steps" in text]
 
@@ -221,15 +230,37 @@ def exchanges() -> dict[str, Any]:
     }
 
 
-def test_what_ranks_exchange() -> None:
-    for rank, found in enumerate(run_world(2, exchanges)):
-        assert found["gather"] == [[1.0, 1.0], [-1.0, -1.0], [2.0, 2.0], [2.0, 2.0]]
-        assert (found["sum"], found["mean"], found["max"]) == (3.0, 1.5, 4.0)
-        assert found["split"] == [["a", "b"], ["c", "c"]][rank]
-        assert found["triggered"] == (True, False)
-        assert found["broadcast"] == {"rank": 1}
-        assert ("on one rank only" in found["refusal"]) == (rank == 0)
-        assert (found["type"], found["last"]) == ("MULTI_CPU", rank == 1)
+@pytest.fixture(scope="module")
+def exchanged() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_world(2, exchanges)
+
+
+EXCHANGED = {
+    "gather": [[[1.0, 1.0], [-1.0, -1.0], [2.0, 2.0], [2.0, 2.0]]] * 2,
+    "sum": [3.0, 3.0],
+    "mean": [1.5, 1.5],
+    # Scaled by two.
+    "max": [4.0, 4.0],
+    "broadcast": [{"rank": 1}] * 2,
+    "split": [["a", "b"], ["c", "c"]],
+    "type": ["MULTI_CPU", "MULTI_CPU"],
+    "last": [False, True],
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_collectives_and_ranks_give_each_rank_its_values(exchanged: list[dict[str, Any]], name: str) -> None:
+    assert [found[name] for found in exchanged] == EXCHANGED[name]
+
+
+def test_a_trigger_of_one_rank_is_seen_once_by_all(exchanged: list[dict[str, Any]]) -> None:
+    assert [found["triggered"] for found in exchanged] == [(True, False)] * 2
+
+
+def test_a_collective_inside_on_main_process_is_refused(exchanged: list[dict[str, Any]]) -> None:
+    first, second = (found["refusal"] for found in exchanged)
+    assert "on one rank only" in first and second == ""
 
 
 def resumed(folder: str, stop: int | None) -> tuple[list[float], list[Any]]:
@@ -306,7 +337,7 @@ def fsdp_state(folder: str) -> tuple[list[Any], list[Any], list[str]]:
         accelerator = Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin)
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
-        # The optimizer comes first, and is told what took the place of its parameters.
+        # The optimizer comes first, and gets the parameters that replace its own.
         optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
         model = accelerator.prepare(model)
         if seed:
@@ -361,7 +392,7 @@ class SplitStream(Stream):
 
 
 def streamed() -> dict[str, Any]:
-    from leyden import Accelerator, DataLoaderConfiguration, LocalSGD
+    from leyden import Accelerator, DataLoaderConfiguration
 
     found: dict[str, Any] = {}
     for name, config, loader in (
@@ -393,40 +424,78 @@ def streamed() -> dict[str, Any]:
             if name != "own":
                 seen += accelerator.gather_for_metrics(batch).flatten().tolist()
         found[name] = (own, seen)
+    return found
+
+
+def apart() -> tuple[list[Any], Any]:
+    """The weights after each of three steps that are averaged in pairs, and at the end."""
+    from leyden import Accelerator, LocalSGD
+
+    accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
     model, optimizer = build()
     model, optimizer = accelerator.prepare(model, optimizer)
-    apart = []
+    weights = []
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2) as local_sgd:
         for step in range(3):
             accelerator.backward(model(torch.full((1, 4), accelerator.process_index + step + 1.0)).sum())
             optimizer.step()
             optimizer.zero_grad()
             local_sgd.step()
-            apart.append(next(model.parameters()).tolist())
-    found["apart"] = (apart, next(model.parameters()).tolist())
-    return found
+            weights.append(next(model.parameters()).tolist())
+    return weights, next(model.parameters()).tolist()
 
 
-def test_streams_lists_and_data_that_rank_0_hands_out() -> None:
-    first, second = run_world(2, streamed)
-    assert first["stream"][0] == [[0.0, 1.0], [4.0, 5.0], [8.0, 0.0]]
-    assert second["stream"][0] == [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
-    assert first["own"][0] + second["own"][0] == [[0.0, 1.0], [4.0, 5.0], [2.0, 3.0], [6.0]]
-    assert first["dispatched"][0] == [[0.0, 1.0], [4.0, 5.0], [8.0, 0.0]]
-    assert second["split"][0] == [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
-    assert (first["list"][0], second["list"][0]) == ([[0.0], [2.0], [4.0]], [[1.0], [3.0], [0.0]])
-    for found in (first, second):
-        for name in ("stream", "batches", "dispatched", "split"):
-            assert found[name][1] == [float(number) for number in range(9)], name
+def test_local_sgd_averages_the_weights_every_second_step_and_at_the_end() -> None:
+    (first, first_end), (second, second_end) = run_world(2, apart)
+    assert [a != b for a, b in zip(first, second, strict=True)] == [True, False, True]
+    assert first_end == second_end
+
+
+@pytest.fixture(scope="module")
+def read() -> list[dict[str, Any]]:
+    """Of each of two ranks: each loader's batches, and the samples that gather_for_metrics makes of them."""
+    return run_world(2, streamed)
+
+
+FIRST, SECOND = [[0.0, 1.0], [4.0, 5.0], [8.0, 0.0]], [[2.0, 3.0], [6.0, 7.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("stream", FIRST, SECOND),
+        ("dispatched", FIRST, SECOND),
+        ("split", FIRST, SECOND),
+        ("own", [[0.0, 1.0], [4.0, 5.0]], [[2.0, 3.0], [6.0]]),
+        ("list", [[0.0], [2.0], [4.0]], [[1.0], [3.0], [0.0]]),
+    ],
+)
+def test_batches_of_a_stream_or_a_list_go_to_the_ranks_in_turn(
+    read: list[dict[str, Any]], name: str, first: Any, second: Any
+) -> None:
+    assert [found[name][0] for found in read] == [first, second]
+
+
+@pytest.mark.parametrize(
+    ("name", "samples"),
+    [
+        *((name, list(range(9))) for name in ("stream", "batches", "dispatched", "split")),
         # Each worker's part of the stream has an end of its own.
-        assert found["workers"][1] == [0.0, 2.0, 4.0, 6.0, 1.0, 3.0, 5.0, 7.0, 8.0]
-        assert found["list"][1] == [float(number) for number in range(5)]
-        assert sorted(found["seeded"][1]) == list(range(8))
-    assert first["seeded"][1] == second["seeded"][1]
-    apart = [a != b for a, b in zip(first["apart"][0], second["apart"][0], strict=True)]
-    assert apart == [True, False, True]
-    assert first["apart"][1] == second["apart"][1]
+        ("workers", [0, 2, 4, 6, 1, 3, 5, 7, 8]),
+        ("list", list(range(5))),
+    ],
+)
+def test_gather_for_metrics_returns_each_sample_of_a_stream_once(
+    read: list[dict[str, Any]], name: str, samples: list[int]
+) -> None:
+    for found in read:
+        assert found[name][1] == samples
+
+
+def test_a_seedable_sampler_gives_all_ranks_one_order(read: list[dict[str, Any]]) -> None:
+    first, second = (found["seeded"][1] for found in read)
+    assert first == second and sorted(first) == list(range(8))
 
 
 def generative(by_leyden: bool) -> list[Any]:

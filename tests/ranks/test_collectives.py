@@ -1,10 +1,12 @@
-"""What ranks tell each other through the Trainer, the module and the strategy."""
+"""Collectives of the strategy and of the Trainer, within a step."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 
@@ -53,8 +55,7 @@ def batch(rank: int) -> Tensor:
 
 
 def talk() -> dict[str, Any]:
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(strategy="ddp", accelerator="cpu", max_epochs=1, use_distributed_sampler=False, **quiet)
+    trainer = Trainer(**QUIET, strategy="ddp", max_epochs=1, use_distributed_sampler=False)
     torch.manual_seed(0)
     module = Contrast()
     trainer.fit(module, [batch(trainer.global_rank)])
@@ -63,19 +64,39 @@ def talk() -> dict[str, Any]:
     return module.found
 
 
-def test_collectives_return_values_of_every_rank() -> None:
-    first, second = run_world(2, talk)
-    assert first == second
-    assert first["mean"] == [1.5, -1.5] and first["sum"] == [3.0, -3.0]
-    assert first["max"] == [2.0, 0.0] and first["min"] == [1.0, -3.0]
-    assert first["objects"] == [{"rank": 0}, {"rank": 1}]
-    assert first["broadcast"] == ({"of": 0}, ["of", 1])
-    assert first["any"] == (True, False)
-    assert first["nested"] == {"a": [0, 1], "b": [[0.0, 0.0], [1.0, 1.0]]}
-    assert "reduction='medium' is not known" in first["unknown"]
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_world(2, talk)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mean", [1.5, -1.5]),
+        ("sum", [3.0, -3.0]),
+        ("max", [2.0, 0.0]),
+        ("min", [1.0, -3.0]),
+        ("objects", [{"rank": 0}, {"rank": 1}]),
+        ("broadcast", ({"of": 0}, ["of", 1])),
+        ("any", (True, False)),
+        ("nested", {"a": [0, 1], "b": [[0.0, 0.0], [1.0, 1.0]]}),
+    ],
+)
+def test_a_collective_returns_the_values_of_every_rank(ranks: list[dict[str, Any]], name: str, expected: Any) -> None:
+    assert [rank[name] for rank in ranks] == [expected, expected]
+
+
+def test_an_unknown_reduction_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        assert "reduction='medium' is not known" in rank["unknown"]
+
+
+def test_all_gather_sends_gradients_back_to_each_rank(ranks: list[dict[str, Any]]) -> None:
     # Each rank's loss is the whole one: each part gets the gradient twice, and DDP takes the mean over two.
     torch.manual_seed(0)
     net = Contrast().net
     net(torch.cat([batch(0), batch(1)])).pow(3).sum().backward()
     assert net.weight.grad is not None
-    assert torch.allclose(torch.tensor(first["gradient"]), net.weight.grad, rtol=1e-5)
+    for rank in ranks:
+        assert torch.allclose(torch.tensor(rank["gradient"]), net.weight.grad, rtol=1e-5)

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import QUIET
 from ranks.world import run_world
+from samples import Unsized
 from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
@@ -68,9 +70,8 @@ def samples(count: int = SAMPLES) -> TensorDataset:
 
 
 def fitted(module: TrainModule, loader: Any, strategy: Any, **arguments: Any) -> Trainer:
-    settings: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", "logger": False, "accelerator": "cpu"}
-    settings |= {"enable_checkpointing": False, "enable_progress_bar": False, "barebones": True}
-    trainer = Trainer(strategy=strategy, **(settings | arguments))
+    settings = {**QUIET, "max_epochs": 2, "precision": "64-true", "barebones": True}
+    trainer = Trainer(strategy=strategy, **{**settings, **arguments})
     trainer.fit(module, loader)
     return trainer
 
@@ -153,16 +154,6 @@ class Streamed(IterableDataset[Any]):
         return (self.data[index] for index in range(SAMPLES) if index // 8 % count == number)
 
 
-class Untold:
-    """An iterable that does not tell its length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
 class OwnIteration(DataLoader[Any]):
     def __iter__(self) -> Any:
         return iter(list(super().__iter__()))
@@ -172,17 +163,17 @@ def in_batches() -> list[Any]:
     return list(DataLoader(samples(), 8))
 
 
-def own_share(told: bool) -> Any:
+def own_share(sized: bool) -> Any:
     """What a user who shards his data himself gives each rank: every second batch, so one rank has one more."""
     share = in_batches()[dist.get_rank() :: dist.get_world_size()]
-    return share if told else Untold(share)
+    return share if sized else Unsized(share)
 
 
 LOADERS: dict[str, Any] = {
     "iterable dataset": lambda: DataLoader(Streamed(), 8),
     "in two workers": lambda: DataLoader(Streamed(), 8, num_workers=2, multiprocessing_context="fork"),
     "list": in_batches,
-    "generator": lambda: Untold(in_batches()),
+    "generator": lambda: Unsized(in_batches()),
     "own batch sampler": lambda: DataLoader(
         samples(), batch_sampler=list(BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
     ),
@@ -195,7 +186,7 @@ LOADERS: dict[str, Any] = {
     ),
     "own __iter__": lambda: OwnIteration(samples(), 8),
     "own shares": lambda: own_share(True),
-    "own shares, untold": lambda: own_share(False),
+    "own shares, unsized": lambda: own_share(False),
 }
 
 

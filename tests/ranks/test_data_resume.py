@@ -1,15 +1,14 @@
-"""A run killed in the middle of an epoch goes on with the next sample, on as many ranks as it had or on others."""
+"""A run killed in the middle of an epoch resumes with the next sample, on as many ranks as it had or on others."""
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,49 +42,50 @@ class Saving(TrainModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
-def run(ranks: int, path: str | None, resume: str | None, **arguments: Any) -> Any:
-    if ranks > 1:
-        dist.init_process_group("gloo")
-    generator = torch.Generator().manual_seed(11)
-    x = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64)
-    loader = DataLoader(TensorDataset(torch.arange(SAMPLES), x, x.sum(1).sin()), 6, shuffle=True)
+def loader(workers: int | None) -> DataLoader[Any]:
+    """Torch's own loader, or with a number of workers torchdata's."""
+    x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
+    data = TensorDataset(torch.arange(SAMPLES), x, x.sum(1).sin())
+    if workers is None:
+        return DataLoader(data, 6, shuffle=True)
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    context = {"multiprocessing_context": "fork"} if workers else {}
+    return StatefulDataLoader(data, 6, shuffle=True, num_workers=workers, **context)  # type: ignore[no-any-return]
+
+
+def run(ranks: int, path: str | None, resume: str | None, workers: int | None, arguments: dict[str, Any]) -> Any:
+    """The weights, the samples that follow the save or the resume, and the number of steps."""
     torch.manual_seed(5)
     module = Saving(path)
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = Trainer(
-        strategy="ddp" if ranks > 1 else "auto",
-        accelerator="cpu",
-        precision="64-true",
-        max_epochs=2,
-        **quiet,
-        **arguments,
-    )
-    trainer.fit(module, loader, ckpt_path=resume)
-    found = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
-    if ranks > 1:
-        gc.collect()
-        dist.destroy_process_group()
+    strategy = "ddp" if ranks > 1 else "single_device"
+    trainer = Trainer(**QUIET, strategy=strategy, precision="64-true", max_epochs=2, **arguments)
+    trainer.fit(module, loader(workers), ckpt_path=resume)
     assert trainer.progress.samples == 2 * SAMPLES
-    return found, module.seen, trainer.global_step
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).tolist()
+    return weights, module.seen, trainer.global_step
 
 
-def results_of(ranks: int, *args: Any, **arguments: Any) -> list[Any]:
-    return [run(1, *args, **arguments)] if ranks == 1 else run_world(ranks, run_with, ranks, args, arguments)
+def results_of(
+    ranks: int, path: str | None, resume: str | None, workers: int | None = None, **arguments: Any
+) -> list[Any]:
+    given = (ranks, path, resume, workers, arguments)
+    return [run(*given)] if ranks == 1 else run_world(ranks, run, *given)
 
 
-def run_with(ranks: int, args: tuple[Any, ...], arguments: dict[str, Any]) -> Any:
-    return run(ranks, *args, **arguments)
+def samples_of(results: list[Any]) -> Counter[tuple[int, int]]:
+    return Counter(pair for _, seen, _ in results for pair in seen)
 
 
 @pytest.mark.parametrize("saved", [1, 2])
 def test_a_run_resumes_with_the_next_sample(saved: int, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     straight = results_of(saved, path, None, global_batch_size=12)
-    left = Counter(pair for _, seen, _ in straight for pair in seen)
+    left = samples_of(straight)
     assert sorted(left.values()) == [1] * (2 * SAMPLES - 12 * SAVED)
     for ranks in (1, 2, 4):
         resumed = results_of(ranks, None, path, global_batch_size=12)
-        assert Counter(pair for _, seen, _ in resumed for pair in seen) == left, ranks
+        assert samples_of(resumed) == left, ranks
         for found, _, steps in resumed:
             assert steps == straight[0][2]
             if ranks == saved:
@@ -96,9 +96,21 @@ def test_a_run_resumes_with_the_next_sample(saved: int, tmp_path: Path) -> None:
 
 def test_steps_follow_the_new_global_batch_unless_it_is_kept(tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
-    straight = results_of(2, path, None)
-    left = Counter(pair for _, seen, _ in straight for pair in seen)
+    left = samples_of(results_of(2, path, None))
     resumed = results_of(4, None, path)
-    assert Counter(pair for _, seen, _ in resumed for pair in seen) == left
+    assert samples_of(resumed) == left
     # 43 samples of the first epoch are left, and 103 of the second: in steps of 24.
     assert {steps for _, _, steps in resumed} == {SAVED + 2 + 5}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.full)])
+def test_torchdatas_stateful_loader_resumes_with_the_next_sample(workers: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader", reason="pip install torchdata")
+    path = str(tmp_path / "saved")
+    straight = results_of(2, path, None, workers)
+    left = samples_of(straight)
+    assert sorted(left.values()) == [1] * (2 * SAMPLES - 12 * SAVED)
+    assert results_of(2, None, path, workers) == straight
+    # On other numbers of ranks, too: the position is that of the stream that all of them read.
+    for ranks in (1, 4):
+        assert samples_of(results_of(ranks, None, path, workers)) == left, ranks

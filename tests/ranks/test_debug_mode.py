@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Line
 from ranks.world import DEBUG, run_world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from leyden import TrainModule
 
 
 def rows() -> TensorDataset:
@@ -66,37 +65,29 @@ def test_debug_mode_names_a_rank_that_is_missing(kind: str, name: str) -> None:
     assert second == "left"
 
 
-class Gathering(TrainModule):
+class Gathering(Line):
     """Gathers in its step what has another shape on rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.all_gather(torch.ones(2 + batch_idx * self.global_rank))
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return super().training_step(batch, batch_idx)
 
 
 def debugged_fit(folder: str) -> None:
     from leyden import Trainer
 
     sys.stderr = open(f"{folder}/{os.environ['RANK']}.txt", "w", buffering=1)  # noqa: SIM115
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, accumulate_grad_batches=2, **quiet)
-    trainer.fit(Gathering(), DataLoader(rows(), 4))
+    trainer = Trainer(**QUIET, strategy="ddp", max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Gathering(inputs=4), DataLoader(rows(), 4))
 
 
 def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
     found = run_world(2, debugged_fit, str(tmp_path), environ=DEBUG, timeout=30, may_fail=True)
     for rank in range(2):
-        told = (tmp_path / f"{rank}.txt").read_text()
+        printed = (tmp_path / f"{rank}.txt").read_text()
         facts = f"rank {rank} of 2 (local {rank}), device cpu, strategy ddp, precision 32-true, accumulation 2"
-        assert f"leyden: {facts}" in told
-        assert f"leyden: rank {rank}: loader of 2 batches by RankBatches, batch_size 4" in told
+        assert f"leyden: {facts}" in printed
+        assert f"leyden: rank {rank}: loader of 2 batches by RankBatches, batch_size 4" in printed
     # The first error wins: the other rank may have been ended by it.
     messages = [entry for entry in found if isinstance(entry, str)]
     assert messages
@@ -104,11 +95,11 @@ def test_debug_mode_follows_a_trainer_too(tmp_path: Path) -> None:
         assert "rank 0: all_gather(float32[2]) at " in message and "rank 1: all_gather(float32[3]) at " in message
 
 
-class Growing(Gathering):
+class Growing(Line):
     """Gathers other shapes in each batch, and in each run."""
 
     def __init__(self, width: int) -> None:
-        super().__init__()
+        super().__init__(inputs=4)
         self.width = width
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -116,16 +107,15 @@ class Growing(Gathering):
             # Comes later than rank 0, which finds what there is.
             torch.randn(200, 200) @ torch.randn(200, 200)
         self.all_gather(torch.ones(self.width + batch_idx))
-        return self.layer(batch[0]).mean()
+        return super().training_step(batch, batch_idx)
 
 
 def debugged_twice() -> list[int]:
     from leyden import Trainer
 
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     steps = []
     for width in (1, 20, 300):
-        trainer = Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, **quiet)
+        trainer = Trainer(**QUIET, strategy="ddp", max_epochs=1)
         trainer.fit(Growing(width), DataLoader(rows(), 1))
         steps.append(trainer.global_step)
     return steps

@@ -1,4 +1,4 @@
-"""Ranks decide alike: what one of them wishes, or is told by a signal, ends all of them at the same step."""
+"""Ranks decide alike: a wish or a signal of one ends all of them at the same step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 
@@ -17,12 +19,9 @@ from leyden import Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, ModelCheckpoint, TensorBoardLogger, Timer
 
 RANK = int(os.environ.get("RANK", "0"))
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
+SETTINGS: dict[str, Any] = {
+    **QUIET,
     "strategy": "ddp",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
     "num_sanity_val_steps": 0,
     "use_distributed_sampler": False,
     "max_epochs": 2,
@@ -92,8 +91,8 @@ def skip(trainer: Trainer) -> int:
 
 
 def fitted(at: tuple[Any, ...], train: int = 6, val: int = 0, **arguments: Any) -> dict[str, Any]:
-    """Fits with a callback `At`, and tells how far this rank came and how it ended."""
-    trainer, module = Trainer(**QUIET | arguments, callbacks=[At(*at)]), Model()
+    """Fits with a callback `At`, and returns how far this rank came and how it ended."""
+    trainer, module = Trainer(**SETTINGS | arguments, callbacks=[At(*at)]), Model()
     ended = ""
     try:
         trainer.fit(module, batches(train), batches(val) if val else None)
@@ -109,8 +108,8 @@ def fitted(at: tuple[Any, ...], train: int = 6, val: int = 0, **arguments: Any) 
     }
 
 
-def told_by_all(function: Any, *cases: tuple[Any, ...]) -> Any:
-    """What a function gives back on every rank for each case, where all must give the same."""
+def found_by_all(function: Any, *cases: tuple[Any, ...]) -> Any:
+    """What a function returns for each case, which must be the same on every rank."""
     first, second = run_world(2, each, function.__name__, cases)
     assert first == second
     return first
@@ -125,23 +124,23 @@ def each(name: str, cases: tuple[tuple[Any, ...], ...]) -> list[Any]:
 
 
 def test_a_wish_of_one_rank_stops_all_one_window_later() -> None:
-    for told in told_by_all(fitted, *[(("on_train_batch_end", rank, 3, stop),) for rank in (0, 1)]):
-        assert (told["step"], told["stops"]) == (4, True)
+    for found in found_by_all(fitted, *[(("on_train_batch_end", rank, 3, stop),) for rank in (0, 1)]):
+        assert (found["step"], found["stops"]) == (4, True)
 
 
 def test_a_wish_in_the_last_window_or_epoch_hook_takes_effect_at_once() -> None:
-    for told in told_by_all(fitted, (("on_train_batch_end", 1, 6, stop),), (("on_train_epoch_end", 1, 1, stop),)):
-        assert (told["step"], told["epoch"]) == (6, 1)
+    for found in found_by_all(fitted, (("on_train_batch_end", 1, 6, stop),), (("on_train_epoch_end", 1, 1, stop),)):
+        assert (found["step"], found["epoch"]) == (6, 1)
 
 
 def test_a_wish_in_a_validation_stops_all_before_the_next_step() -> None:
-    [told] = told_by_all(fitted_with_validation, (("on_validation_end", 1, 1, stop),))
-    assert (told["step"], told["validated"]) == (3, [3])
+    [found] = found_by_all(fitted_with_validation, (("on_validation_end", 1, 1, stop),))
+    assert (found["step"], found["validated"]) == (3, [3])
 
 
 def test_a_run_that_is_asked_to_stop_inside_an_epoch_is_validated_on_all_ranks() -> None:
-    for told in told_by_all(fitted_with_a_last_validation, ("on_train_batch_end", 1, 3, stop)):
-        assert (told["step"], told["validated"]) == (4, [4])
+    for found in found_by_all(fitted_with_a_last_validation, ("on_train_batch_end", 1, 3, stop)):
+        assert (found["step"], found["validated"]) == (4, [4])
 
 
 def fitted_with_a_last_validation(*at: Any) -> dict[str, Any]:
@@ -156,14 +155,14 @@ def test_a_signal_ends_all_ranks_at_the_same_step() -> None:
     """To one rank, and to all of them."""
     ends = {terminate: "SystemExit(143)", interrupt: "KeyboardInterrupt()"}
     cases = [(rank, action) for rank in (1, -1) for action in ends]
-    told = told_by_all(fitted, *[(("on_train_batch_end", rank, 3, action),) for rank, action in cases])
-    assert [(each["step"], each["ended"]) for each in told] == [(4, ends[action]) for _, action in cases]
+    found = found_by_all(fitted, *[(("on_train_batch_end", rank, 3, action),) for rank, action in cases])
+    assert [(each["step"], each["ended"]) for each in found] == [(4, ends[action]) for _, action in cases]
 
 
 def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
     """One rank gets the signal; both write the checkpoint of the interruption, at the step that they agree on."""
     checkpoint = ModelCheckpoint(f"{folder}/{rank}", every_n_train_steps=100, save_on_exception=True)
-    settings = QUIET | {"enable_checkpointing": True}
+    settings = SETTINGS | {"enable_checkpointing": True}
     trainer = Trainer(**settings, callbacks=[At("on_train_batch_end", rank, 2, terminate), checkpoint])
     ended = ""
     models = []
@@ -176,9 +175,9 @@ def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
     except SystemExit as error:
         ended = repr(error)
     [saved] = os.listdir(f"{folder}/{rank}")
-    again = Trainer(**QUIET)
+    again = Trainer(**SETTINGS)
     again.fit(resumed, batches(6), ckpt_path=f"{folder}/{rank}/{saved}")
-    Trainer(**QUIET).fit(straight, batches(6))
+    Trainer(**SETTINGS).fit(straight, batches(6))
     return {
         "ended": ended,
         "saved": saved,
@@ -189,7 +188,7 @@ def saved_when_stopped(rank: int, folder: str) -> dict[str, Any]:
 
 
 def test_a_signal_to_one_rank_is_saved_by_all_and_resumed_exactly(tmp_path: Path) -> None:
-    for found in told_by_all(saved_when_stopped, (0, str(tmp_path)), (1, str(tmp_path))):
+    for found in found_by_all(saved_when_stopped, (0, str(tmp_path)), (1, str(tmp_path))):
         # Told at step 2, done by all at step 3.
         assert found == {
             "ended": "SystemExit(143)",
@@ -201,15 +200,15 @@ def test_a_signal_to_one_rank_is_saved_by_all_and_resumed_exactly(tmp_path: Path
 
 
 def test_a_signal_during_a_validation_breaks_it_off_everywhere() -> None:
-    [told] = told_by_all(fitted_with_validation, (("on_validation_batch_start", 1, 2, terminate),))
-    assert (told["step"], told["validated"], told["ended"]) == (3, [], "SystemExit(143)")
+    [found] = found_by_all(fitted_with_validation, (("on_validation_batch_start", 1, 2, terminate),))
+    assert (found["step"], found["validated"], found["ended"]) == (3, [], "SystemExit(143)")
 
 
 def validated_unevenly(signalled: int) -> tuple[str, int]:
-    """Validates on 9 batches of rank 0 and 2 of rank 1; gives back how it ended and the batches seen."""
+    """Validates on 9 batches of rank 0 and 2 of rank 1; returns how it ended and the batches seen."""
     seen = []
     count = Count(seen)
-    trainer = Trainer(**QUIET, callbacks=[count, At("on_validation_batch_start", signalled, 2, terminate)])
+    trainer = Trainer(**SETTINGS, callbacks=[count, At("on_validation_batch_start", signalled, 2, terminate)])
     try:
         trainer.validate(Model(), batches(2 if RANK else 9), verbose=False)
     except SystemExit as error:
@@ -228,7 +227,7 @@ class Count(Callback):
 
 
 def test_ranks_with_different_numbers_of_batches_hear_of_a_signal() -> None:
-    """Rank 7, of which there is none, tells that all is seen where no signal comes."""
+    """Rank 7, of which there is none, shows that all is seen if no signal comes."""
     first, second = run_world(2, each, "validated_unevenly", ((7,), (0,), (1,)))
     assert (first[0], second[0]) == (("", 9), ("", 2))
     for (end, of_first), (other, of_second) in zip(first[1:], second[1:], strict=True):
@@ -238,8 +237,8 @@ def test_ranks_with_different_numbers_of_batches_hear_of_a_signal() -> None:
 
 def test_minus_one_of_one_rank_ends_the_epoch_on_all() -> None:
     """Each epoch has 6 batches; the first ends with the window after the one in which -1 was given."""
-    for told in told_by_all(fitted, *[(("on_train_batch_start", rank, 2, skip),) for rank in (0, 1)]):
-        assert (told["step"], told["epoch"]) == (3 + 6, 2)
+    for found in found_by_all(fitted, *[(("on_train_batch_start", rank, 2, skip),) for rank in (0, 1)]):
+        assert (found["step"], found["epoch"]) == (3 + 6, 2)
 
 
 def fitted_late(rank: int) -> dict[str, Any]:
@@ -253,7 +252,7 @@ def fitted_late(rank: int) -> dict[str, Any]:
 
 
 def test_the_first_ranks_clock_ends_a_run() -> None:
-    assert [told["step"] for told in told_by_all(fitted_late, (0,), (1,))] == [4, 12]
+    assert [found["step"] for found in found_by_all(fitted_late, (0,), (1,))] == [4, 12]
 
 
 def fitted_with_timer(rank: int) -> int:
@@ -262,13 +261,13 @@ def fitted_with_timer(rank: int) -> int:
     def late(trainer: Trainer) -> None:
         timer._deadline = 0.0
 
-    trainer = Trainer(**QUIET, callbacks=[At("on_train_batch_start", rank, 3, late), timer])
+    trainer = Trainer(**SETTINGS, callbacks=[At("on_train_batch_start", rank, 3, late), timer])
     trainer.fit(Model(), batches(6))
     return trainer.global_step
 
 
 def test_the_first_ranks_timer_ends_a_run() -> None:
-    assert told_by_all(fitted_with_timer, (0,), (1,)) == [4, 12]
+    assert found_by_all(fitted_with_timer, (0,), (1,)) == [4, 12]
 
 
 def validated_by_time(rank: int) -> list[int]:
@@ -280,7 +279,7 @@ def validated_by_time(rank: int) -> list[int]:
         trainer._fit.clock._noted -= 3600
 
     trainer = Trainer(
-        **QUIET | {"max_epochs": 1, "val_check_interval": "00:01:00:00"},
+        **SETTINGS | {"max_epochs": 1, "val_check_interval": "00:01:00:00"},
         callbacks=[At("on_train_batch_end", rank, 2, jump)],
     )
     trainer.fit(module, batches(6), batches(1))
@@ -288,7 +287,7 @@ def validated_by_time(rank: int) -> list[int]:
 
 
 def test_the_first_ranks_clock_validates() -> None:
-    assert told_by_all(validated_by_time, (0,), (1,)) == [[3], []]
+    assert found_by_all(validated_by_time, (0,), (1,)) == [[3], []]
 
 
 def saved_by_time(rank: int, folder: str) -> list[int]:
@@ -301,7 +300,7 @@ def saved_by_time(rank: int, folder: str) -> list[int]:
         checkpoint._saved_at -= 3600
 
     trainer = Trainer(
-        **QUIET | {"max_epochs": 1, "enable_checkpointing": True},
+        **SETTINGS | {"max_epochs": 1, "enable_checkpointing": True},
         callbacks=[At("on_train_batch_end", rank, 2, jump), checkpoint],
     )
 
@@ -315,15 +314,15 @@ def saved_by_time(rank: int, folder: str) -> list[int]:
 
 
 def test_the_first_ranks_clock_saves(tmp_path: Path) -> None:
-    assert told_by_all(saved_by_time, (0, str(tmp_path)), (1, str(tmp_path))) == [[3], []]
+    assert found_by_all(saved_by_time, (0, str(tmp_path)), (1, str(tmp_path))) == [[3], []]
 
 
 def signalled_too_late() -> str:
     """A signal after the last word between the ranks does what it would have done without a Trainer."""
     caught: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: caught.append(number))
-    told = fitted(("on_fit_end", 1, 1, terminate))
-    return f"{told['ended']}{caught}"
+    found = fitted(("on_fit_end", 1, 1, terminate))
+    return f"{found['ended']}{caught}"
 
 
 def test_a_signal_that_comes_too_late_is_not_lost() -> None:
@@ -339,7 +338,7 @@ def stopped_early(folder: str) -> dict[str, Any]:
     best = ModelCheckpoint(monitor="score", filename="{epoch}-{score:.1f}")
     arguments = {"max_epochs": 9, "default_root_dir": folder, "log_every_n_steps": 2, "num_sanity_val_steps": 1}
     trainer = Trainer(
-        **QUIET | arguments | {"logger": [CSVLogger(), TensorBoardLogger()], "enable_checkpointing": True},
+        **SETTINGS | arguments | {"logger": [CSVLogger(), TensorBoardLogger()], "enable_checkpointing": True},
         callbacks=[stopping, best],
     )
     trainer.fit(Model(SCORES), batches(4), batches(2))
@@ -354,15 +353,31 @@ def stopped_early(folder: str) -> dict[str, Any]:
     }
 
 
-def test_early_stopping_ends_all_ranks_and_loggers_write_once(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """The folder, and what each of two ranks ended with."""
+    folder = tmp_path_factory.mktemp("early")
+    return folder, run_world(2, stopped_early, str(folder))
 
-    first, second = run_world(2, stopped_early, str(tmp_path))
+
+def test_early_stopping_ends_all_ranks_at_once(early: tuple[Path, list[dict[str, Any]]]) -> None:
+    _, (first, second) = early
     assert first == second
     assert (first["step"], first["best"], first["score"]) == (16, 2.0, 2.5)
-    assert first["best path"] == str(tmp_path / "checkpoints" / "epoch=1-score=2.0")
-    assert [str(path) for path in (tmp_path / "checkpoints").iterdir()] == first["kept"] == [first["best path"]]
-    folder = Path(first["log_dir"])
+
+
+def test_ranks_know_and_keep_the_one_best_checkpoint(early: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = early
+    best = str(folder / "checkpoints" / "epoch=1-score=2.0")
+    assert [str(path) for path in (folder / "checkpoints").iterdir()] == [best]
+    for found in ranks:
+        assert found["best path"] == best and found["kept"] == [best]
+
+
+def test_loggers_of_two_ranks_write_once(early: tuple[Path, list[dict[str, Any]]]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = Path(early[1][0]["log_dir"])
     assert [path.name for path in folder.parent.iterdir()] == ["version_0"]
     with (folder / "metrics.csv").open() as file:
         scores = [(int(row["step"]), float(row["score"])) for row in csv.DictReader(file) if row["score"]]

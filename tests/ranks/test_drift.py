@@ -1,4 +1,4 @@
-"""What would let the ranks' weights or buffers drift apart without a word, and Ctrl-C in the workers of a loader."""
+"""What would let the ranks' weights or buffers drift apart in silence, and Ctrl-C in the workers of a loader."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
 from leyden.trainer.events.signals import Signals
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-}
 
 
 class Net(TrainModule):
@@ -70,9 +64,9 @@ def test_a_plateau_of_step_values_is_one_for_all_ranks() -> None:
 
 
 def test_a_parameter_that_is_unfrozen_is_named() -> None:
-    # Told once: the other rank leaves without a word.
-    [told] = [text for text in run_world(2, fit_and_unfreeze, may_fail=True) if isinstance(text, str)]
-    assert told.startswith("ConfigurationError: first.weight was frozen when the fit began")
+    # Once: the other rank leaves in silence.
+    [message] = [text for text in run_world(2, fit_and_unfreeze, may_fail=True) if isinstance(text, str)]
+    assert message.startswith("ConfigurationError: first.weight was frozen when the fit began")
 
 
 def test_one_process_may_unfreeze_a_parameter() -> None:
@@ -104,8 +98,8 @@ def fit_by_hand(plain: set[int], strategy: str, precision: str = "32-true") -> t
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Trainer(strategy=strategy, precision=precision, max_epochs=1, **QUIET).fit(module, loader())
-    told = [str(warning.message) for warning in caught if "manual_backward" in str(warning.message)]
-    return module.first.weight.detach().flatten().tolist(), told
+    messages = [str(warning.message) for warning in caught if "manual_backward" in str(warning.message)]
+    return module.first.weight.detach().flatten().tolist(), messages
 
 
 def fit_twice_by_hand() -> list[tuple[list[float], list[str]]]:
@@ -118,10 +112,10 @@ def test_a_plain_backward_warns_once() -> None:
     # As many times as ranks, for whom it is as wrong.
     for found in (one, other):
         assert found[1][0] != found[0][0]
-        [told] = found[1][1]
-        assert "are not exchanged with the other ranks: call self.manual_backward(loss)" in told
-    [told] = fit_by_hand({2}, "single_device", "16-mixed")[1]
-    assert "are not scaled for precision='16-mixed'" in told
+        [message] = found[1][1]
+        assert "are not exchanged with the other ranks: call self.manual_backward(loss)" in message
+    [message] = fit_by_hand({2}, "single_device", "16-mixed")[1]
+    assert "are not scaled for precision='16-mixed'" in message
     assert fit_by_hand({2}, "single_device")[1] == []
 
 

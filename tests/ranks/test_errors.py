@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 
@@ -193,8 +194,7 @@ class Module(TrainModule):
 
 
 def trainer(**arguments: Any) -> Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
-    return Trainer(**{"max_epochs": 1, "strategy": "ddp", "use_distributed_sampler": False, **quiet, **arguments})
+    return Trainer(**{**QUIET, "max_epochs": 1, "strategy": "ddp", "use_distributed_sampler": False, **arguments})
 
 
 def fit_apart(module: dict[str, Any], arguments: dict[str, Any], batches: int) -> None:

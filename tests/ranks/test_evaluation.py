@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,14 +18,7 @@ from leyden.strategies.ddp import DDPStrategy
 
 SAMPLES = 103
 SIZES = (7, 25, 103, 200)
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "max_epochs": 1,
-    "num_sanity_val_steps": 0,
-}
+SETTINGS: dict[str, Any] = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
 
 
 class Counting(TrainModule):
@@ -89,7 +83,7 @@ def evaluate_all() -> list[Any]:
         for size in SIZES:
             for stage in ("validate", "test", "predict"):
                 module = Counting()
-                result = getattr(Trainer(strategy="ddp", **QUIET), stage)(module, numbers(size))
+                result = getattr(Trainer(strategy="ddp", **SETTINGS), stage)(module, numbers(size))
                 if stage == "predict":
                     result = [batch.tolist() for batch in result]
                 found.append((size, stage, module.seen, result))
@@ -101,7 +95,7 @@ def evaluate_all() -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_sample_is_seen_once(ranks: int) -> None:
     results = run_world(ranks, evaluate_all)
-    alone = Trainer(**QUIET).test(Counting(), numbers(10), verbose=False)[0]["mean"]
+    alone = Trainer(**SETTINGS).test(Counting(), numbers(10), verbose=False)[0]["mean"]
     for case in zip(*results, strict=True):
         size, stage = case[0][:2]
         seen = [index for _, _, seen, _ in case for index in seen]
@@ -117,7 +111,7 @@ def test_each_sample_is_seen_once(ranks: int) -> None:
 # predict --------------------------------------------------------------------------------------------------------------
 def predict_variants() -> Any:
     def run() -> Any:
-        trainer = Trainer(strategy="ddp", **QUIET)
+        trainer = Trainer(strategy="ddp", **SETTINGS)
         several = trainer.predict(Counting(), [numbers(4, 10), numbers(3, 2), numbers(5, 31)])
         assert several is not None
         main = trainer.predict(Counting(), numbers(8, 21), gather="main")
@@ -158,7 +152,7 @@ def evaluate_in_step() -> list[Any]:
         for size, samples in ((1, 103), (8, 35), (40, 103), (2, 3), (2, 1)):
             module = Counting()
             before = torch.get_rng_state()
-            values = Trainer(strategy=InStep(), **QUIET).validate(module, numbers(size, samples), verbose=False)
+            values = Trainer(strategy=InStep(), **SETTINGS).validate(module, numbers(size, samples), verbose=False)
             same_rng = bool((before == torch.get_rng_state()).all())
             calls = len(module.stepped)
             found.append((samples, module.seen, calls, float(module.forwards), values[0]["mean"], same_rng))
@@ -176,7 +170,7 @@ def test_ranks_that_must_keep_in_step_run_batches_that_leave_no_trace() -> None:
         # Every rank ran as many steps; those of fillers left the buffer, and the epoch's value, as they were.
         assert len({calls for _, _, calls, _, _, _ in case}) == 1
         fillers += sum(calls - int(forwards) for _, _, calls, forwards, _, _ in case)
-        alone = Trainer(**QUIET).validate(Counting(), numbers(samples, samples), verbose=False)[0]["mean"]
+        alone = Trainer(**SETTINGS).validate(Counting(), numbers(samples, samples), verbose=False)[0]["mean"]
         assert [value for *_, value, _ in case] == pytest.approx([alone] * 4, abs=1e-6)
         assert len({same_rng for *_, same_rng in case}) == 1
     assert fillers == 1 + 1 + 1 + 3
@@ -196,7 +190,7 @@ def interrupted() -> Any:
     def run() -> Any:
         module = Interrupted()
         try:
-            Trainer(strategy="ddp", **QUIET).validate(module, numbers(1, 400), verbose=False)
+            Trainer(strategy="ddp", **SETTINGS).validate(module, numbers(1, 400), verbose=False)
         except BaseException as error:
             return type(error).__name__, len(module.seen)
         return "no error", len(module.seen)

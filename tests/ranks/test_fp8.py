@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import QUIET
 from ranks.test_fsdp_features import Sent
 from ranks.world import run_world
 from torch import Tensor, nn
@@ -21,13 +22,7 @@ from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.precision import Float8Precision
 
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "use_distributed_sampler": False,
-    "accelerator": "cpu",
-}
+SETTINGS: dict[str, Any] = {**QUIET, "use_distributed_sampler": False}
 CONVERTED = ["net.1.up", "net.1.down", "net.2.up", "net.2.down"]
 
 
@@ -99,7 +94,7 @@ def precision_of(kind: str) -> Float8Precision:
 
 
 def trainer_of(kind: str, strategy: Any = None, **arguments: Any) -> Trainer:
-    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2, **QUIET, **arguments}
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2, **SETTINGS, **arguments}
     settings.setdefault("precision", precision_of(kind))
     return Trainer(strategy=strategy or strategy_of(kind), devices=place()[1], **settings)
 
@@ -288,7 +283,7 @@ def test_a_resumed_run_is_the_whole_one(answers: Answers, folder: Path, kind: st
         assert wrong == [] and keys == []
     # One process, in any precision, reads what the ranks wrote.
     module = build()
-    trainer = Trainer(**QUIET, default_root_dir=folder)
+    trainer = Trainer(**SETTINGS, default_root_dir=folder)
     [_, _, at_stop] = answers("resumed", kind)[0]
     trainer.validate(module, [(torch.ones(2, 16), torch.ones(2, 8))], ckpt_path=folder / kind, verbose=False)
     assert differ(weights(module), at_stop) == []

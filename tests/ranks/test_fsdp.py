@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
@@ -23,12 +24,7 @@ from leyden import Callback, Trainer, TrainModule
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
 
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "use_distributed_sampler": False,
-}
+SETTINGS: dict[str, Any] = {**QUIET, "use_distributed_sampler": False}
 
 
 class Block(nn.Module):
@@ -159,7 +155,7 @@ def by_trainer(case: Case) -> dict[str, Any]:
         accumulate_grad_batches=case.accumulate,
         gradient_clip_val=case.clip[0] if case.clip else None,
         gradient_clip_algorithm=case.clip[1] if case.clip else None,
-        **QUIET,
+        **SETTINGS,
     )
     trainer.fit(module, own)
     return full_weights(module.net)
@@ -221,7 +217,7 @@ def fit_by_name(name: str) -> dict[str, Any]:
             seen["sharded"] = all(isinstance(p, DTensor) for p in module.parameters())
             seen["device_mesh"] = tuple(module.device_mesh.shape)
 
-    trainer = Trainer(strategy=name, accelerator="cpu", max_epochs=1, callbacks=Look(), **QUIET)
+    trainer = Trainer(strategy=name, max_epochs=1, callbacks=Look(), **SETTINGS)
     place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     trainer.fit(module, batches(3, *place), batches(2, *place))
     assert "val_loss" in trainer.callback_metrics

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from ranks.test_fsdp import QUIET, Net, Regression, batches
+from ranks.test_fsdp import SETTINGS, Net, Regression, batches
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +34,7 @@ def place() -> tuple[int, int]:
 
 
 def trainer(strategy: Any = None, **arguments: Any) -> Trainer:
-    settings = {**QUIET, "accelerator": "cpu", "max_epochs": 1, **arguments}
+    settings = {**SETTINGS, "max_epochs": 1, **arguments}
     return Trainer(strategy=FSDPStrategy() if strategy is None else strategy, **settings)
 
 
@@ -178,26 +177,6 @@ def fail_midway(accumulate: int) -> list[str]:
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_module_whose_run_failed_starts_anew(answers: Answers, accumulate: int) -> None:
     assert answers("fail_midway", accumulate) == [[], []]
-
-
-def frames() -> list[str]:
-    """Leyden's frames from fit to the user's training_step."""
-    seen: list[str] = []
-
-    class Looking(Regression):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            stack = [(frame.filename, frame.name) for frame in traceback.extract_stack()]
-            start = max(place for place, (_, name) in enumerate(stack) if name == "fit")
-            seen[:] = [name for file, name in stack[start:-1] if "/leyden/" in file]
-            return super().training_step(batch, batch_idx)
-
-    trainer().fit(Looking(), batches(1, *place()))
-    return seen
-
-
-def test_at_most_six_frames_lie_between_fit_and_training_step(answers: Answers) -> None:
-    for found in answers("frames"):
-        assert found[0] == "fit" and len(found) <= 6, found
 
 
 # saving by mistake ----------------------------------------------------------------------------------------------------

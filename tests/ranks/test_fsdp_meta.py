@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from leyden import Trainer, TrainModule
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
-
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
 class Block(nn.Module):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.test_fsdp import QUIET, Regression, batches
+from ranks.test_fsdp import SETTINGS, Regression, batches
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -22,10 +22,9 @@ def test_ranks_started_by_a_function_return_whole_weights(method: str, tmp_path:
     plain.load_state_dict(module.state_dict())
     data: list[tuple[Tensor, Tensor]] = [(x, y) for pair in batches(4, 0, 1) for x, y in zip(*pair, strict=True)]
     arguments = {
-        **QUIET,
+        **SETTINGS,
         "use_distributed_sampler": True,
         "max_epochs": 2,
-        "accelerator": "cpu",
         "default_root_dir": tmp_path,
     }
     trainer = Trainer(strategy=FSDPStrategy(start_method=method), devices=2, **arguments)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import result_of
+from models import QUIET, result_of
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -21,7 +21,7 @@ SECONDS = 60
 
 
 class Gathering(TrainModule):
-    """Gathers what it is told to, in one kind of step; counts the rows that came together."""
+    """Gathers one thing in one kind of step; counts the rows that came together."""
 
     def __init__(self, what: str, where: str, manual: bool = False) -> None:
         super().__init__()
@@ -71,12 +71,10 @@ def run(case: dict[str, Any]) -> list[list[float]]:
     """Runs one pass over `samples` in batches of two per rank."""
     where, strategy = case.get("where", "training"), case.get("strategy", "ddp")
     module = Gathering(case.get("what", "rows"), where, case.get("manual", False))
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     if strategy == "unused":
         strategy = DDPStrategy(find_unused_parameters=True)
-    trainer = Trainer(
-        strategy=strategy, accelerator="cpu", max_epochs=1, num_sanity_val_steps=0, **quiet, **case.get("arguments", {})
-    )
+    arguments = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0, **case.get("arguments", {})}
+    trainer = Trainer(strategy=strategy, **arguments)
     samples = case["samples"]
     if isinstance(samples, list):
         samples = samples[int(os.environ["RANK"])]
@@ -122,13 +120,13 @@ def test_all_gather_returns_the_values_of_equal_ranks() -> None:
 
 def run_and_hear(cases: list[dict[str, Any]]) -> list[list[str]]:
     """What was warned of in each case."""
-    told = []
+    messages = []
     for case in cases:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             run(case)
-        told.append([str(warning.message) for warning in caught if "all_gather" in str(warning.message)])
-    return told
+        messages.append([str(warning.message) for warning in caught if "all_gather" in str(warning.message)])
+    return messages
 
 
 def test_a_short_last_batch_is_warned_of_when_the_epoch_starts() -> None:
@@ -142,9 +140,9 @@ def test_a_short_last_batch_is_warned_of_when_the_epoch_starts() -> None:
     ]
     first, other = run_world(2, run_and_hear, [uneven, idle, *fine])
     assert other == [[]] * 6 and first[2:] == [[]] * 4
-    for told, samples in zip(first, (3, 1), strict=False):
-        assert len(told) == 1
-        assert f"which has {samples} samples for 2 ranks. Trainer(even_batches=True)" in told[0]
+    for messages, samples in zip(first, (3, 1), strict=False):
+        assert len(messages) == 1
+        assert f"which has {samples} samples for 2 ranks. Trainer(even_batches=True)" in messages[0]
 
 
 FOREIGN = {"use_distributed_sampler": False}
@@ -175,8 +173,8 @@ DEFAULT = ("idle", "validation, uneven", "own shares of different lengths")
 def test_all_gather_refuses_a_rank_with_fewer_samples(name: str) -> None:
     case, message = WRONG[name]
     found = run_world(2, run, case, timeout=SECONDS, may_fail=True)
-    told = [text for text in found if isinstance(text, str)]
-    # One rank tells it; the other ends with 1, without a word.
-    assert len(told) == 1 and found.count(1) == 1, found
-    assert told[0].startswith("ConfigurationError: all_gather") and message in told[0]
-    assert "Trainer(even_batches=True)" in told[0] and "drop_last=True" in told[0]
+    messages = [text for text in found if isinstance(text, str)]
+    # One rank reports it; the other ends with 1 in silence.
+    assert len(messages) == 1 and found.count(1) == 1, found
+    assert messages[0].startswith("ConfigurationError: all_gather") and message in messages[0]
+    assert "Trainer(even_batches=True)" in messages[0] and "drop_last=True" in messages[0]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import QUIET
 from ranks.world import run_world
 from silent_device import SILENT, Begins, Waits
 from torch import Tensor, nn
@@ -71,7 +72,7 @@ def keeps_bucket(state: Any, bucket: Any) -> Any:
     return sent
 
 
-def on_a_device_that_tells_nothing(by_number: bool) -> tuple[set[tuple[str, str]], list[str], int, list[str]]:
+def on_a_silent_device(by_number: bool) -> tuple[set[tuple[str, str]], list[str], int, list[str]]:
     # Registers the backend "fake", which moves nothing.
     import torch.testing._internal.distributed.fake_pg
 
@@ -79,7 +80,7 @@ def on_a_device_that_tells_nothing(by_number: bool) -> tuple[set[tuple[str, str]
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 2, rank == 0)
     dist.init_process_group("fake", store=store, rank=rank, world_size=2)
     recorder = Recorder()
-    # DDP itself sends numbers of the host to compare shapes and to order its buckets, unless it is told not to.
+    # DDP itself sends numbers of the host to compare shapes and to order its buckets, unless forbidden.
     strategy = DDPStrategy(
         devices=[SILENT] * 2,
         ddp_comm_hook=keeps_bucket,
@@ -87,30 +88,29 @@ def on_a_device_that_tells_nothing(by_number: bool) -> tuple[set[tuple[str, str]
         find_unused_parameters=True,
     )
     waits = Waits()
-    off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
+        **{**QUIET, "accelerator": "auto"},
         strategy=strategy,
         max_epochs=2,
         accumulate_grad_batches=3,
         gradient_clip_val=1.0,
         callbacks=[StopsEarly(), Begins(waits)],
-        **off,
     )
     module = Words(by_number)
     # 11 batches on each rank, of which the last is smaller: windows of 3, 3, 3 and 2.
     with waits:
         trainer.fit(module, DataLoader(TensorDataset(torch.ones(86, 3, device=SILENT)), 4, shuffle=True))
-    told = strategy.ranks.all_gather_object(f"rank {trainer.global_rank}")
-    return recorder.seen, waits.found, trainer.global_step, told
+    gathered = strategy.ranks.all_gather_object(f"rank {trainer.global_rank}")
+    return recorder.seen, waits.found, trainer.global_step, gathered
 
 
 @pytest.mark.parametrize("by_number", [True, False])
 def test_tensors_of_the_device_and_words_of_the_host_go_by_groups_of_their_own(by_number: bool) -> None:
-    for seen, waits, steps, told in run_world(2, on_a_device_that_tells_nothing, by_number, timeout=120):
+    for seen, waits, steps, gathered in run_world(2, on_a_silent_device, by_number, timeout=120):
         # NCCL refuses tensors of the CPU, and gloo those of a device that it does not know.
         assert seen == {("fake", "meta"), ("gloo", "cpu")}
         assert waits == []
-        assert steps == 3 and told == ["rank 0", "rank 1"]
+        assert steps == 3 and gathered == ["rank 0", "rank 1"]
 
 
 def gathers_unlike(backend: str) -> str:
@@ -124,5 +124,5 @@ def gathers_unlike(backend: str) -> str:
 
 
 def test_tensors_of_the_cpu_that_gloo_would_abort_over_are_compared_beside_nccl_too() -> None:
-    for told in run_world(2, gathers_unlike, "cpu:gloo,cuda:gloo", timeout=60):
-        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in told
+    for message in run_world(2, gathers_unlike, "cpu:gloo,cuda:gloo", timeout=60):
+        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in message

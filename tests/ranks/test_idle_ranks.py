@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import result_of
+from models import QUIET, result_of
 from ranks.world import run_world
+from samples import Unsized
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -77,14 +78,6 @@ def batches(sizes: list[int], first: int = 0) -> list[list[Tensor]]:
     return found
 
 
-class Untold:
-    def __init__(self, found: list[Any]) -> None:
-        self.found = found
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.found)
-
-
 class Stream(IterableDataset[Any]):
     """Samples in order; of several workers each gives whole batches in its turn."""
 
@@ -105,14 +98,12 @@ def strategy_of(name: str) -> Strategy | str:
 
 def fitted(strategy: Any, manual: bool, train: Any, held: Any, **arguments: Any) -> dict[str, Any]:
     module = Net(manual)
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
         strategy=strategy,
-        accelerator="cpu",
         precision="64-true",
         max_epochs=2,
         num_sanity_val_steps=0,
-        **quiet,
+        **QUIET,
         **arguments,
     )
     trainer.fit(module, train, held)
@@ -135,7 +126,7 @@ OWN = {"training": ([3, 1], [3, 3, 3, 2]), "validation": ([2], [3, 3, 1])}
 STREAM = {"training": 10, "validation": 4}
 NAMES = ("ddp", "unused", "ddp, manual", "fsdp", "fsdp, manual")
 CASES = [
-    *((name, kind) for name in NAMES for kind in ("told", "untold", "stream")),
+    *((name, kind) for name in NAMES for kind in ("sized", "unsized", "stream")),
     ("fsdp", "workers"),
     ("ddp", "workers"),
 ]
@@ -145,14 +136,14 @@ def train_all() -> list[dict[str, Any]]:
     dist.init_process_group("gloo")
     rank, found = int(os.environ["RANK"]), []
     for name, kind in CASES:
-        if kind in ("told", "untold"):
+        if kind in ("sized", "unsized"):
             loaders: list[Any] = [batches(sizes[rank], 100 * rank) for sizes in OWN.values()]
-            if kind == "untold":
-                loaders = [Untold(loader) for loader in loaders]
+            if kind == "unsized":
+                loaders = [Unsized(loader) for loader in loaders]
         else:
             workers = {"num_workers": 2, "multiprocessing_context": "fork"} if kind == "workers" else {}
             loaders = [DataLoader(Stream(count), SIZE, **workers) for count in STREAM.values()]
-        own = kind in ("told", "untold")
+        own = kind in ("sized", "unsized")
         strategy = strategy_of(name)
         found.append(fitted(strategy, name.endswith("manual"), *loaders, use_distributed_sampler=not own))
     gc.collect()
@@ -162,7 +153,7 @@ def train_all() -> list[dict[str, Any]]:
 
 def together(kind: str) -> list[Any]:
     """The global batches, as one process would be given them."""
-    if kind in ("told", "untold"):
+    if kind in ("sized", "unsized"):
         loaders = []
         for first, second in OWN.values():
             pairs = [batches(sizes, start) for sizes, start in ((first, 0), (second, 100))]
@@ -191,7 +182,7 @@ def test_each_sample_counts_once_and_the_weights_are_those_of_one_process() -> N
 
 def firsts(seen: list[int], kind: str) -> Iterator[int]:
     """The first sample of each batch that rank 0 saw."""
-    if kind in ("told", "untold"):
+    if kind in ("sized", "unsized"):
         sizes = OWN["training"][0]
         starts = {sum(sizes[:place]) for place in range(len(sizes))}
     else:
@@ -202,7 +193,7 @@ def firsts(seen: list[int], kind: str) -> Iterator[int]:
 # a rank that has nothing at all ---------------------------------------------------------------------------------------
 def fit_with_an_empty_rank(name: str) -> dict[str, Any]:
     rank = int(os.environ["RANK"])
-    loader = Untold(batches([3, 3] if rank == 0 else [], 0))
+    loader = Unsized(batches([3, 3] if rank == 0 else [], 0))
     return fitted(strategy_of(name), False, loader, None, use_distributed_sampler=False)
 
 
@@ -212,8 +203,8 @@ def test_a_rank_without_any_batch_takes_part_under_ddp_and_is_refused_under_fsdp
         assert found["progress"] == expected["progress"]
         for parameter, values in expected["weights"].items():
             assert found["weights"][parameter] == pytest.approx(values, rel=0, abs=1e-9)
-    told = run_world(2, fit_with_an_empty_rank, "fsdp", timeout=60, may_fail=True)
-    assert told[0] == 1 and "a rank without a single sample of its own cannot take part in an FSDP run" in told[1]
+    results = run_world(2, fit_with_an_empty_rank, "fsdp", timeout=60, may_fail=True)
+    assert results[0] == 1 and "a rank without a single sample of its own cannot take part in an FSDP run" in results[1]
 
 
 # lengths that cannot be meant -----------------------------------------------------------------------------------------
@@ -229,7 +220,7 @@ def fit_with_lengths(first: int, second: int) -> list[str]:
 
 @pytest.mark.parametrize(("first", "second"), [(2, 5), (3, 2)])
 def test_lengths_that_are_far_apart_warn_once(first: int, second: int) -> None:
-    told, other = run_world(2, fit_with_lengths, first, second)
+    messages, other = run_world(2, fit_with_lengths, first, second)
     assert other == []
-    assert len(told) == (second - first > 1)
-    assert all(text.startswith(f"the ranks' own loaders have {first}, {second} batches") for text in told)
+    assert len(messages) == (second - first > 1)
+    assert all(text.startswith(f"the ranks' own loaders have {first}, {second} batches") for text in messages)

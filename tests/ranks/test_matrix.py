@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from ranks.numbered import Block, blocks, global_batches, numbered_samples
 from ranks.world import run_world
 from torch import Tensor
@@ -59,11 +60,9 @@ def fit(layout: str, folder: str, path: str | None, accumulate: int) -> dict[str
     if accumulate > 1:
         when = {"train_time_interval": timedelta(microseconds=1)}
     trainer = Trainer(
-        accelerator="cpu",
+        **{**QUIET, "enable_checkpointing": True},
         strategy=strategy_of(layout),
         default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
         max_epochs=-1,
         max_steps=SAVED_AT + NEXT,
         accumulate_grad_batches=accumulate,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,14 +21,7 @@ from leyden.trainer.logging.entries import Entry
 from leyden.trainer.logging.epoch_values import EpochValues
 
 SAMPLES, BATCH = 24, 3
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 2,
-}
+SETTINGS: dict[str, Any] = {**QUIET, "num_sanity_val_steps": 0, "max_epochs": 2}
 COLLECTIVES = (
     *("all_gather", "all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "barrier"),
     *("all_gather_into_tensor", "reduce", "gather", "scatter", "gather_object", "all_to_all"),
@@ -137,23 +131,23 @@ class Logging(TrainModule):
 def trainer_of(**arguments: Any) -> Trainer:
     """A Trainer of the world that this process is a rank of, already joined; of one process outside of one."""
     ranks = {"strategy": "ddp"} if "RANK" in os.environ else {}
-    trainer = Trainer(**QUIET | ranks | arguments)
+    trainer = Trainer(**SETTINGS | ranks | arguments)
     trainer.strategy.setup_environment()
     return trainer
 
 
-def fit_and_tell(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, float]]:
+def fit_cases(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, float]]:
     """What each case (with torchmetrics, validation samples) comes to, in a process group that serves them all."""
-    told = []
+    found = []
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     for with_metrics, samples in cases:
         module, trainer = Logging(with_metrics), trainer_of()
         trainer.fit(module, loader(size), loader(size, samples))
-        told.append(module.epochs[-1])
+        found.append(module.epochs[-1])
     if dist.is_initialized():
         dist.destroy_process_group()
-    return told
+    return found
 
 
 @pytest.mark.parametrize(
@@ -167,9 +161,9 @@ def fit_and_tell(size: int, cases: list[tuple[bool, int]]) -> list[dict[str, flo
     ],
 )
 def test_epoch_values_are_those_of_one_process(ranks: int, cases: list[tuple[bool, int]]) -> None:
-    alone = fit_and_tell(BATCH * ranks, cases)
-    for told in run_world(ranks, fit_and_tell, BATCH, cases):
-        for ours, one in zip(told, alone, strict=True):
+    alone = fit_cases(BATCH * ranks, cases)
+    for found in run_world(ranks, fit_cases, BATCH, cases):
+        for ours, one in zip(found, alone, strict=True):
             assert ours.keys() == one.keys()
             for name in ours.keys() - {"loss_step", "loss"}:
                 # The bare name of a forked value stands for its step's, which is each rank's own.
@@ -238,11 +232,11 @@ def validate_apart(options: dict[str, Any]) -> Any:
 
 def test_a_rank_that_logs_other_names_is_named() -> None:
     """Every rank finds it; the first one to say so ends the others."""
-    heard = [told for told in run_world(2, validate_apart, {}, may_fail=True) if isinstance(told, str)]
-    assert heard
-    for told in heard:
-        assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in told
-        assert "sync_dist=False" in told
+    messages = [text for text in run_world(2, validate_apart, {}, may_fail=True) if isinstance(text, str)]
+    assert messages
+    for message in messages:
+        assert "rank 0 did not log 'val_odd' (mean, in validation_step)" in message
+        assert "sync_dist=False" in message
 
 
 def test_values_without_sync_dist_stay_on_their_rank() -> None:
@@ -314,8 +308,8 @@ def validate_grouped() -> list[dict[str, float]]:
 
 
 def test_sync_dist_group_reduces_over_its_ranks() -> None:
-    told = run_world(4, validate_grouped)
-    assert told == [[{"pair": pair, "all": 1.5}] for pair in (0.5, 0.5, 2.5, 2.5)]
+    found = run_world(4, validate_grouped)
+    assert found == [[{"pair": pair, "all": 1.5}] for pair in (0.5, 0.5, 2.5, 2.5)]
 
 
 class TwoLoaders(TrainModule):
@@ -331,12 +325,12 @@ def validate_two() -> list[dict[str, float]]:
 
 
 def test_a_rank_without_a_batch_of_one_loader_gets_its_values() -> None:
-    for told in run_world(2, validate_two):
-        assert told == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 1.0}]
+    for found in run_world(2, validate_two):
+        assert found == [{"seen/dataloader_idx_0": 24.0}, {"seen/dataloader_idx_1": 1.0}]
 
 
 def log_many(count: int) -> tuple[list[float], list[int]]:
-    """Reduces more values than the first message has room for, twice; gives back the values and the messages sent."""
+    """Reduces more values than the first message has room for, twice; returns the values and the messages sent."""
     trainer = trainer_of()
     values = EpochValues(trainer.strategy)
     found, messages = [], []

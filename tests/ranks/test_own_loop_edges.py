@@ -57,50 +57,88 @@ def test_a_state_dict_of_shards_is_refused_on_every_rank_and_leaves_no_file(tmp_
     assert torch.load(tmp_path / "whole")["weight"].shape == (4, 4)
 
 
-def exchange() -> list[Any]:
+def exchange() -> dict[str, Any]:
     from leyden import Accelerator, DataLoaderConfiguration
 
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
-    found: list[Any] = [
-        error_of(lambda: accelerator.gather(0.8)),
-        error_of(lambda: accelerator.gather({"loss": torch.ones(1), "step": 3})),
-        error_of(lambda: accelerator.reduce([0.5])),
-        error_of(lambda: accelerator.gather_for_metrics({"loss": 0.5})),
-        error_of(lambda: accelerator.gather(torch.zeros(2 + rank))),
-        error_of(lambda: accelerator.reduce(torch.zeros(2 + rank))),
-        [None if part is None else part.tolist() for part in accelerator.gather((torch.tensor(float(rank)), None))],
-    ]
-    for config, data in (({"even_batches": True}, 7), ({"even_batches": False}, 5), ({"even_batches": False}, 9)):
-        other = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True, **config))
+    found: dict[str, Any] = {
+        "gather a number": error_of(lambda: accelerator.gather(0.8)),
+        "gather a number in a dict": error_of(lambda: accelerator.gather({"loss": torch.ones(1), "step": 3})),
+        "reduce a number": error_of(lambda: accelerator.reduce([0.5])),
+        "gather a number for metrics": error_of(lambda: accelerator.gather_for_metrics({"loss": 0.5})),
+        "gather other shapes": error_of(lambda: accelerator.gather(torch.zeros(2 + rank))),
+        "reduce other shapes": error_of(lambda: accelerator.reduce(torch.zeros(2 + rank))),
+        "save elsewhere": error_of(lambda: accelerator.save_state(f"run-{rank}")),
+    }
+    scalar, nothing = accelerator.gather((torch.tensor(float(rank)), None))
+    found["scalars"] = (scalar.tolist(), nothing)
+    for even, data in ((True, 7), (False, 5), (False, 9)):
+        config = DataLoaderConfiguration(dispatch_batches=True, even_batches=even)
+        other = Accelerator(cpu=True, dataloader_config=config)
         loader = other.prepare(DataLoader(torch.arange(float(data)), 4))
-        found.append([batch.tolist() for batch in loader])
+        batches = [batch.tolist() for batch in loader]
         # Nobody waits in the loader's own exchange now.
-        found.append(other.gather(torch.tensor([rank])).tolist())
+        found[f"{data} dispatched"] = (batches, other.gather(torch.tensor([rank])).tolist())
     given = [torch.ones(2), torch.zeros(2)]
-    found.append(accelerator.prepare(given) is given)
-    found.append(error_of(lambda: accelerator.save_state(f"run-{rank}")))
+    found["list of tensors"] = accelerator.prepare(given) is given
     half = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
     model = half.prepare(nn.Linear(2, 2))
     bare = half.unwrap_model(model)
-    found.append((str(model(torch.ones(1, 2)).dtype), type(bare).__name__, type(bare._orig_mod).__name__))
+    found["compiled"] = (str(model(torch.ones(1, 2)).dtype), type(bare).__name__, type(bare._orig_mod).__name__)
     return found
 
 
-def test_what_ranks_exchange_is_theirs() -> None:
-    first, second = run_world(2, exchange, timeout=60)
-    for found in (first, second):
-        assert [words.partition(":")[0] for words in found[:6]] == ["TypeError"] * 4 + ["ConfigurationError"] * 2
-        assert "rank 0 has (2,) float32, and rank 1 has (3,) float32" in found[4]
-        assert found[6] == [[0.0, 1.0], None]
-        assert found[8] == found[10] == found[12] == [0, 1]
-        assert found[13] is True
-        assert "save_state was given 'run-0' on rank 0 and 'run-1' on rank 1" in found[14]
-        assert found[15] == ("torch.float32", "OptimizedModule", "Linear")
-    # 7 samples in batches of 4: the second rank's three are filled from the start.
-    assert (first[7], second[7]) == ([[0.0, 1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0, 0.0]])
-    assert (first[9], second[9]) == ([[0.0, 1.0, 2.0]], [[3.0, 4.0]])
-    assert (first[11], second[11]) == ([[0.0, 1.0, 2.0, 3.0], [8.0]], [[4.0, 5.0, 6.0, 7.0]])
+@pytest.fixture(scope="module")
+def exchanged() -> list[dict[str, Any]]:
+    """What each of two ranks found."""
+    return run_world(2, exchange, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gather a number", "TypeError: "),
+        ("gather a number in a dict", "TypeError: "),
+        ("reduce a number", "TypeError: "),
+        ("gather a number for metrics", "TypeError: "),
+        ("gather other shapes", "rank 0 has (2,) float32, and rank 1 has (3,) float32"),
+        ("reduce other shapes", "ConfigurationError: "),
+        ("save elsewhere", "save_state was given 'run-0' on rank 0 and 'run-1' on rank 1"),
+    ],
+)
+def test_a_mistake_in_an_exchange_is_an_error_on_every_rank(
+    exchanged: list[dict[str, Any]], name: str, message: str
+) -> None:
+    for found in exchanged:
+        assert message in found[name]
+
+
+def test_scalars_are_gathered_and_none_stays_none(exchanged: list[dict[str, Any]]) -> None:
+    assert [found["scalars"] for found in exchanged] == [([0.0, 1.0], None)] * 2
+
+
+@pytest.mark.parametrize(
+    ("data", "first", "second"),
+    [
+        # The second rank's three are filled from the start.
+        (7, [[0.0, 1.0, 2.0, 3.0]], [[4.0, 5.0, 6.0, 0.0]]),
+        (5, [[0.0, 1.0, 2.0]], [[3.0, 4.0]]),
+        (9, [[0.0, 1.0, 2.0, 3.0], [8.0]], [[4.0, 5.0, 6.0, 7.0]]),
+    ],
+)
+def test_dispatched_batches_are_whole_and_leave_no_exchange_open(
+    exchanged: list[dict[str, Any]], data: int, first: Any, second: Any
+) -> None:
+    assert [found[f"{data} dispatched"] for found in exchanged] == [(first, [0, 1]), (second, [0, 1])]
+
+
+def test_a_list_of_tensors_is_prepared_as_it_is(exchanged: list[dict[str, Any]]) -> None:
+    assert all(found["list of tensors"] for found in exchanged)
+
+
+def test_a_compiled_model_under_bf16_returns_float32(exchanged: list[dict[str, Any]]) -> None:
+    assert [found["compiled"] for found in exchanged] == [("torch.float32", "OptimizedModule", "Linear")] * 2
 
 
 def without_an_accelerator() -> list[Any]:

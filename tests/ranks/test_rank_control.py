@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -74,22 +75,40 @@ def trained(accelerator: Any, one_by_one: bool) -> dict[str, Any]:
     return found
 
 
-def sent_late() -> dict[str, list[float]]:
-    """Gradients of two backwards whose forwards ran under `no_sync`; the second sends the sum."""
+def whole(tensor: Any) -> list[float]:
+    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full.flatten().tolist()
+
+
+def sent_late(strategy: str) -> dict[str, list[float] | None]:
+    """Gradients of two backwards, the first under `no_sync`; the second, forward under `no_sync` too, sends the sum."""
     from leyden import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, strategy=strategy)
     torch.manual_seed(0)
     model = accelerator.prepare(nn.Linear(1, 1, bias=False))
     own = torch.full((1, 1), accelerator.process_index + 1.0)
     with accelerator.no_sync(model):
         first, second = model(own).sum(), model(own * 10).sum()
-    accelerator.backward(first)
-    kept = model.weight.grad.flatten().tolist()
+        accelerator.backward(first)
+    # FSDP keeps gradients to itself until they are sent.
+    kept = None if model.weight.grad is None else whole(model.weight.grad)
     with accelerator.trigger_sync_in_backward(model):
         accelerator.backward(second)
-    sent = model.weight.grad.flatten().tolist()
+    sent = whole(model.weight.grad)
+    accelerator.free_memory()
     return {"kept": kept, "sent": sent}
+
+
+def on_two_machines() -> tuple[int, list[int]]:
+    """One rank on each of two machines: its local rank, and the ranks that are in the block at the same time."""
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=os.environ["RANK"], GROUP_WORLD_SIZE="2")
+    from leyden import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    with accelerator.local_main_process_first():
+        inside = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
+    return accelerator.local_process_index, inside
 
 
 def on_a_rank(folder: str) -> dict[str, Any]:
@@ -107,7 +126,8 @@ def on_a_rank(folder: str) -> dict[str, Any]:
         "together": trained(accelerator, one_by_one=False),
         "one by one": trained(accelerator, one_by_one=True),
         "list": [batch.tolist() for batch in accelerator.prepare_data_loader([torch.tensor([n]) for n in range(4)])],
-        "late": sent_late(),
+        "ddp": sent_late("ddp"),
+        "fsdp": sent_late("fsdp"),
         "logged": len(list(place.glob("images/events.out.tfevents.*"))),
     }
 
@@ -121,6 +141,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("which", ["main", "local"])
 def test_the_main_rank_runs_a_block_before_the_other(found: list[dict[str, Any]], which: str) -> None:
     assert [rank[which] for rank in found] == [False, True]
+
+
+def test_the_main_rank_of_each_machine_waits_for_no_other_machine() -> None:
+    assert run_world(2, on_two_machines, timeout=60) == [(0, [0, 1])] * 2
 
 
 def test_the_other_rank_goes_on_where_the_main_one_fails_in_its_block(found: list[dict[str, Any]]) -> None:
@@ -145,10 +169,13 @@ def test_a_list_of_batches_is_split_over_the_ranks(found: list[dict[str, Any]]) 
     assert [rank["list"] for rank in found] == [[[0], [2]], [[1], [3]]]
 
 
-def test_trigger_sync_in_backward_sends_gradients_of_an_unsynced_forward(found: list[dict[str, Any]]) -> None:
-    assert [rank["late"]["kept"] for rank in found] == [[1.0], [2.0]]
+@pytest.mark.parametrize(("strategy", "kept"), [("ddp", [[1.0], [2.0]]), ("fsdp", [None, None])])
+def test_trigger_sync_in_backward_sends_gradients_of_an_unsynced_forward(
+    found: list[dict[str, Any]], strategy: str, kept: Any
+) -> None:
+    assert [rank[strategy]["kept"] for rank in found] == kept
     # The mean over ranks of 1 + 10 and 2 + 20.
-    assert [rank["late"]["sent"] for rank in found] == [[16.5], [16.5]]
+    assert [rank[strategy]["sent"] for rank in found] == [[16.5], [16.5]]
 
 
 def test_images_are_written_by_the_main_rank_alone(found: list[dict[str, Any]]) -> None:

@@ -8,22 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import QUIET, Line
 from ranks.world import run_world
 from torch.utils.data import DataLoader, TensorDataset
 
-from leyden import Callback, DataModule, Trainer, TrainModule
-
-
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.layer(batch[0]).mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+from leyden import Callback, DataModule, Trainer
 
 
 def own_number() -> int:
@@ -73,25 +62,22 @@ def fit(folder: str, path: str | None, epochs: int) -> tuple[list[int], list[str
     number = own_number() if path is None else -5
     owners: list[Any] = [Shared(number), PerRank(number), First(number)]
     trainer = Trainer(
-        accelerator="cpu",
+        **QUIET,
         strategy="ddp",
         devices=int(os.environ["WORLD_SIZE"]),
         max_epochs=epochs,
         callbacks=owners,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
         default_root_dir=folder,
     )
     data = Data(number)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        trainer.fit(Net(), datamodule=data, ckpt_path=path)
+        trainer.fit(Line(), datamodule=data, ckpt_path=path)
         if path is None:
             trainer.save_checkpoint(Path(folder) / "saved")
             trainer.save_checkpoint(Path(folder) / "again")
-    told = [str(warning.message) for warning in caught if "rank" in str(warning.message)]
-    return [*(owner.loaded for owner in owners), data.loaded], told
+    messages = [str(warning.message) for warning in caught if "rank" in str(warning.message)]
+    return [*(owner.loaded for owner in owners), data.loaded], messages
 
 
 def both(folder: str) -> Any:
@@ -101,11 +87,12 @@ def both(folder: str) -> Any:
 def test_state_per_rank_comes_back_on_its_rank_and_all_else_is_rank_0s(tmp_path: Path) -> None:
     (first, resumed), (other_first, other_resumed) = run_world(2, both, str(tmp_path))
     assert resumed == ([10, 10, 10, 10], []) and other_resumed == ([10, 11, 10, 11], [])
-    [told], [] = first[1], other_first[1]
+    [message], [] = first[1], other_first[1]
     assert (
-        told.startswith("the state of the callback Shared differs between ranks.") and "state_per_rank = True" in told
+        message.startswith("the state of the callback Shared differs between ranks.")
+        and "state_per_rank = True" in message
     )
 
-    [(loaded, [told])] = run_world(1, fit, str(tmp_path), f"{tmp_path}/saved", 2)
+    [(loaded, [message])] = run_world(1, fit, str(tmp_path), f"{tmp_path}/saved", 2)
     assert loaded == [10, 10, 10, 10]
-    assert "was saved by 2 rank(s), and 1 resume it" in told
+    assert "was saved by 2 rank(s), and 1 resume it" in message

@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from models import QUIET
 from ranks.world import run_world
+from samples import labelled
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import AdamW
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
@@ -39,31 +41,23 @@ class Net(TrainModule):
         return AdamW(self.parameters(), 0.01)
 
 
-def data(size: int = 64) -> TensorDataset:
-    generator = torch.Generator().manual_seed(2)
-    return TensorDataset(torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+def trainer_in(folder: str, every: int, **arguments: Any) -> Trainer:
+    """Saves every so many steps, and keeps what it saves."""
+    checkpoint = ModelCheckpoint(every_n_train_steps=every, save_top_k=-1, filename="{step}")
+    settings = {**QUIET, "enable_checkpointing": True, "strategy": "ddp", "default_root_dir": folder}
+    return Trainer(callbacks=checkpoint, **settings, **arguments)
 
 
-def fit(folder: str, ckpt_path: str | None, max_steps: int, accumulate: int = 1) -> dict[str, Any]:
+def fit(folder: str, ckpt_path: str | None, max_steps: int) -> dict[str, Any]:
     """What a run ended with, on this rank."""
     torch.manual_seed(5)
     random.seed(5)
     module = Net()
-    checkpoint = ModelCheckpoint(every_n_train_steps=5, save_top_k=-1, filename="{step}")
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        max_epochs=-1,
-        max_steps=max_steps,
-        accumulate_grad_batches=accumulate,
-        callbacks=[checkpoint],
-    )
+    trainer = trainer_in(folder, every=5, max_epochs=-1, max_steps=max_steps)
     # Ranks must not draw the same numbers.
     torch.manual_seed(5 + trainer.global_rank)
-    trainer.fit(module, DataLoader(data(), 4, shuffle=True), ckpt_path=ckpt_path)
+    trainer.fit(module, DataLoader(labelled(64), 4, shuffle=True), ckpt_path=ckpt_path)
+    checkpoint: Any = trainer.checkpoint_callback
     return {
         "losses": module.losses,
         "weights": {name: tensor.numpy() for name, tensor in module.state_dict().items()},
@@ -88,7 +82,7 @@ def test_ddp_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert alike_but_for_statistics(whole[0], whole[1])
     assert whole[0]["losses"] != whole[1]["losses"], "each rank has its own samples and random numbers"
     assert whole[0]["paths"] == whole[1]["paths"]
-    # Saved at step 10, in the middle of an epoch or not, depending on the sharding: both are gone on with.
+    # Saved at step 10, in the middle of an epoch or not, depending on the sharding: both resume.
     for step in (5, 10):
         path = tmp_path / "whole" / "checkpoints" / f"step={step}"
         assert CheckpointReader(path).has("rank-0") and CheckpointReader(path).has("rank-1")
@@ -111,8 +105,8 @@ def test_the_last_one_is_found_by_all_ranks(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_save_is_the_one_that_is_named(tmp_path: Path) -> None:
     first, second = run_world(2, fail_to_save, str(tmp_path), may_fail=True)
     # The error that is shown is that of the rank that has it; the other one is ended, or follows quietly.
-    assert second == "UnsupportedStateError told True"
-    assert first in (1, "CheckpointError told False", "OtherRankError told False")
+    assert second == "UnsupportedStateError reported True"
+    assert first in (1, "CheckpointError reported False", "OtherRankError reported False")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step=1"]
 
 
@@ -131,26 +125,18 @@ class Stubborn(Net):
 def fail_to_save(folder: str) -> str:
     from leyden.strategies import process_group
 
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy="ddp",
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        max_steps=4,
-        callbacks=[ModelCheckpoint(every_n_train_steps=1, save_top_k=-1, filename="{step}")],
-    )
+    trainer = trainer_in(folder, every=1, max_steps=4)
     try:
-        trainer.fit(Stubborn(), DataLoader(data(), 4))
+        trainer.fit(Stubborn(), DataLoader(labelled(64), 4))
     except Exception as error:
         failure = process_group._first_failure
-        return f"{type(error).__name__} told {failure is not None and failure.told}"
+        return f"{type(error).__name__} reported {failure is not None and failure.told}"
     return "saved"
 
 
 def save_afterwards(folder: str) -> tuple[list[str], int]:
     trainer = Trainer(accelerator="cpu", strategy="ddp", default_root_dir=folder, logger=False, max_steps=2)
-    trainer.fit(Net(), DataLoader(data(), 4))
+    trainer.fit(Net(), DataLoader(labelled(64), 4))
     paths = [trainer.save_checkpoint(f"{folder}/after") for _ in range(2)]
     weights = trainer.save_checkpoint(f"{folder}/weights", weights_only=True)
     assert trainer.last_checkpoint == weights

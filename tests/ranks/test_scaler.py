@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import result_of
+from models import QUIET, result_of
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,15 +43,7 @@ class Net(TrainModule):
 def fit(strategy: str, size: int, manual: bool, infinite: int) -> tuple[list[float], float, tuple[int, int]]:
     x = torch.randn(COUNT, 2, generator=torch.Generator().manual_seed(1))
     module = Net(manual, infinite)
-    trainer = Trainer(
-        strategy=strategy,
-        precision=MixedPrecision("16", **SCALER),
-        accelerator="cpu",
-        max_epochs=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
+    trainer = Trainer(**QUIET, strategy=strategy, precision=MixedPrecision("16", **SCALER), max_epochs=3)
     trainer.fit(module, DataLoader(TensorDataset(torch.arange(COUNT), x), size))
     weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).tolist()
     scaler: Any = trainer.strategy.precision.scaler  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""docs/strategies.md tells the truth: each cell of its table is run, on as many ranks as the strategy wants."""
+"""docs/strategies.md is true: each cell of its table is run, on as many ranks as the strategy wants."""
 
 from __future__ import annotations
 

@@ -82,9 +82,9 @@ LAUNCH = ("-m", "leyden", "launch", "--cpu", "-q", "--num_processes")
 def test_all_ranks_start_anew_with_the_smaller_size(command: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
     done = run(tmp_path, *command)
     assert done.returncode == 0, done.stderr
-    told = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
     # With a quarter of the batch, accumulation grows from 1 to 4.
-    assert told == [f"RANK {rank} 2 {ranks} 4" for rank in range(ranks)]
+    assert lines == [f"RANK {rank} 2 {ranks} 4" for rank in range(ranks)]
     for size, smaller in ((8, 4), (4, 2)):
         assert f"memory of rank {ranks - 1} with batch size {size} (MemoryError: only here)" in done.stderr
         assert f"All ranks restart with {smaller}." in done.stderr
@@ -126,8 +126,8 @@ def test_tries_around_a_fit_that_starts_its_ranks_restart_them(tmp_path: Path) -
     (tmp_path / "train.py").write_text(BY_TRAINER)
     done = run(tmp_path, "train.py")
     assert done.returncode == 0, done.stderr
-    told = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
-    assert told == ["RANK 0 4 8"] * 2 + ["RANK 1 4 8"] * 2
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("RANK"))
+    assert lines == ["RANK 0 4 8"] * 2 + ["RANK 1 4 8"] * 2
     assert done.stderr.count("All ranks restart with") == 1 and "Traceback" not in done.stderr
 
 
@@ -160,5 +160,5 @@ def tried() -> str:
 
 
 def test_ranks_that_nobody_starts_again_are_refused_with_the_way_to_do_it() -> None:
-    for told in run_world(2, tried):
-        assert "on 2 ranks of torchrun" in told and "leyden launch --num_processes 2 script.py" in told
+    for message in run_world(2, tried):
+        assert "on 2 ranks of torchrun" in message and "leyden launch --num_processes 2 script.py" in message

@@ -49,7 +49,7 @@ def run_world(
     environ: Mapping[str, str] | None = None,
     may_fail: bool = False,
 ) -> list[Any]:
-    """Calls `function(*args)` on every rank and gives back what each returned, in the order of ranks.
+    """Calls `function(*args)` on every rank and returns their results, in the order of ranks.
 
     Args:
         size: number of ranks.
@@ -57,7 +57,7 @@ def run_world(
         *args: what pickle takes.
         timeout: seconds after which ranks that hang are killed, and the test fails.
         environ: further variables of each rank.
-        may_fail: give back the exception's text ("TypeError: …"), or the exit code of a rank that ended without a word,
+        may_fail: return the exception's text ("TypeError: …"), or the exit code of a rank that ended silently,
             in place of a result.
     """
     port = free_port()

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Regression
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies import SingleDeviceStrategy, Strategy
 from leyden.strategies.base import ClipAlgorithm
 from leyden.strategies.errors import ConfigurationError
@@ -112,7 +113,7 @@ STRATEGIES: dict[str, Make] = {
 # In the full run only: the process group of one rank lasts as long as the process.
 @pytest.fixture(params=[*STRATEGIES, pytest.param("ddp", marks=pytest.mark.full)])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes a strategy; an engine is told how to clip."""
+    """Makes a strategy; an engine takes how to clip."""
     if request.param == "ddp":
         from leyden.strategies.ddp import DDPStrategy
 
@@ -120,30 +121,25 @@ def make(request: pytest.FixtureRequest) -> Make:
     return STRATEGIES[request.param]
 
 
-class Regression(TrainModule):
-    """A small network, whose optimizers are handed to it."""
+class Weighing(Regression):
+    """A small network, whose optimizers are handed to it, and whose loss may be a sum over items."""
 
-    def __init__(self, configure: Callable[[nn.Module], Any], weighs: bool = False) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1))
-        self.configure, self.weighs = configure, weighs
+    def __init__(self, configure: Callable[[Any], Any], weighs: bool = False) -> None:
+        super().__init__(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Dropout(0.2), nn.Linear(5, 1)), configure)
+        self.weighs = weighs
         self.calls: list[str] = []
 
+    def errors(self, batch: Any) -> Any:
+        x, y = batch
+        return (self(x) - y).square()
+
+    def loss(self, batch: Any) -> Any:
+        return self.errors(batch).mean()
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y = batch
-        error = (self.net(x) - y).square()
-        self.log("loss", error.mean(), on_step=True, on_epoch=True)
-        return {"loss": error.sum(), "num_items": len(x)} if self.weighs else error.mean()
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y = batch
-        self.log("val_loss", (self.net(x) - y).square().mean())
-
-    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        return self.net(batch[0])
-
-    def configure_optimizers(self) -> Any:
-        return self.configure(self.net)
+        errors = self.errors(batch)
+        self.log("loss", errors.mean(), on_step=True, on_epoch=True)
+        return {"loss": errors.sum(), "num_items": len(errors)} if self.weighs else errors.mean()
 
 
 def data(count: int = 10, sizes: Sequence[int] = (4,)) -> list[tuple[Tensor, Tensor]]:
@@ -154,22 +150,22 @@ def data(count: int = 10, sizes: Sequence[int] = (4,)) -> list[tuple[Tensor, Ten
     ]
 
 
-def adamw(net: nn.Module) -> Any:
-    return AdamW(net.parameters(), lr=0.05)
+def adamw(module: nn.Module) -> Any:
+    return AdamW(module.parameters(), lr=0.05)
 
 
-def scheduled(net: nn.Module) -> Any:
-    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+def scheduled(module: nn.Module) -> Any:
+    optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 2, 0.5), "interval": "step"}}
 
 
-def two(net: Any) -> Any:
-    return [SGD(net[0].parameters(), lr=0.1), AdamW(net[3].parameters(), lr=0.05)]
+def two(module: Any) -> Any:
+    return [SGD(module.net[0].parameters(), lr=0.1), AdamW(module.net[3].parameters(), lr=0.05)]
 
 
-def plain_loop(module: Regression, batches: Any, epochs: int, accumulate: int, clip: Any) -> None:
+def plain_loop(module: Weighing, batches: Any, epochs: int, accumulate: int, clip: Any) -> None:
     """What every strategy must come to, bit for bit."""
-    configured = module.configure(module.net)
+    configured = module.configure(module)
     scheduler = configured["lr_scheduler"]["scheduler"] if isinstance(configured, dict) else None
     found = configured["optimizer"] if isinstance(configured, dict) else configured
     optimizers = found if isinstance(found, list) else [found]
@@ -194,8 +190,7 @@ def plain_loop(module: Regression, batches: Any, epochs: int, accumulate: int, c
 @pytest.fixture
 def trainer(tmp_path: Path) -> Callable[..., Trainer]:
     def build(strategy: Strategy, **arguments: Any) -> Trainer:
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 2}
-        return Trainer(**{**quiet, "default_root_dir": tmp_path, "strategy": strategy, **arguments})
+        return Trainer(**{**QUIET, "max_epochs": 2, "default_root_dir": tmp_path, "strategy": strategy, **arguments})
 
     return build
 
@@ -211,7 +206,7 @@ def test_weights_equal_those_of_the_plain_loop(
     make: Make, trainer: Any, configure: Any, accumulate: int, clip: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
-    module = Regression(configure)
+    module = Weighing(configure)
     plain = copy.deepcopy(module)
     state = torch.get_rng_state()
     run = trainer(make(**clip), accumulate_grad_batches=accumulate, **trainer_clip(clip))
@@ -228,14 +223,14 @@ def test_weights_equal_those_of_the_plain_loop(
 def test_an_engine_really_steps_by_itself(trainer: Any) -> None:
     strategy = FusedStrategy()
     run = trainer(strategy, accumulate_grad_batches=4)
-    run.fit(Regression(adamw), data())
+    run.fit(Weighing(adamw), data())
     assert strategy.fused_steps == run.global_step == 6
 
 
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_a_window_weighted_by_items_equals_the_big_batch(make: Make, trainer: Any, accumulate: int) -> None:
     torch.manual_seed(0)
-    module = Regression(lambda net: SGD(net.parameters(), lr=0.1), weighs=True)
+    module = Weighing(lambda net: SGD(net.parameters(), lr=0.1), weighs=True)
     module.net[2] = nn.Identity()
     whole = copy.deepcopy(module)
     parts = data(accumulate, sizes=(1, 5, 2))
@@ -253,7 +248,7 @@ class Short(list[Any]):
 
 def test_a_window_that_closes_early_is_divided_by_its_true_length(make: Make, trainer: Any) -> None:
     torch.manual_seed(0)
-    module = Regression(lambda net: SGD(net.parameters(), lr=0.1))
+    module = Weighing(lambda net: SGD(net.parameters(), lr=0.1))
     module.net[2] = nn.Identity()
     plain = copy.deepcopy(module)
     with pytest.warns(UserWarning, match="says that it has 9 batches and ended after 6"):
@@ -269,14 +264,14 @@ OF_TWO_WINDOWS = ["on_before_zero_grad", *BACKWARD, "on_train_batch_end", *LAST,
 """The hooks of a window of two batches, and of one of a single batch."""
 
 
-def recording() -> tuple[list[str], Regression]:
+def recording() -> tuple[list[str], Weighing]:
     """A module that notes the hooks around its steps, and its notes."""
     calls: list[str] = []
 
     def recorder(hook: str) -> Callable[..., None]:
         return lambda self, *args: calls.append(hook)
 
-    return calls, type("Recording", (Regression,), {hook: recorder(hook) for hook in OF_TWO_WINDOWS})(adamw)
+    return calls, type("Recording", (Weighing,), {hook: recorder(hook) for hook in OF_TWO_WINDOWS})(adamw)
 
 
 def test_hooks_around_the_step_come_in_their_order(make: Make, trainer: Any) -> None:
@@ -286,7 +281,7 @@ def test_hooks_around_the_step_come_in_their_order(make: Make, trainer: Any) -> 
 
 
 def test_manual_optimisation_has_the_weights_of_the_plain_loop(make: Make, trainer: Any) -> None:
-    class Manual(Regression):
+    class Manual(Weighing):
         def __init__(self) -> None:
             super().__init__(lambda net: SGD(net.parameters(), lr=0.1))
             self.automatic_optimization = False
@@ -310,7 +305,7 @@ def test_manual_optimisation_has_the_weights_of_the_plain_loop(make: Make, train
 @pytest.mark.parametrize("other", STRATEGIES)
 def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp_path: Path, other: str) -> None:
     torch.manual_seed(0)
-    whole = Regression(adamw)
+    whole = Weighing(adamw)
     half = copy.deepcopy(whole)
     state = torch.get_rng_state()
     trainer(make(), max_epochs=4, accumulate_grad_batches=3).fit(whole, data(), data(2))
@@ -318,7 +313,7 @@ def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp
     first = trainer(make(), max_steps=6, max_epochs=4, accumulate_grad_batches=3)
     first.fit(half, data(), data(2))
     path = first.save_checkpoint(tmp_path / "half")
-    resumed = Regression(adamw)
+    resumed = Weighing(adamw)
     second = trainer(STRATEGIES[other](), max_epochs=4, accumulate_grad_batches=3)
     second.fit(resumed, data(), data(2), ckpt_path=path)
     for expected, found in zip(whole.parameters(), resumed.parameters(), strict=True):
@@ -327,7 +322,7 @@ def test_a_checkpoint_resumes_under_every_strategy(make: Make, trainer: Any, tmp
 
 
 def test_evaluation_equals_the_plain_module(make: Make, trainer: Any) -> None:
-    run, module = trainer(make()), Regression(adamw)
+    run, module = trainer(make()), Weighing(adamw)
     [values] = run.validate(module, data(3), verbose=False)
     module.eval()
     with torch.no_grad():
@@ -340,7 +335,7 @@ def test_evaluation_equals_the_plain_module(make: Make, trainer: Any) -> None:
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
 def test_every_precision_trains_in_its_dtype(make: Make, trainer: Any, precision: str) -> None:
-    module = Regression(adamw)
+    module = Weighing(adamw)
     run = trainer(make(), precision=precision)
     run.fit(module, data(3), data(1))
     assert run.precision == precision and run.global_step == 6
@@ -350,7 +345,7 @@ def test_every_precision_trains_in_its_dtype(make: Make, trainer: Any, precision
 
 
 def test_closures_run_or_are_refused_by_name(make: Make, trainer: Any) -> None:
-    module = Regression(lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3))
+    module = Weighing(lambda net: torch.optim.LBFGS(net.parameters(), max_iter=3))
     strategy = make()
     if strategy.supports_closure:
         run = trainer(strategy, max_epochs=1)
@@ -395,12 +390,11 @@ def test_a_strategy_is_set_up_and_torn_down_twice(make: Make) -> None:
 def test_init_module_in_the_precision_of_the_trainer(make: Make, trainer: Any) -> None:
     run = trainer(make(), precision="64-true")
     with run.init_module():
-        module = Regression(adamw)
+        module = Weighing(adamw)
     assert module.dtype == torch.float64 and run.strategy.precision.name == "64-true"
 
 
 # several ranks --------------------------------------------------------------------------------------------------------
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -417,7 +411,7 @@ def ranks_against_one(name: str) -> list[str]:
         (scheduled, 3, {}, True),
     ]:
         torch.manual_seed(0)
-        module = Regression(configure, weighs)
+        module = Weighing(configure, weighs)
         module.net[2] = nn.Identity()
         plain = copy.deepcopy(module)
         batches = data(20, sizes=(4, 4, 2, 2) if weighs else (4,))
@@ -468,13 +462,28 @@ def hooks_and_collectives(name: str) -> tuple[list[str], list[str]]:
     return calls, wrong
 
 
-def both(name: str) -> tuple[list[str], list[str], list[str]]:
-    return (ranks_against_one(name), *hooks_and_collectives(name))
+def on_a_rank(name: str) -> dict[str, list[str]]:
+    wrong = ranks_against_one(name)
+    calls, collectives = hooks_and_collectives(name)
+    return {"weights": wrong, "hooks": calls, "collectives": collectives}
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
-def test_ddp_and_fsdp_call_hooks_in_the_same_order(name: str) -> None:
-    assert run_world(2, both, name) == [([], OF_TWO_WINDOWS, [])] * 2
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, list[str]]]:
+    """What each of two ranks found under a strategy."""
+    return run_world(2, on_a_rank, request.param)
+
+
+def test_two_ranks_train_the_weights_of_one_with_the_batches_of_both(ranks: list[dict[str, list[str]]]) -> None:
+    assert [rank["weights"] for rank in ranks] == [[], []]
+
+
+def test_two_ranks_call_the_hooks_of_one(ranks: list[dict[str, list[str]]]) -> None:
+    assert [rank["hooks"] for rank in ranks] == [OF_TWO_WINDOWS] * 2
+
+
+def test_collectives_of_two_ranks_return_what_they_promise(ranks: list[dict[str, list[str]]]) -> None:
+    assert [rank["collectives"] for rank in ranks] == [[], []]
 
 
 def test_gradients_that_are_all_sparse_are_scaled() -> None:

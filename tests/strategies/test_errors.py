@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Line
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies.errors import is_out_of_memory
 
 
@@ -33,19 +34,11 @@ class TwoArguments(RuntimeError):
 def test_out_of_memory_errors_are_explained(error: Exception, tmp_path: Path) -> None:
     assert is_out_of_memory(error)
 
-    class Short(TrainModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = torch.nn.Linear(2, 1)
-
+    class Short(Line):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             raise error
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    off: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **off)
+    trainer = Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path)
     kind = RuntimeError if isinstance(error, TwoArguments) else type(error)
     with pytest.raises(kind, match=r"out of memory on cpu in step 0.*\(2, 2\) float32.*Try \(1\)") as caught:
         trainer.fit(Short(), [torch.ones(2, 2)])

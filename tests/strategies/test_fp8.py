@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import Tensor, nn
 from torchao.float8.config import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
@@ -24,12 +25,6 @@ from leyden.strategies.precision.fp8_config import precision_of_config, without_
 BY_ROWS = pytest.mark.skipif(
     not fp8._cpu_scales_rows(), reason=f"on a CPU torch {torch.__version__} has one scale for a whole operand"
 )
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "accelerator": "cpu",
-}
 
 
 class Net(nn.Module):
@@ -348,20 +343,26 @@ def test_a_torchao_that_does_not_go_with_torch_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torchao.float8.float8_linear", None)
     with pytest.raises(
         ConfigurationError, match=r"torchao [\d.]+ does not go with torch [\d.]+.*: import of torchao"
-    ) as told:
+    ) as caught:
         Trainer(**QUIET, precision="fp8").fit(build(), batches())
-    assert "pip install 'torchao==" in str(told.value)
+    assert "pip install 'torchao==" in str(caught.value)
 
 
-def test_invalid_settings_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="Did you mean 'rowwise'"):
-        Float8Precision("rowise")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="goes with recipe='tensorwise' and not with 'rowwise'"):
-        Float8Precision("rowwise", enable_fsdp_float8_all_gather=True)
-    with pytest.raises(ConfigurationError, match="in_evaluation=False evaluates in bf16"):
-        Float8Precision(enable_fsdp_float8_all_gather=True, in_evaluation=False)
-    with pytest.raises(ConfigurationError, match=r"give a list of classes or names, as skip=\['head'\]"):
-        Float8Precision(skip="head")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"recipe": "rowise"}, "Did you mean 'rowwise'"),
+        (
+            {"recipe": "rowwise", "enable_fsdp_float8_all_gather": True},
+            "goes with recipe='tensorwise' and not with 'rowwise'",
+        ),
+        ({"enable_fsdp_float8_all_gather": True, "in_evaluation": False}, "in_evaluation=False evaluates in bf16"),
+        ({"skip": "head"}, r"give a list of classes or names, as skip=\['head'\]"),
+    ],
+)
+def test_invalid_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Float8Precision(**settings)
 
 
 def test_the_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from models import QUIET, Squares
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies import Strategy
 
 LISTED = re.findall(r"^    (\[?)([a-z_]+)\]?(?: |$)", inspect.getdoc(Strategy) or "", re.M)
@@ -52,37 +52,23 @@ def recorded(calls: list[str]) -> type[Strategy]:
     return type("Recorded", (Strategy,), {name: recorder(name) for name in methods() - FOR_USERS})
 
 
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(3, 1)
-
+class Net(Squares):
     def configure_model(self) -> None:
         """Called in the strategy's model_context."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return (self.net(batch) - 1).square().mean()
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.net(batch).mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.1)
 
 
 def calls_of_a_fit(folder: Path) -> list[str]:
     calls: list[str] = []
     trainer = Trainer(
+        **{**QUIET, "enable_checkpointing": True},
         strategy=recorded(calls)(),
         default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
         max_epochs=1,
         num_sanity_val_steps=0,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
     )
-    trainer.fit(Net(), [torch.randn(2, 3)] * 4, [torch.randn(2, 3)] * 2)
+    trainer.fit(Net(), [torch.randn(2, 2)] * 4, [torch.randn(2, 2)] * 2)
     return calls
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -50,8 +51,7 @@ class Looking(TrainModule):
 
 @pytest.fixture
 def quiet(tmp_path: Any) -> dict[str, Any]:
-    off = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return {**off, "max_epochs": 1, "accelerator": "cpu", "default_root_dir": tmp_path}
+    return {**QUIET, "max_epochs": 1, "default_root_dir": tmp_path}
 
 
 BATCHES = [(torch.ones(2, 4), torch.arange(2)) for _ in range(3)]
@@ -127,10 +127,9 @@ def test_a_users_precision_scales_the_loss(quiet: Any) -> None:
 
 
 def test_a_strategy_keeps_its_precision_unless_one_is_given() -> None:
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False}
     strategy = SingleDeviceStrategy("cpu", MixedPrecision("bf16"))
-    assert Trainer(strategy=strategy, **quiet).precision == "bf16-mixed"
-    assert Trainer(strategy=strategy, precision="64", **quiet).precision == "64-true"
+    assert Trainer(**QUIET, strategy=strategy).precision == "bf16-mixed"
+    assert Trainer(**QUIET, strategy=strategy, precision="64").precision == "64-true"
 
 
 def test_a_device_that_cannot_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""What a run tells its strategy before it trains, and the schedulers that a strategy's own settings bring."""
+"""The settings that a strategy receives before training, and the schedulers that it adds."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from models import QUIET, Line
+from torch import Tensor
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies import SingleDeviceStrategy
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.settings import RunSettings
 
 
-class Told(SingleDeviceStrategy):
-    """Keeps what it is told, refuses a batch size, and halves the learning rate in each step."""
+class Halving(SingleDeviceStrategy):
+    """Keeps its settings, refuses a batch size, and halves the learning rate in each step."""
 
     def __init__(self, refuses: int | None = None) -> None:
         super().__init__("cpu")
-        self.told: list[RunSettings] = []
+        self.settings: list[RunSettings] = []
         self.refuses = refuses
 
     def check_settings(self, settings: RunSettings) -> None:
-        self.told.append(settings)
+        self.settings.append(settings)
         if settings.batch_size == self.refuses is not None:
             raise ConfigurationError(f"batch_size={self.refuses}: use another.")
 
@@ -33,33 +34,33 @@ class Told(SingleDeviceStrategy):
         return [LambdaLR(self.optimizers[0], lambda step: 0.5**step)]
 
 
-class Net(TrainModule):
+class Net(Line):
+    """Notes the rate of each step."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Linear(2, 1)
         self.rates: list[float] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
-        return self.net(batch).mean()
+        return super().training_step(batch, batch_idx)
 
     def configure_optimizers(self) -> Any:
         optimizer = SGD(self.parameters(), lr=1.0)
         return [optimizer], [StepLR(optimizer, 100)]
 
 
-def fit(strategy: Told, **arguments: Any) -> tuple[Trainer, Net]:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "max_epochs": 1}
-    trainer, module = Trainer(strategy=strategy, **{**quiet, **arguments}), Net()
+def fit(strategy: Halving, **arguments: Any) -> tuple[Trainer, Net]:
+    trainer, module = Trainer(**QUIET, strategy=strategy, max_epochs=1, **arguments), Net()
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(15, 2), batch_size=3))
     return trainer, module
 
 
 def test_a_strategy_gets_each_setting_as_soon_as_it_is_known() -> None:
-    strategy = Told()
+    strategy = Halving()
     fit(strategy, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    made, prepared, loaded = strategy.told
-    for settings in strategy.told:
+    made, prepared, loaded = strategy.settings
+    for settings in strategy.settings:
         assert (settings.accumulation, settings.clip_value, settings.clip_algorithm) == (2, 0.5, "norm")
         assert (settings.manual, settings.own_backward) == (False, False)
     assert (made.optimizers, made.batch_size) == (None, None)
@@ -69,11 +70,11 @@ def test_a_strategy_gets_each_setting_as_soon_as_it_is_known() -> None:
 
 def test_a_refused_setting_ends_the_run_before_the_first_step() -> None:
     with pytest.raises(ConfigurationError, match="batch_size=3: use another"):
-        fit(Told(refuses=3))
+        fit(Halving(refuses=3))
 
 
 def test_a_strategys_schedulers_step_beside_the_modules() -> None:
-    trainer, module = fit(Told(), accumulate_grad_batches=2)
+    trainer, module = fit(Halving(), accumulate_grad_batches=2)
     assert [type(config.scheduler) for config in trainer.lr_scheduler_configs] == [StepLR, LambdaLR]
     assert module.rates == [1.0, 1.0, 0.5, 0.5, 0.25]
     assert trainer.global_step == 3

@@ -9,23 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD
+from models import QUIET, Line
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies import find_strategy
 from leyden.strategies.deepspeed.config import ARGUMENTS, ZeroConfig
 from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 from leyden.strategies.errors import ConfigurationError, MissingExtraError
 from leyden.strategies.settings import RunSettings
 
-QUIET = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "max_steps": 1,
-}
+SETTINGS = {**QUIET, "max_steps": 1}
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
 
@@ -35,7 +28,7 @@ def stage(number: int, **more: Any) -> dict[str, Any]:
 
 
 def trained(config: dict[str, Any] | None = None, strategy: dict[str, Any] | None = None, **trainer: Any) -> Trainer:
-    return Trainer(strategy=DeepSpeedStrategy(config=config, **(strategy or {})), **{**QUIET, **trainer})
+    return Trainer(strategy=DeepSpeedStrategy(config=config, **(strategy or {})), **{**SETTINGS, **trainer})
 
 
 def checked(config: dict[str, Any], **settings: Any) -> None:
@@ -232,7 +225,7 @@ def test_what_belongs_to_the_run_is_filled_in_and_the_rest_stays() -> None:
     config = ZeroConfig(given)
     config.check(RunSettings(accumulation=4, batch_size=2, clip_value=0.5, optimizers=1), world_size=2)
     assert config.build(precision="bf16-true", device="cpu", micro_batch=2) == {
-        # The window's end is told, and its true length divides.
+        # The engine learns the window's end, and its true length divides.
         "gradient_accumulation_steps": 1,
         # The run's clipping is set before each step.
         "gradient_clipping": 0.0,
@@ -354,19 +347,12 @@ def test_every_plain_argument_lands_in_its_place() -> None:
 
 
 # before training ------------------------------------------------------------------------------------------------------
-class Net(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(2, 1)
-
+class Untrained(Line):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise AssertionError("nothing may be trained")
-
-    def configure_optimizers(self) -> Any:
-        return SGD(self.parameters(), lr=0.1)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "deepspeed", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'leyden\[deepspeed\]'"):
-        Trainer(strategy="deepspeed", **QUIET).fit(Net(), [torch.ones(2, 2)])
+        Trainer(strategy="deepspeed", **SETTINGS).fit(Untrained(), [torch.ones(2, 2)])

@@ -52,19 +52,19 @@ def test_classes_and_their_names_choose_groups(policy: Any) -> None:
     assert choose(Model(), {"Decoder"}).names == ["decoder.0", "decoder.1"]
 
 
-def test_classes_that_the_model_lacks_are_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"names Blocks, and the model has no such module. Did you mean 'Block'\?"
-    ):
-        choose(Model(), {"Blocks"})
-    with pytest.raises(ConfigurationError, match="names Conv2d"):
-        choose(Model(), {nn.Conv2d})
-    with pytest.raises(ConfigurationError, match="holds 3: give classes of modules"):
-        choose(Model(), [3])  # type: ignore[list-item]
-    with pytest.raises(ConfigurationError, match="auto_wrap_policy=True: give 'auto'"):
-        choose(Model(), True)
-    with pytest.raises(ConfigurationError, match="'encoder', a ModuleList, which has no forward"):
-        choose(Model(), {nn.ModuleList})
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"Blocks"}, r"names Blocks, and the model has no such module. Did you mean 'Block'\?"),
+        ({nn.Conv2d}, "names Conv2d"),
+        ([3], "holds 3: give classes of modules"),
+        (True, "auto_wrap_policy=True: give 'auto'"),
+        ({nn.ModuleList}, "'encoder', a ModuleList, which has no forward"),
+    ],
+)
+def test_a_policy_that_chooses_no_layer_is_refused(policy: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        choose(Model(), policy)
 
 
 @pytest.mark.parametrize("least", [12, 30, 45, 60])

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,14 +55,8 @@ def loader(count: int = 12) -> DataLoader[Any]:
 
 
 def make(tmp_path: Path, strategy: str = "ddp_fork", devices: int = 2, **arguments: Any) -> Trainer:
-    quiet = {
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_progress_bar": False,
-        "default_root_dir": tmp_path,
-        "max_epochs": 2,
-    }
-    return Trainer(strategy=strategy, devices=devices, **{**quiet, "enable_checkpointing": False, **arguments})
+    settings = {**QUIET, "default_root_dir": tmp_path, "max_epochs": 2}
+    return Trainer(strategy=strategy, devices=devices, **{**settings, **arguments})
 
 
 @pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])

@@ -1,0 +1,55 @@
+"""On ranks too, at most six of Leyden's frames lie between `fit()` and the user's `training_step`."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares, result_of
+from ranks.world import run_world
+
+from leyden import Trainer
+
+
+class Looking(Squares):
+    """Notes the frames of Leyden's that stand above its step."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not manual
+        self.frames: list[str] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        stack = traceback.extract_stack()[:-1]
+        names = [frame.name for frame in stack if f"{os.sep}leyden{os.sep}" in frame.filename]
+        self.frames = names[names.index("fit") :]
+        return result_of(self, self.loss(batch))
+
+
+CASES = [(strategy, manual) for strategy in ("ddp", "fsdp") for manual in (False, True)]
+
+
+def look() -> dict[tuple[str, bool], list[str]]:
+    found = {}
+    for strategy, manual in CASES:
+        module = Looking(manual)
+        trainer = Trainer(**QUIET, strategy=strategy, max_epochs=1, use_distributed_sampler=False)
+        trainer.fit(module, [torch.ones(2, 2)])
+        found[strategy, manual] = module.frames
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[tuple[str, bool], list[str]]]:
+    """What each of two ranks found."""
+    return run_world(2, look)
+
+
+@pytest.mark.parametrize(("strategy", "manual"), CASES)
+def test_at_most_six_frames_lie_between_fit_and_training_step(ranks: Any, strategy: str, manual: bool) -> None:
+    last = "forward" if manual else "forward_backward"
+    for found in ranks:
+        assert found[strategy, manual] == ["fit", "_carry_out", "run", "_epoch", "run", last]
