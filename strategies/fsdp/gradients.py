@@ -18,18 +18,21 @@ UNSHARDABLE = {
     "Muon": "orthogonalises whole matrices, of which a rank has only some rows",
     "Rprop": "writes to single elements by an index, which torch cannot do on shards",
     "LBFGS": "takes products over all parameters, and evaluates the loss again",
+    "Shampoo": "preconditions whole matrices, of which a rank has only a part",
+    "SOAP": "preconditions whole matrices, of which a rank has only a part",
     "SparseAdam": "needs sparse gradients, which are not sharded",
 }
 
 
 def check_optimizer(optimizer: Optimizer) -> None:
-    """Refuses an optimizer of torch whose step is wrong, or fails, on shards.
+    """Refuses an optimizer whose step is wrong, or fails, on shards.
 
     Raises:
         ConfigurationError: says why.
     """
     for kind in type(optimizer).__mro__:
-        if kind.__module__.startswith("torch.optim") and kind.__name__ in UNSHARDABLE:
+        known = kind.__module__.startswith("torch.optim") or kind.__name__ in ("Shampoo", "SOAP")
+        if known and kind.__name__ in UNSHARDABLE:
             raise ConfigurationError(
                 f"{kind.__name__} {UNSHARDABLE[kind.__name__]}: use AdamW, SGD or another that works element by "
                 "element, or strategy='ddp'."

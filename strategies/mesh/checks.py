@@ -49,6 +49,20 @@ def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -
             )
 
 
+def check_whole(root: nn.Module) -> None:
+    """Refuses layers that read their weights past the module, and so would go on with those from before.
+
+    Raises:
+        ConfigurationError: names the layer.
+    """
+    for name, module in root.named_modules():
+        if isinstance(module, nn.RNNBase):
+            raise ConfigurationError(
+                f"{name!r} is {kind_of(module)}, which keeps its weights in a list of its own that tensor parallelism "
+                "cannot replace: use strategy='fsdp' or 'ddp' for this model."
+            )
+
+
 def heads_of(module: nn.Module) -> dict[str, int]:
     """The attributes in which a module counts its heads."""
     return {name: vars(module)[name] for name in HEADS if type(vars(module).get(name)) is int}

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 
 class Draws:
@@ -16,18 +18,26 @@ class Draws:
     common state: so a forward that is run again in backward, by activation checkpointing, drops the same again.
 
     Args:
-        rank: this one, within its tp group.
+        mesh: the `tp` dimension.
         device: whose random numbers are switched beside the CPU's.
     """
 
-    def __init__(self, rank: int, device: torch.device) -> None:
-        self._rank = rank
+    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = device.index if device.index is not None else torch.cuda.current_device()
             self._generators.append(torch.cuda.default_generators[index])
         self._active = False
         self._alike: list[torch.Tensor] | None = None
+
+    def agree(self) -> None:
+        """Every rank of the tp group continues with the first one's state, as one process would."""
+        group = self._mesh.get_group()
+        for generator in self._generators:
+            state = generator.get_state().to(self._device)
+            dist.broadcast(state, group=group, group_src=0)
+            generator.set_state(state.cpu())
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -47,7 +57,7 @@ class Draws:
             seed = int(torch.randint(2**62, ()))
             self._alike = [generator.get_state() for generator in self._generators]
             for generator in self._generators:
-                generator.manual_seed(seed + self._rank)
+                generator.manual_seed(seed + self._mesh.get_local_rank())
         else:
             assert self._alike is not None
             for generator, state in zip(self._generators, self._alike, strict=True):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied
+from leyden.strategies.mesh.alike import check_batch
+from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole
+from leyden.strategies.mesh.draws import Draws
 from leyden.strategies.mesh.experts import SPLITS, Experts, check_experts, check_split
 from leyden.strategies.mesh.local_views import LocalViews
 from leyden.strategies.mesh.styles import (
@@ -27,6 +31,7 @@ from leyden.strategies.mesh.styles import (
     grad_placement,
     placed,
 )
+from leyden.strategies.process_group import GroupRanks
 
 if TYPE_CHECKING:
     from leyden.strategies.fsdp.values import Slot
@@ -171,16 +176,46 @@ class TensorParallel:
     Args:
         plan: what is split, and how.
         mesh: the `tp` dimension.
-        draws: see `Style`.
+        device: of this rank.
     """
 
-    def __init__(self, plan: Plan, mesh: DeviceMesh, draws: Callable[[bool], None]) -> None:
+    def __init__(self, plan: Plan, mesh: DeviceMesh, device: torch.device) -> None:
         self.plan, self.mesh = plan, mesh
-        self.views = LocalViews(mesh)
-        self.entrance = Entrance()
-        self._draws = draws
+        self._views = LocalViews(mesh)
+        self._entrance = Entrance()
+        self._draws = Draws(mesh, device)
         self._styles: dict[nn.Module, ParallelStyle] = {}
         self._names: dict[nn.Module, str] = {}
+
+    def start(self, ranks: GroupRanks, batch: Any) -> None:
+        """Begins a run with its first batch: the ranks of the group have the same, and the same random numbers.
+
+        Raises:
+            ConfigurationError: if they were given different batches.
+        """
+        check_batch(ranks, self.mesh, batch)
+        self._draws.agree()
+
+    @property
+    def is_running(self) -> bool:
+        """True within `running`."""
+        return self._views.are_active
+
+    @contextmanager
+    def running(self, trains: bool) -> Iterator[None]:
+        """The context in which the model runs forward and backward.
+
+        Args:
+            trains: random numbers differ between ranks where activations do.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._entrance.clear)
+            stack.enter_context(self._views.active())
+            if trains:
+                stack.enter_context(self._draws.active())
+            if self.plan.splits_loss:
+                stack.enter_context(loss_parallel())
+            yield
 
     def begin(self, root: nn.Module) -> None:
         """Takes a model whose parameters are still whole.
@@ -200,6 +235,7 @@ class TensorParallel:
             check_layer(name, modules[name], style, self.mesh.size())
             if isinstance(style, Experts):
                 check_experts(name, modules[name], style, self.mesh.size())
+        check_whole(root)
         check_counted(root, self._styles, self.mesh.size())
         check_tied(root, self.placement)
         for name, style in found.items():
@@ -217,7 +253,7 @@ class TensorParallel:
         kind, arguments = STYLES[style]
         if kind is Experts:
             arguments = {"splits": splits}
-        return kind(entrance=self.entrance, sequence=self.plan.is_sequence, draws=self._draws, **arguments)
+        return kind(entrance=self._entrance, sequence=self.plan.is_sequence, draws=self._draws.switch, **arguments)
 
     def placement(self, module: nn.Module, name: str) -> Placement | None:
         """How a parameter is going to be placed; None where a style of torch's decides."""
@@ -246,10 +282,10 @@ class TensorParallel:
         for name, parameter in left.items():
             module._parameters[name] = placed(parameter, self.mesh, Replicate())
         if isinstance(style, Experts):
-            self.views.give(module, style.placements(module))
+            self._views.give(module, style.placements(module))
         reads_plain = style is None or isinstance(style, (Replicated, Sequence, Heads))
         if reads_plain and module._parameters:
-            self.views.give(module, {name: gradient for name, p in module._parameters.items() if p is not None})
+            self._views.give(module, {name: gradient for name, p in module._parameters.items() if p is not None})
 
 
 def _ties(slots: Iterable[Slot]) -> list[list[Slot]]:

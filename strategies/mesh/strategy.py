@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from leyden.strategies.batch import map_tensors
@@ -17,8 +16,8 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.policy import WrapPolicy
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
-from leyden.strategies.mesh.draws import Draws
-from leyden.strategies.mesh.gradients import check_alike, sum_partial
+from leyden.strategies.fsdp.values import Slot
+from leyden.strategies.mesh.alike import check_alike, sum_partial
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, plan_of
@@ -72,9 +71,8 @@ class MeshStrategy(FSDPStrategy):
         self.mesh: DeviceMesh | None = None
         """The mesh of all ranks, with a name for each dimension; None before the ranks have joined."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
-        self._tensor: TensorParallel | None = None
-        self._draws: Draws | None = None
-        self._is_checked = False
+        self._tensors: list[TensorParallel] = []
+        self._has_run = self._has_stepped = False
 
     # environment ------------------------------------------------------------------------------------------------------
     @property
@@ -92,6 +90,14 @@ class MeshStrategy(FSDPStrategy):
             layout = replace(layout, tp=local if local < world else 2)
         return layout.filled(world)
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.layout.tp > 1 and self.precision.form:
+            raise ConfigurationError(
+                f"tp={self.layout.tp} splits layers, and precision {self.precision.form!r} replaces them by its own: "
+                "use precision='bf16-mixed', or tp=1."
+            )
+
     def make_mesh(self) -> DeviceMesh | None:
         self.layout, self._splits_by_machine = self._filled, False
         self.mesh = self.layout.mesh(self.root_device.type)
@@ -105,8 +111,13 @@ class MeshStrategy(FSDPStrategy):
     def device_mesh(self) -> DeviceMesh | None:
         return self.mesh
 
+    def release(self) -> None:
+        self._tensors = []
+        super().release()
+
     def teardown(self) -> None:
-        self._is_checked = False
+        self._has_run = self._has_stepped = False
+        self._tensors = []
         super().teardown()
 
     @property
@@ -116,32 +127,32 @@ class MeshStrategy(FSDPStrategy):
         )
 
     # modules and optimizers -------------------------------------------------------------------------------------------
-    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
-        if self.layout.tp > 1 and self._tensor is None:
-            assert self.mesh is not None
-            group = self.mesh["tp"]
-            self._draws = Draws(group.get_local_rank(), self.root_device)
-            plans = [self._plan] if self._plan is not None else [plan_of(module) for module in modules]
-            plan = next((plan for plan in plans if plan is not None), None)
-            if plan is None:
-                raise ConfigurationError(
-                    f"tp={self.layout.tp} needs a plan of what is split: give MeshStrategy(plan={{pattern: style}}), "
-                    "or the module a parallel_plan()."
-                )
-            self._tensor = TensorParallel(plan, group, self._draws.switch)
-        return super().setup_modules(modules)
-
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
         added = super().add_module(module, moves)
-        if self._tensor is not None:
+        if self._tensors:
             run_in_steps(added, self.step_context)
         return added
 
-    def split_for(self, module: nn.Module) -> Any:
-        if self._tensor is None:
+    def split_for(self, module: nn.Module) -> Callable[[list[Slot]], None] | None:
+        if self.layout.tp == 1:
             return None
-        self._tensor.begin(module)
-        return self._tensor.split
+        assert self.mesh is not None
+        plan = self._plan or plan_of(module)
+        if plan is None:
+            raise ConfigurationError(
+                f"tp={self.layout.tp} needs a plan of what is split: give MeshStrategy(plan={{pattern: style}}), or "
+                "the module a parallel_plan()."
+            )
+        tensor = TensorParallel(plan, self.mesh["tp"], self.root_device)
+        tensor.begin(module)
+        module.__dict__["_leyden_tensor"] = tensor
+        return tensor.split
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        super().setup_modules(modules)
+        found = [module.__dict__.get("_leyden_tensor") for module in self.modules]
+        self._tensors += [tensor for tensor in found if tensor is not None and tensor not in self._tensors]
+        return self.modules
 
     # the step ---------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -154,26 +165,26 @@ class MeshStrategy(FSDPStrategy):
         Args:
             trains: False for evaluation, whose random numbers are left alone.
         """
-        if self._tensor is None or self._draws is None or self._tensor.views.are_active:
-            yield
-            return
         with ExitStack() as stack:
-            stack.callback(self._tensor.entrance.clear)
-            stack.enter_context(self._tensor.views.active())
-            if trains:
-                stack.enter_context(self._draws.active())
-            if self._splits_loss:
-                stack.enter_context(loss_parallel())
+            # Entered once: a loop of the user's own enters it for backward, inside of which a forward may run again.
+            for tensor in self._tensors:
+                if not tensor.is_running:
+                    stack.enter_context(tensor.running(trains))
             yield
 
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
-        with self.step_context(trains=True):
+        if not self._has_run:
+            self._start(batch)
+        with self.step_context():
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
-        return map_tensors(outputs, whole) if self._splits_loss else outputs
+        # A loss is a DTensor where its logits are split.
+        return map_tensors(outputs, whole) if any(tensor.plan.splits_loss for tensor in self._tensors) else outputs
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        if not self._has_run:
+            self._start(batch)
         with self.step_context(trains=self.modules[0].training):
             return super().forward(step_fn, batch, extra)
 
@@ -181,18 +192,18 @@ class MeshStrategy(FSDPStrategy):
         with self.step_context():
             super().backward(loss, *args, **kwargs)
 
-    @property
-    def _splits_loss(self) -> bool:
-        """True where logits are split by class, so that the loss of a step is a DTensor."""
-        return self._tensor is not None and self._tensor.plan.splits_loss
+    def _start(self, batch: Any) -> None:
+        self._has_run = True
+        for tensor in self._tensors:
+            tensor.start(self.ranks, batch)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        if self._tensor is not None:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for tensor in self._tensors[:1]:
             sum_partial(parameters)
-            if not self._is_checked:
-                self._is_checked = True
-                check_alike(self._tensor.mesh, self.modules, parameters)
+            if not self._has_stepped:
+                check_alike(tensor.mesh, self.modules, parameters)
+        self._has_stepped = True
         super().before_step(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, and what it holds meanwhile."""
+"""What a rank reads, holds and sends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from leyden.trainer.format import safefile
@@ -38,6 +39,23 @@ class Peak(TorchDispatchMode):
                 self.most = max(self.most, self.now)
                 weakref.finalize(storage, self._free, key, size)
         return out
+
+
+class Messages(TorchDispatchMode):
+    """How often each collective ran within it, whichever library called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            # It comes back here with the tensors of this rank.
+            return NotImplemented
+        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func._opname:
+            name = func._opname.strip("_").replace("_into_tensor", "").replace("_base", "").rstrip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -1,8 +1,10 @@
-"""Gradients under a plan: those of which each rank has a part of the sum, and those that every rank must have alike."""
+"""What the ranks of a tp group must have alike, and gradients of which each of them has a part of the sum."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,10 +12,32 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.process_group import GroupRanks
 
 APART = 1e-3
 """How far gradients may differ, relative to their size, that kernels of the same numbers compute."""
+
+
+def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
+    """Finds a tp group whose ranks were given different batches, once in a run.
+
+    Raises:
+        ConfigurationError: on every rank of the group.
+    """
+    seen: list[str] = []
+    map_tensors(batch, lambda tensor: seen.append(f"{tuple(tensor.shape)} {tensor.dtype} {_digest(tensor)}"))
+    if ranks.differing("; ".join(seen), mesh.get_group()):
+        raise ConfigurationError(
+            "the ranks of a tp group were given different batches, and they share one model: let the Trainer shard the "
+            "loader, or deal samples to strategy.data_size readers, of which this rank is strategy.data_rank."
+        )
+
+
+def _digest(tensor: Tensor) -> str:
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
 def sum_partial(parameters: Iterable[Tensor]) -> None:
@@ -39,8 +63,7 @@ def sum_partial(parameters: Iterable[Tensor]) -> None:
 def check_alike(mesh: DeviceMesh, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
     """Finds a replicated parameter whose gradients differ between the ranks of a tp group, once in a run.
 
-    Such a parameter works on what differs between them, and the plan does not say so; or the ranks were given different
-    batches.
+    Such a parameter works on what differs between them, and the plan does not say so.
 
     Raises:
         ConfigurationError: on every rank of the group; names the parameter.
@@ -73,7 +96,7 @@ def check_alike(mesh: DeviceMesh, modules: Sequence[nn.Module], parameters: Sequ
         raise ConfigurationError(
             f"the gradients of {name!r} differ between the ranks of a tp group, which have it whole. Either its layer "
             "works on what a rank has a part of (heads, the sequence): make it 'replicate_sum' or 'sequence' in the "
-            "plan. Or the ranks of a group were given different batches: let the Trainer shard the loader."
+            "plan. Or its forward draws random numbers of its own, which are not torch's."
         )
 
 

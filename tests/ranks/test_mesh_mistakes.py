@@ -1,0 +1,173 @@
+"""Mistakes on a mesh: one clear error before the first step, on all ranks alike, with every weight as it was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN
+from ranks.world import run_world
+from torch import nn
+
+from leyden.strategies import Float8Precision, MeshStrategy
+from leyden.strategies.errors import ConfigurationError
+
+Mistake = Callable[[GPT], MeshStrategy]
+TP2 = functools.partial(MeshStrategy, dp_shard=1, tp=2)
+MISTAKES: dict[str, tuple[str, Mistake]] = {}
+
+
+def mistake(message: str) -> Callable[[Mistake], Mistake]:
+    def noted(function: Mistake) -> Mistake:
+        MISTAKES[function.__name__] = (message, function)
+        return function
+
+    return noted
+
+
+@mistake("a mesh of dp_shard=-1, tp=3 does not make up 2 ranks: use dp_replicate=1, dp_shard=1, tp=2.")
+def sizes_that_do_not_make_up_the_world(module: GPT) -> MeshStrategy:
+    return MeshStrategy(tp=3, plan=PLAN)
+
+
+@mistake("dp_shard and tp are both -1: only one of them can fill the world.")
+def two_sizes_left_open(module: GPT) -> MeshStrategy:
+    return MeshStrategy(dp_shard=-1, tp=-1, plan=PLAN)
+
+
+@mistake("tp=0: give a number of ranks from 1, or -1 to fill the world.")
+def a_size_of_zero(module: GPT) -> MeshStrategy:
+    return MeshStrategy(tp=0, plan=PLAN)
+
+
+@mistake("pp=2: pipeline parallelism is not part of this version. Leave pp out.")
+def pipeline_stages(module: GPT) -> MeshStrategy:
+    return MeshStrategy(pp=2, plan=PLAN)
+
+
+@mistake("cp=2: context parallelism is not part of this version. Leave cp out.")
+def context_parallel(module: GPT) -> MeshStrategy:
+    return MeshStrategy(cp=2, plan=PLAN)
+
+
+@mistake(
+    "tp=2 needs a plan of what is split: give MeshStrategy(plan={pattern: style}), or the module a parallel_plan()."
+)
+def no_plan(module: GPT) -> MeshStrategy:
+    return TP2()
+
+
+@mistake("the plan has the style 'colwize'. Did you mean 'colwise'?")
+def an_unknown_style(module: GPT) -> MeshStrategy:
+    return TP2(plan={**PLAN, "head": "colwize"})
+
+
+@mistake("the plan's 'blocks.*.upp' matches no module of GPT. Did you mean 'blocks.*.up'?")
+def a_pattern_that_matches_nothing(module: GPT) -> MeshStrategy:
+    return TP2(plan={**PLAN, "blocks.*.upp": "colwise"})
+
+
+@mistake("the plan makes 'norm' colwise, and it is a LayerNorm: only Linear and Embedding layers are split.")
+def a_norm_that_is_split(module: GPT) -> MeshStrategy:
+    return TP2(plan={**PLAN, "norm": "colwise"})
+
+
+@mistake("blocks.0.up.weight has 33 rows, which tp=2 does not divide: pad the layer")
+def a_dimension_that_does_not_divide(module: GPT) -> MeshStrategy:
+    module.blocks[0].up = nn.Linear(32, 33)
+    return TP2(plan=PLAN)
+
+
+@mistake("blocks.0.attention.n_kv_heads is 1, which tp=2 does not divide: choose a tp that divides it.")
+def too_few_key_and_value_heads(module: GPT) -> MeshStrategy:
+    module.blocks[0].attention.n_kv_heads = 1
+    return TP2(plan=PLAN)
+
+
+@mistake("'blocks.0.attention' has n_heads=4, n_kv_heads=2, and under tp=2 each rank has a share of its heads")
+def heads_that_are_not_counted_down(module: GPT) -> MeshStrategy:
+    return TP2(plan={name: style for name, style in PLAN.items() if style != "heads"})
+
+
+@mistake("'tokens.weight' and 'head.weight' are one tensor, and the plan splits it in two ways")
+def tied_weights_split_in_two_ways(module: GPT) -> MeshStrategy:
+    return TP2(plan={**PLAN, "tokens": "colwise"})
+
+
+@mistake("'tokens' has max_norm, which works on whole rows")
+def an_embedding_with_max_norm(module: GPT) -> MeshStrategy:
+    module.tokens.max_norm = 1.0
+    return TP2(plan=PLAN)
+
+
+@mistake("'norm' is an LSTM, which keeps its weights in a list of its own")
+def a_recurrent_layer(module: GPT) -> MeshStrategy:
+    module.norm = nn.LSTM(32, 32)  # type: ignore[assignment]
+    return TP2(plan=PLAN)
+
+
+@mistake("tp=2 splits layers, and precision 'fp8 ")
+def layers_that_a_precision_replaces(module: GPT) -> MeshStrategy:
+    return TP2(plan=PLAN, precision=Float8Precision())
+
+
+@mistake("Muon orthogonalises whole matrices, of which a rank has only some rows: use AdamW")
+def an_optimizer_of_whole_matrices(module: GPT) -> MeshStrategy:
+    module.make = lambda: torch.optim.Muon([p for p in module.parameters() if p.ndim == 2])  # type: ignore[assignment]
+    return TP2(plan=PLAN)
+
+
+@mistake("the ranks of a tp group were given different batches, and they share one model")
+def a_batch_of_its_own_for_each_rank(module: GPT) -> MeshStrategy:
+    strategy = TP2(plan=PLAN)
+    module.batch = lambda: torch.full((2, 16), strategy.ranks.global_rank)  # type: ignore[assignment]
+    return strategy
+
+
+@mistake("needs sequences whose length it divides, and this one has 15 tokens: pad them")
+def a_sequence_that_does_not_divide(module: GPT) -> MeshStrategy:
+    module.batch = lambda: torch.zeros(2, 15, dtype=torch.long)  # type: ignore[assignment]
+    return TP2(plan=SEQUENCE_PLAN)
+
+
+def first_error(make: Mistake) -> tuple[str, bool]:
+    """The error of a run that begins with a mistake, and whether the weights are as they were."""
+    torch.manual_seed(0)
+    module = GPT(counts_items=True)
+    before = [p.detach().clone() for p in module.parameters()]
+    try:
+        begin(make(module), module)
+    except ConfigurationError as error:
+        after = [getattr(p, "full_tensor", lambda p=p: p)() for p in module.parameters()]
+        alike = len(before) == len(after) and all(map(torch.equal, before, after))
+        return str(error), alike or "LSTM" in str(error) or "33 rows" in str(error)
+    return "nothing was refused", True
+
+
+def begin(strategy: MeshStrategy, module: Any) -> None:
+    strategy.setup_environment()
+    strategy.setup_modules([module])
+    make = getattr(module, "make", None) or module.configure_optimizers
+    strategy.setup_optimizers([module], [make()])
+    tokens = module.batch() if hasattr(module, "batch") else torch.zeros(2, 16, dtype=torch.long)
+    strategy.forward(module.training_step, (tokens, tokens), (0,))
+
+
+def all_errors() -> dict[str, tuple[str, bool]]:
+    return {name: first_error(make) for name, (_, make) in MISTAKES.items()}
+
+
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, tuple[str, bool]]]:
+    return run_world(2, all_errors)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_refused_on_every_rank(errors: list[dict[str, tuple[str, bool]]], name: str) -> None:
+    for found, unchanged in (rank[name] for rank in errors):
+        assert MISTAKES[name][0] in found
+        assert unchanged
+    assert errors[0][name] == errors[1][name]
