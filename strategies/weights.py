@@ -116,9 +116,9 @@ def check_partial(module: nn.Module, names: Iterable[str], warns: bool = True) -
             "module as it was saved."
         )
     if warns and (left or bare):
-        told = [f"not loaded, since {kind} has no such weights: {_some(left)}"] if left else []
-        told += [f"left as they are, since the checkpoint has none: {_some(bare)}"] if bare else []
-        warnings.warn(f"not all weights fit {kind}; {'; '.join(told)}.", stacklevel=3)
+        lines = [f"not loaded, since {kind} has no such weights: {_some(left)}"] if left else []
+        lines += [f"left as they are, since the checkpoint has none: {_some(bare)}"] if bare else []
+        warnings.warn(f"not all weights fit {kind}; {'; '.join(lines)}.", stacklevel=3)
 
 
 def _some(names: list[str]) -> str:

@@ -42,6 +42,11 @@ class Window:
     weight: float = 1.0
     idle: bool = False
 
+    def plan(self, length: int) -> None:
+        """Sets the length of the next window; an open one keeps its own."""
+        if not self.is_open:
+            self.length = length
+
     def open(self, length: int, is_last: bool = False) -> None:
         """Begins a new window with its first batch.
 
@@ -72,6 +77,14 @@ class Window:
         """Counts the items of a further batch."""
         self.num_items = self.num_items + num_items  # type: ignore[operator]
 
+    def close_here(self, closes: bool) -> None:
+        """Lets a loop that counts its batches itself decide whether the window closes with the current one."""
+        self.closes = closes
+
+    def end_here(self) -> None:
+        """Cuts the length to the batches that the window has had: the current one is its last."""
+        self.length = self.index + 1
+
     def close_early(self) -> None:
         """Closes the open window with the batch that ended last: no other came."""
         self.index -= 1
@@ -80,6 +93,10 @@ class Window:
     def abandon(self) -> None:
         """Drops the open window, of which no batch was trained."""
         self.is_open = False
+
+    def reset(self) -> None:
+        """Drops the open window and what was accumulated in it: the next batch stands by itself."""
+        self.is_open, self.index, self.closes = False, 0, True
 
     def weigh(self, weight: float, idle: bool) -> None:
         """Sets what the current batch counts for among the ranks (see the attributes)."""

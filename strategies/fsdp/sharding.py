@@ -33,7 +33,7 @@ class Sharding:
         ignored: parameters that stay whole.
         source: the group in which rank 0's values are given to all; None leaves each rank its own.
         values: of the tensors on the meta device.
-        before: told of each module and parameter name when it has its values and is about to be sharded.
+        before: called with each module and parameter name that has its values and is about to be sharded.
         split: splits the layers of a group, whose values every rank has, over the ranks of another dimension.
     """
 

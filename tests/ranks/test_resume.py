@@ -130,7 +130,7 @@ def fail_to_save(folder: str) -> str:
         trainer.fit(Stubborn(), DataLoader(labelled(64), 4))
     except Exception as error:
         failure = process_group._first_failure
-        return f"{type(error).__name__} reported {failure is not None and failure.told}"
+        return f"{type(error).__name__} reported {failure is not None and failure.reported}"
     return "saved"
 
 

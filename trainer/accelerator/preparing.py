@@ -23,7 +23,7 @@ from leyden.trainer.accelerator.loader import PreparedLoader
 from leyden.trainer.accelerator.rank_loaders import rank_loader
 from leyden.trainer.accelerator.scheduler import PreparedScheduler
 from leyden.trainer.data.sources import Composite
-from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, tell
+from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, report
 from leyden.trainer.engine.prepared import PreparedOptimizer, parameters_of
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ class Preparing:
     def _tell_facts(self, prepared: Any) -> None:
         rank = self._strategy.ranks.global_rank
         if isinstance(prepared, nn.Module):
-            tell(model_facts(rank, prepared, unwrap(prepared, keep_context=True, keep_compiled=False)))
+            report(model_facts(rank, prepared, unwrap(prepared, keep_context=True, keep_compiled=False)))
         elif isinstance(prepared, PreparedLoader):
-            tell(loader_facts(rank, prepared.loader))
+            report(loader_facts(rank, prepared.loader))
 
     # models -----------------------------------------------------------------------------------------------------------
     def model(self, module: nn.Module, moves: bool, evaluation_mode: bool = False) -> nn.Module:

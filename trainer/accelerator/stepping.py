@@ -54,7 +54,7 @@ class Stepping(Engine):
 
     def begin(self) -> None:
         """Resets the counters, before the first batch."""
-        self.window.length = self.accumulation.num_steps
+        self.window.plan(self.accumulation.num_steps)
         self.steps = 0
         self._updates_scale = False
         self._is_settled = False
@@ -64,8 +64,8 @@ class Stepping(Engine):
 
     def continue_after(self, steps: int) -> None:
         """Continues between two windows, after so many steps."""
-        self.steps, self._updates_scale, window = steps, False, self.window
-        window.is_open, window.index, window.closes = False, 0, True
+        self.steps, self._updates_scale = steps, False
+        self.window.reset()
 
     # what is prepared -------------------------------------------------------------------------------------------------
     def add_model(self, prepared: nn.Module, bare: nn.Module) -> None:
@@ -134,13 +134,13 @@ class Stepping(Engine):
 
     def close_with_this_batch(self, closes: bool) -> None:
         """Sets whether the current batch closes the window, for a loop that counts its batches itself."""
-        self.window.closes = bool(closes)
+        self.window.close_here(bool(closes))
 
     def accumulate_over(self, steps: int) -> None:
         """Sets the length of the windows that follow."""
         self.accumulation = replace(self.accumulation, num_steps=steps)
-        if not self._in_window and not self.window.is_open:
-            self.window.length = steps
+        if not self._in_window:
+            self.window.plan(steps)
 
     @contextmanager
     def accumulate(self, models: Sequence[Any]) -> Iterator[None]:
@@ -155,8 +155,7 @@ class Stepping(Engine):
         finally:
             self._in_window = False
             self.window.end_batch()
-            if not self.window.is_open:
-                self.window.length = self.accumulation.num_steps
+            self.window.plan(self.accumulation.num_steps)
         if not self.reading:
             self.run_waiting()
 
@@ -179,7 +178,7 @@ class Stepping(Engine):
         self._is_settled = True
         self.close_window()
         # Later losses of this batch are divided by the true length, too.
-        window.length = window.index + 1
+        window.end_here()
 
     @contextmanager
     def joining(self, models: Sequence[Any]) -> Iterator[None]:

@@ -96,9 +96,9 @@ class Checker:
             )
         rows = [entry.split("\n") for entry in found if entry is not None]
         if len({row[0] for row in rows}) > 1 or (alike and len({row[1] for row in rows}) > 1):
-            told = "; ".join(f"rank {rank}: {row[0]}({row[1]}) at {row[2]}" for rank, row in enumerate(rows))
+            calls = "; ".join(f"rank {rank}: {row[0]}({row[1]}) at {row[2]}" for rank, row in enumerate(rows))
             raise CollectiveError(
-                f"ranks do not bring the same to a collective: {told}. Bring tensors of one shape and dtype "
+                f"ranks do not bring the same to a collective: {calls}. Bring tensors of one shape and dtype "
                 "(accelerator.pad_across_processes), and call the same collectives in the same order on every rank."
             )
 
@@ -146,7 +146,7 @@ def begin(engine: Engine, accumulation: int) -> None:
         accumulation: batches of a step.
     """
     strategy = engine.strategy
-    tell(
+    report(
         f"leyden: rank {strategy.ranks.global_rank} of {strategy.ranks.world_size} (local "
         f"{strategy.ranks.local_rank}), device {strategy.root_device}, strategy {strategy.name}, precision "
         f"{strategy.precision.name}, accumulation {accumulation}"
@@ -155,7 +155,7 @@ def begin(engine: Engine, accumulation: int) -> None:
         engine.check_collectives(Checker(strategy))
 
 
-def tell(facts: str | None) -> None:
+def report(facts: str | None) -> None:
     """Prints a line of facts, on every rank."""
     if facts is not None:
         print(facts, file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ class Progress:
         global_step: accumulation windows closed, whether a scaler skipped their step or not.
         stepped: windows whose step was not skipped: what schedulers count.
         batches: batches done in all epochs.
-        samples: samples seen by all ranks together in all epochs, as far as batches tell their size.
+        samples: samples seen by all ranks together in all epochs, where the size of batches is known.
         phase: what was done last; see the table.
         cut: the epoch is over before its last batch (a hook returned -1, or the loader was shorter than it said).
         ended: the window that was closed last ended its epoch.

@@ -53,7 +53,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What tells a run from another one.
+    """What distinguishes a run from other runs.
 
     Attributes:
         own: what `TrainModule.run_identity` returned; where there is one, nothing else is compared.

@@ -104,7 +104,7 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     """Opens and verifies the checkpoint that a run resumes, before anything of the run has changed.
 
     Returns:
-        The reader, or None to start anew; and the words that tell the user which.
+        The reader, or None to start anew; and the words that name it to the user.
     """
     settle_nodes(trainer)
     if goal.path is None:
@@ -143,7 +143,7 @@ def settle_nodes(trainer: Trainer) -> None:
     """Finds out where several machines share the folders of checkpoints.
 
     Raises:
-        ConfigurationError: if fit would save into folders that are not shared, and was not told to.
+        ConfigurationError: if fit would save into folders that are not shared, without `save_on_each_node`.
     """
     for callback in trainer.checkpoint_callbacks if trainer.strategy.ranks.num_nodes > 1 else ():
         folder = callback.folder_of(trainer)

@@ -346,7 +346,7 @@ class Run:
             folder = self.log_dir or self.arguments.default_root_dir
             self.print(five_lines(self.strategy, self.loaders.train_loader, length, folder, self.origin))
         if debugging.is_debugging():
-            debugging.tell(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
+            debugging.report(debugging.loader_facts(ranks.global_rank, self.loaders.train_loader))
 
     def finalize(self, status: str) -> None:
         """Closes the loggers and prints what the profiler measured.
