@@ -16,7 +16,7 @@ from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 def save(folder: str) -> dict[str, dict[str, Any]]:
-    """One step of DeepSpeed's engine by itself, saved by itself; gives back the masters."""
+    """One step of DeepSpeed's engine by itself, saved by itself; returns the masters."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy

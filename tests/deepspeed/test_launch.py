@@ -133,36 +133,66 @@ def losses_of(said: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^loss ([\d.]+)$", said, re.MULTILINE)]
 
 
-def test_files_of_accelerate_drive_loops_and_trainers(tmp_path: Path) -> None:
-    for name, text in (("loop.py", LOOP), ("trainer.py", TRAINER), ("zero.yaml", FILE), ("ddp.yaml", DDP)):
-        (tmp_path / name).write_text(text)
-    (tmp_path / "zero.json").write_text(json.dumps(OWN_FILE))
-    (tmp_path / "own.yaml").write_text(WITH_OWN_FILE.format(path=tmp_path / "zero.json"))
-    (tmp_path / "ddp_script.py").write_text(LOOP.replace("Accelerator()", "Accelerator(gradient_accumulation_steps=2)"))
+COMMANDS = {
+    "ddp": ("ddp.yaml", "ddp_script.py", "--clip"),
+    "loop": ("zero.yaml", "loop.py"),
+    "trainer": ("zero.yaml", "trainer.py"),
+    "own file": ("own.yaml", "loop.py"),
+}
 
-    def run(file: str, script: str, *arguments: str) -> str:
-        return launch("--config_file", str(tmp_path / file), str(tmp_path / script), *arguments)
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scripts and config files."""
+    found = tmp_path_factory.mktemp("scripts")
+    for name, text in (("loop.py", LOOP), ("trainer.py", TRAINER), ("zero.yaml", FILE), ("ddp.yaml", DDP)):
+        (found / name).write_text(text)
+    (found / "zero.json").write_text(json.dumps(OWN_FILE))
+    (found / "own.yaml").write_text(WITH_OWN_FILE.format(path=found / "zero.json"))
+    (found / "ddp_script.py").write_text(LOOP.replace("Accelerator()", "Accelerator(gradient_accumulation_steps=2)"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def printed(folder: Path) -> dict[str, str]:
+    """What each command prints."""
+
+    def run(command: tuple[str, ...]) -> str:
+        file, script, *arguments = command
+        return launch("--config_file", str(folder / file), str(folder / script), *arguments)
 
     with ThreadPoolExecutor(2) as both:
-        plain, loop, trainer, by_file = both.map(
-            lambda command: run(*command),
-            [
-                ("ddp.yaml", "ddp_script.py", "--clip"),
-                ("zero.yaml", "loop.py"),
-                ("zero.yaml", "trainer.py"),
-                ("own.yaml", "loop.py"),
-            ],
-        )
-    expected = losses_of(plain)
+        return dict(zip(COMMANDS, both.map(run, COMMANDS.values()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["loop", "trainer", "own file"])
+def test_scripts_launched_by_files_of_accelerate_have_the_losses_of_ddp(printed: dict[str, str], name: str) -> None:
+    expected = losses_of(printed["ddp"])
     assert len(expected) == 6 and expected[0] > expected[-1]
-    for said in (loop, trainer, by_file):
-        assert losses_of(said) == pytest.approx(expected, rel=1e-6)
-    assert "type DEEPSPEED stage 2 steps 4" in loop and "type DEEPSPEED stage 3 steps 4" in by_file
-    assert "type deepspeed_stage_2 steps 4" in trainer
-    filled = "strategy='deepspeed_stage_2', accumulate_grad_batches=2, gradient_clip_val=0.2"
-    assert f"leyden launch fills accelerator='cpu', {filled}" in trainer
-    assert "strategy    deepspeed_stage_2 (offload_optimizer_device none" in loop
-    assert "also        accumulation 2, clipping 0.2" in loop and "also        accumulation 2, clipping 0.2" in by_file
-    dry = launch("--config_file", str(tmp_path / "own.yaml"), "--dry-run", str(tmp_path / "loop.py"))
-    assert f"deepspeed_config_file {tmp_path / 'zero.json'}" in dry
+    assert losses_of(printed[name]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("loop", "type DEEPSPEED stage 2 steps 4"),
+        ("own file", "type DEEPSPEED stage 3 steps 4"),
+        ("trainer", "type deepspeed_stage_2 steps 4"),
+        (
+            "trainer",
+            "leyden launch fills accelerator='cpu', strategy='deepspeed_stage_2', accumulate_grad_batches=2,"
+            " gradient_clip_val=0.2",
+        ),
+        ("loop", "strategy    deepspeed_stage_2 (offload_optimizer_device none"),
+        ("loop", "also        accumulation 2, clipping 0.2"),
+        ("own file", "also        accumulation 2, clipping 0.2"),
+    ],
+)
+def test_settings_of_the_file_reach_the_script(printed: dict[str, str], name: str, line: str) -> None:
+    assert line in printed[name]
+
+
+def test_a_dry_run_prints_the_deepspeed_config_file_and_variables(folder: Path) -> None:
+    dry = launch("--config_file", str(folder / "own.yaml"), "--dry-run", str(folder / "loop.py"))
+    assert f"deepspeed_config_file {folder / 'zero.json'}" in dry
     assert "variable    LEYDEN_STRATEGY=deepspeed\n" in dry and "LEYDEN_ACCUMULATE_GRAD_BATCHES=2" in dry

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from models import QUIET
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, AdamW
@@ -20,7 +21,6 @@ from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
 # Of the launch that the tests of this file share.
 pytestmark = pytest.mark.timeout(900)
-QUIET = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 
 
 class Net(TrainModule):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -80,8 +81,7 @@ class Digits(TrainModule):
 
 
 def trainer(folder: Path, **arguments: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    return Trainer(accelerator="cuda", devices=1, default_root_dir=folder, **(quiet | arguments))
+    return Trainer(**{**QUIET, "accelerator": "cuda", "devices": 1, "default_root_dir": folder, **arguments})
 
 
 def by_hand(data: TensorDataset, precision: str, epochs: int) -> Digits:

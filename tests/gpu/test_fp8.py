@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -50,16 +51,13 @@ def trained(precision: Any, folder: Path, steps: int = 200) -> list[float]:
     torch.manual_seed(0)
     alphabet, loader, _ = lm.make_loaders(128, 16)
     trainer = Trainer(
-        accelerator="cuda",
+        **{**QUIET, "accelerator": "cuda"},
         devices=1,
         precision=precision,
         max_steps=steps,
         gradient_clip_val=1.0,
         callbacks=[losses],
         default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
     )
     trainer.fit(lm.CharacterGPT(alphabet, 128, 256, depth=3), loader)
     return [float(loss) for loss in losses.seen]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
+from models import QUIET, Regression
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
 
@@ -18,7 +17,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device here"),
 ]
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cuda"}
 
 
 class Block(nn.Module):
@@ -30,16 +28,9 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Regression(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(16, 32), *(Block(32) for _ in range(3)), nn.Linear(32, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.mse_loss(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+def build() -> Regression:
+    net = nn.Sequential(nn.Linear(16, 32), *(Block(32) for _ in range(3)), nn.Linear(32, 1))
+    return Regression(net, lambda module: torch.optim.SGD(module.parameters(), lr=0.05))
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -53,7 +44,7 @@ def test_a_world_of_one_trains_as_the_single_device(precision: str, tolerance: f
     modules = []
     for strategy in (FSDPStrategy(cpu_offload=offload), "single_device"):
         torch.manual_seed(0)
-        modules.append(Regression())
+        modules.append(build())
         trainer = Trainer(
             strategy=strategy,
             devices=1,
@@ -61,7 +52,7 @@ def test_a_world_of_one_trains_as_the_single_device(precision: str, tolerance: f
             max_epochs=2,
             accumulate_grad_batches=2,
             gradient_clip_val=0.5,
-            **QUIET,
+            **{**QUIET, "accelerator": "cuda"},
         )
         trainer.fit(modules[-1], batches())
     for (name, expected), found in zip(modules[1].named_parameters(), modules[0].parameters(), strict=True):

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET, Regression
 from ranks.world import run_world
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from samples import pairs
+from torch import nn
+from torch.utils.data import DataLoader
 
-from leyden import Trainer, TrainModule
+from leyden import Trainer
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -22,33 +24,18 @@ pytestmark = [
     # By the driver's list: ranks are forked from what this process has imported.
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+SETTINGS: dict[str, Any] = {**QUIET, "accelerator": "cuda"}
 
 
-class Regression(TrainModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
-        self.log("loss", loss, on_epoch=True)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(64, 8, generator=generator), torch.randn(64, 1, generator=generator))
+def build() -> Regression:
+    return Regression(nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)))
 
 
 def fitted(strategy: str, batch_size: int, **arguments: Any) -> tuple[list[float], Trainer]:
     torch.manual_seed(0)
-    module = Regression()
-    trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **{**QUIET, **arguments})
-    trainer.fit(module, DataLoader(data(), batch_size))
+    module = build()
+    trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **{**SETTINGS, **arguments})
+    trainer.fit(module, DataLoader(pairs(64, 8), batch_size))
     weights = trainer.strategy.full_state_dict(module)
     return [number for value in weights.values() for number in value.flatten().tolist()], trainer
 
@@ -81,11 +68,12 @@ def test_nccl_trains_as_one_gpu_does() -> None:
 
 FORKED = """
 import torch
-from gpu.test_several import QUIET, Regression, data
+from gpu.test_several import SETTINGS, build
 from leyden import DataModule, Trainer
-module = Regression()
-trainer = Trainer(strategy="{strategy}", devices=2, precision="16-mixed", max_epochs=1, **QUIET)
-trainer.fit(module, DataModule.from_datasets(data(), batch_size=8))
+from samples import pairs
+module = build()
+trainer = Trainer(strategy="{strategy}", devices=2, precision="16-mixed", max_epochs=1, **SETTINGS)
+trainer.fit(module, DataModule.from_datasets(pairs(64, 8), batch_size=8))
 print("steps", trainer.global_step, "cuda in the caller", torch.cuda.is_initialized())
 """
 

@@ -67,6 +67,3 @@ def samples() -> Tensor:
 
 def loader(shuffle: bool = False) -> DataLoader[Tensor]:
     return DataLoader(samples(), BATCH, shuffle=shuffle)  # type: ignore[arg-type]
-
-
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

@@ -17,6 +17,6 @@ if importlib.util.find_spec("torch_xla") is not None:
 
 
 def on_xla(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls `function(*args)` of a test file in a new process, and gives back what it returns."""
+    """Calls `function(*args)` of a test file in a new process, and returns its result."""
     [result] = run_world(1, function, *args, timeout=840)
     return result

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from safetensors.torch import load_file
 from torch import Tensor
-from xla.model import QUIET, Regression, loader
+from xla.model import Regression, loader
 from xla.process import on_xla
 
 from leyden import Trainer, TrainModule
@@ -45,8 +46,7 @@ def run(
         gradient_clip_val=0.5,
         callbacks=callbacks,
         default_root_dir=root,
-        **QUIET,
-        **where,
+        **{**QUIET, **where},
     )
     trainer.fit(module, loader(shuffle=True), ckpt_path=path)
     return module

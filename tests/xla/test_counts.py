@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from torch import Tensor
 from torch.utils.data import DataLoader
-from xla.model import BATCH, QUIET, Regression
+from xla.model import BATCH, Regression
 from xla.process import on_xla
 
 from leyden import Trainer, TrainModule

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from xla.model import QUIET, Regression, loader
+from models import QUIET
+from xla.model import Regression, loader
 from xla.process import on_xla
 
 from leyden import Trainer
@@ -25,7 +26,7 @@ def layout_of(module: Regression) -> str:
 
 
 def fit(root: Path, options: dict[str, Any], **arguments: Any) -> dict[str, Any]:
-    """Two epochs; gives back losses, metrics, weights and predictions."""
+    """Two epochs; returns losses, metrics, weights and predictions."""
     torch.manual_seed(0)
     module = Regression(**options)
     trainer = Trainer(max_epochs=2, default_root_dir=root, **{**QUIET, **arguments})

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from xla.model import QUIET, Regression, loader
+from models import QUIET
+from xla.model import Regression, loader
 from xla.process import on_xla
 
 from leyden import Trainer
@@ -18,7 +19,7 @@ def fit(root: Path, **where: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Regression()
     trainer = Trainer(
-        max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1, default_root_dir=root, **QUIET, **where
+        max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.1, default_root_dir=root, **{**QUIET, **where}
     )
     trainer.fit(module, loader(shuffle=True), loader())
     return {

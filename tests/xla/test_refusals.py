@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from models import QUIET
 from torch import nn
 from torch.optim import LBFGS, SGD
-from xla.model import QUIET, Regression, loader
+from xla.model import Regression, loader
 from xla.process import on_xla
 
 from leyden import Accelerator, Trainer, seed_everything
@@ -94,12 +96,15 @@ def on_two(root: Path) -> dict[str, str]:
     return {**found, "one": words_of(fit, Regression(), root, devices=1)}
 
 
-def test_each_impossible_setting_is_refused_with_its_fix(tmp_path: Path) -> None:
-    found = on_xla(one_process, tmp_path)
-    assert max(abs(a - b) for a, b in zip(found["manual"], found["manual on the CPU"], strict=True)) < 1e-6
-    assert found["same seed"]
-    assert not found["other seed"]
-    for name, words in (
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process with one device found."""
+    return on_xla(one_process, tmp_path_factory.mktemp("one"))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
         ("fp16", "Use precision='bf16-mixed'"),
         ("fp8", "needs a GPU with fp8 units"),
         ("gpu", "Use accelerator='xla'"),
@@ -108,9 +113,18 @@ def test_each_impossible_setting_is_refused_with_its_fix(tmp_path: Path) -> None
         ("compiled", "its engine compiles the whole step by itself"),
         ("backend", "its engine compiles the whole step by itself"),
         ("more devices", "devices=2, and XLA has 1 here"),
-    ):
-        assert found[name].startswith("ConfigurationError"), (name, found[name])
-        assert words in found[name]
+    ],
+)
+def test_an_impossible_setting_is_refused_with_its_fix(found: dict[str, Any], name: str, words: str) -> None:
+    assert found[name].startswith("ConfigurationError") and words in found[name]
+
+
+def test_manual_optimisation_has_the_losses_of_the_cpu(found: dict[str, Any]) -> None:
+    assert found["manual"] == pytest.approx(found["manual on the CPU"], rel=0, abs=1e-6)
+
+
+def test_the_seed_decides_the_random_numbers_of_the_device(found: dict[str, Any]) -> None:
+    assert found["same seed"] and not found["other seed"]
 
 
 def test_a_process_must_use_xla_before_it_computes_gradients_elsewhere(tmp_path: Path) -> None:
