@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import QUIET
 from ranks.numbered import blocks, global_batches, numbered_samples
 from ranks.share import Peak, counting
 from ranks.world import run_world
@@ -26,6 +27,8 @@ from leyden.trainer.checkpoint.merge import merge
 from leyden.trainer.checkpoint.optimizers import from_named
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
+# Of the runs that the tests of this file share.
+pytestmark = pytest.mark.timeout(900)
 # 86 samples are ten global batches of 8 and one of 6: saved in mid-epoch, and twelve steps to go.
 SIZE, GLOBAL, SAVED_AT, END = 86, 8, 4, 16
 KILLED_AT, EVERY = 8, 3
@@ -143,7 +146,7 @@ def fit(
     die_at: int | None = None,
     rate: float = 0.005,
 ) -> dict[str, Any]:
-    """Fits under a layout; gives back what this rank saw, and on rank 0 the whole weights at the end."""
+    """Fits under a layout; returns what this rank saw, and on rank 0 the whole weights at the end."""
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
 
     layout = LAYOUTS[name]
@@ -152,12 +155,10 @@ def fit(
     module = Net(layout, die_at, rate)
     checkpoint = ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=every)
     trainer = Trainer(
-        accelerator="cpu",
+        **{**QUIET, "enable_checkpointing": True},
         strategy=strategy,
         precision=layout.precision,
         default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
         max_epochs=-1,
         max_steps=steps,
         callbacks=[checkpoint],
@@ -211,11 +212,9 @@ def again_and_again(paths: list[str], folder: str) -> dict[str, list[Any]]:
     for name in ("stage 2", "stage 3"):
         strategy = DeepSpeedStrategy(**LAYOUTS[name].strategy)
         trainer = Trainer(
+            **{**QUIET, "enable_checkpointing": True},
             strategy=strategy,
-            accelerator="cpu",
             default_root_dir=f"{folder}/{name}",
-            logger=False,
-            enable_progress_bar=False,
             max_epochs=-1,
             max_steps=8,
             callbacks=[ModelCheckpoint(filename="{step}", save_top_k=-1, every_n_train_steps=4)],
@@ -299,48 +298,85 @@ def kill(names: Iterable[str], folder: Path) -> None:
         assert sorted(path.name for path in left) == ["step=3", "step=6"]
 
 
-# Every world costs seconds, so that all that can be asked of them stands in one test.
-@pytest.mark.timeout(900)
-def test_runs_resume_bit_for_bit(tmp_path: Path) -> None:
-    straight = run_straight(QUICK, tmp_path)
-    for name in QUICK:
-        check_same_losses(global_batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
-    check_merged(straight, tmp_path)
-    check_files(straight)
-    kill(KILLED_QUICK, tmp_path)
-    passed_on = pass_on(straight, tmp_path)
-    resumed = resume(straight, passed_on, tmp_path)
+@dataclass(frozen=True)
+class Fitted:
+    """Runs that start worlds of ranks, which cost seconds each: made once for all tests of them."""
 
-    for name in QUICK:
-        assert len(resumed[name][0]["seen"]) == END - SAVED_AT
-        check_identical(resumed[name], straight[name])
-    for name in KILLED_QUICK:
-        assert len(resumed[f"{name} after a kill"][0]["seen"]) == END - 6
-        check_identical(resumed[f"{name} after a kill"], straight[name])
+    folder: Path
+    straight: Runs
+    passed_on: Runs
+    resumed: Runs
 
-    # DeepSpeed 3 → FSDP → DDP → one process → DeepSpeed 3; and stage 2 on two ranks → one → stage 3 on four.
-    chain = [passed_on["fsdp"], passed_on["ddp"], passed_on["single"], resumed["back"]]
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    folder = tmp_path_factory.mktemp("fitted")
+    straight = run_straight(QUICK, folder)
+    kill(KILLED_QUICK, folder)
+    passed_on = pass_on(straight, folder)
+    return Fitted(folder, straight, passed_on, resume(straight, passed_on, folder))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_batches_and_losses_are_those_of_ddp(fitted: Fitted, name: str) -> None:
+    straight = fitted.straight
+    check_same_losses(global_batches(straight[name]), straight["ddp"], 1e-5 if "bf16" not in name else 0.05)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_run_resumes_bit_for_bit(fitted: Fitted, name: str) -> None:
+    assert len(fitted.resumed[name][0]["seen"]) == END - SAVED_AT
+    check_identical(fitted.resumed[name], fitted.straight[name])
+
+
+@pytest.mark.parametrize("name", KILLED_QUICK)
+def test_a_killed_run_resumes_bit_for_bit(fitted: Fitted, name: str) -> None:
+    after = fitted.resumed[f"{name} after a kill"]
+    assert len(after[0]["seen"]) == END - 6
+    check_identical(after, fitted.straight[name])
+
+
+def test_a_merged_checkpoint_holds_the_gathered_weights(fitted: Fitted) -> None:
+    check_merged(fitted.straight, fitted.folder)
+
+
+def test_checkpoints_hold_no_file_of_deepspeed(fitted: Fitted) -> None:
+    check_files(fitted.straight)
+
+
+def test_a_run_passes_from_stage_3_to_fsdp_ddp_one_process_and_back(fitted: Fitted) -> None:
+    chain = [*(fitted.passed_on[name] for name in ("fsdp", "ddp", "single")), fitted.resumed["back"]]
     assert [len(ranks[0]["seen"]) for ranks in chain] == [2, 2, 2, 6]
-    check_same_losses([batch for ranks in chain for batch in global_batches(ranks)], straight["stage 3"])
-    bf16 = global_batches(resumed["bf16 away"]) + global_batches(resumed["bf16 back"])
-    assert len(bf16) == END - SAVED_AT
-    check_same_losses(bf16, straight["bf16 stage 2"], 0.05)
-    assert [len(passed_on[name]) for name in ("one", "four")] == [1, 4]
-    rest = global_batches(passed_on["one"]) + global_batches(passed_on["four"])
-    assert len(rest) == END - SAVED_AT
-    check_same_losses(rest, straight["stage 2"])
+    check_same_losses([batch for ranks in chain for batch in global_batches(ranks)], fitted.straight["stage 3"])
 
-    paths = [saved(straight, "stage 3", step) for step in (SAVED_AT, END)]
-    for rank in run_world(2, again_and_again, paths, str(tmp_path / "again"), timeout=800):
+
+def test_a_run_passes_from_bf16_weights_to_ddp_and_back(fitted: Fitted) -> None:
+    rest = global_batches(fitted.resumed["bf16 away"]) + global_batches(fitted.resumed["bf16 back"])
+    assert len(rest) == END - SAVED_AT
+    check_same_losses(rest, fitted.straight["bf16 stage 2"], 0.05)
+
+
+def test_a_run_passes_from_two_ranks_to_one_and_to_four(fitted: Fitted) -> None:
+    assert [len(fitted.passed_on[name]) for name in ("one", "four")] == [1, 4]
+    rest = global_batches(fitted.passed_on["one"]) + global_batches(fitted.passed_on["four"])
+    assert len(rest) == END - SAVED_AT
+    check_same_losses(rest, fitted.straight["stage 2"])
+
+
+def test_one_trainer_loads_one_checkpoint_after_another(fitted: Fitted) -> None:
+    paths = [saved(fitted.straight, "stage 3", step) for step in (SAVED_AT, END)]
+    for rank in run_world(2, again_and_again, paths, str(fitted.folder / "again"), timeout=800):
         for losses, steps, same in rank.values():
             assert losses == pytest.approx([whole_loss(path) for path in paths], rel=1e-5)
             assert (steps, same) == (4, True)
 
-    found = CheckpointReader(saved(straight, "stage 3")).model()
-    for name in ("stage 3", "bf16 stage 2"):
-        for key, value in found.items():
-            lower = value.bfloat16().float() if "bf16" in name else value
-            assert lower.numpy().tobytes() == resumed[f"{name} of a file"][0]["weights"][key].tobytes(), (name, key)
+
+@pytest.mark.parametrize("name", ["stage 3", "bf16 stage 2"])
+def test_a_file_of_weights_is_loaded_in_the_dtype_of_the_run(fitted: Fitted, name: str) -> None:
+    weights = fitted.resumed[f"{name} of a file"][0]["weights"]
+    for key, value in CheckpointReader(saved(fitted.straight, "stage 3")).model().items():
+        lower = value.bfloat16().float() if "bf16" in name else value
+        assert lower.numpy().tobytes() == weights[key].tobytes(), key
 
 
 def check_merged(straight: Runs, folder: Path) -> None:
@@ -375,7 +411,6 @@ def check_files(straight: Runs) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
 def test_every_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     names = [name for name, layout in LAYOUTS.items() if layout.ranks == 2 and name not in QUICK]
     killed = [name for name in KILLED if name not in KILLED_QUICK]
@@ -439,16 +474,7 @@ def fit_wide(name: str, folder: str) -> Any:
 
     layout = LAYOUTS[name]
     strategy = layout.strategy if isinstance(layout.strategy, str) else DeepSpeedStrategy(**layout.strategy)
-    trainer = Trainer(
-        accelerator="cpu",
-        strategy=strategy,
-        precision=layout.precision,
-        default_root_dir=folder,
-        logger=False,
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        max_steps=1,
-    )
+    trainer = Trainer(**QUIET, strategy=strategy, precision=layout.precision, default_root_dir=folder, max_steps=1)
     trainer.fit(Wide(), DataLoader(TensorDataset(torch.randn(8, 200)), 4))
     return trainer
 
