@@ -125,6 +125,11 @@ class Strategy:
         """The number of ranks that see different samples."""
         return self.ranks.world_size
 
+    @property
+    def data_ranks(self) -> list[int]:
+        """The data rank of every rank. Where several share one, they are neighbours."""
+        return [rank * self.data_size // self.ranks.world_size for rank in range(self.ranks.world_size)]
+
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""
 

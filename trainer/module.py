@@ -488,7 +488,10 @@ class TrainModule(Hyperparameters, nn.Module):
         return [] if self._trainer is None else self._trainer.loggers
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (world_size, *shape)."""
+        """Stacks tensors of any nested structure over the ranks: (world_size, *shape).
+
+        Of the ranks of a tp group, which have the same samples, there is one: (data_size, *shape).
+        """
         return self.trainer.accelerator.all_gather(data, group, sync_grads)
 
     # weights ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ class Draws:
 
     Ranks of a tp group begin a step with the same state, so a dropout of what every rank has whole drops the same.
     Where each rank has a part (of the heads, of the sequence), it continues from a seed of its own, drawn from the
-    common state: so a forward that is run again in backward, by activation checkpointing, drops the same again.
+    common state: so a forward that is run again in backward, by activation checkpointing, drops the same again. Where
+    nothing is drawn meanwhile, the common state does not advance, and an epoch's order is that of one process.
 
     Args:
         mesh: the `tp` dimension.
@@ -30,6 +31,8 @@ class Draws:
             self._generators.append(torch.cuda.default_generators[index])
         self._active = False
         self._alike: list[torch.Tensor] | None = None
+        self._apart: list[torch.Tensor] = []
+        self._undrawn = torch.default_generator.get_state()
 
     def agree(self) -> None:
         """Every rank of the tp group continues with the first one's state, as one process would."""
@@ -54,12 +57,19 @@ class Draws:
         if not self._active or differ is (self._alike is not None):
             return
         if differ:
+            self._undrawn = torch.default_generator.get_state()
             seed = int(torch.randint(2**62, ()))
-            self._alike = [generator.get_state() for generator in self._generators]
+            self._alike = self._states()
             for generator in self._generators:
                 generator.manual_seed(seed + self._mesh.get_local_rank())
+            self._apart = self._states()
         else:
             assert self._alike is not None
+            if all(map(torch.equal, self._states(), self._apart)):
+                self._alike[0] = self._undrawn
             for generator, state in zip(self._generators, self._alike, strict=True):
                 generator.set_state(state)
             self._alike = None
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]

@@ -84,6 +84,11 @@ class MeshStrategy(FSDPStrategy):
         return self._filled.data_size
 
     @property
+    def data_ranks(self) -> list[int]:
+        layout = self._filled
+        return [layout.data_rank(rank) for rank in range(layout.size)]
+
+    @property
     def _filled(self) -> Layout:
         layout, world, local = self.layout, self.ranks.world_size, self.ranks.local_size
         if self._splits_by_machine:

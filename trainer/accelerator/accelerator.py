@@ -634,6 +634,8 @@ class Accelerator:
     def gather(self, tensor: T) -> T:
         """Concatenates the tensors of all ranks along their first dimension; scalars become (num_processes,).
 
+        Of the ranks of a tp group, which have the same samples, there is one; so it is in all that gathers or reduces.
+
         Args:
             tensor: a tensor, or any nested structure of tensors of the same shape on every rank.
 
@@ -694,6 +696,8 @@ class Accelerator:
 
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
         """Stacks tensors of any nested structure over the ranks: (num_processes, *shape). Ours.
+
+        Of the ranks of a tp group, which have the same samples, there is one.
 
         Raises:
             ConfigurationError: where ranks have tensors of different shapes.

@@ -12,6 +12,7 @@ from torch import Tensor
 from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.readers import Readers
 from leyden.trainer.accelerator.ranks import PartialState
 from leyden.trainer.data.rng import rng_state, set_rng_state
 from leyden.trainer.engine.gathering import check_shapes
@@ -31,7 +32,8 @@ REDUCTIONS = ("sum", "mean", "max", "min", "none")
 class Collectives:
     """The collectives of a loop that the user writes. Every rank must call them, and every rank gets the result.
 
-    The methods of the same names of `Accelerator` describe the arguments.
+    The methods of the same names of `Accelerator` describe the arguments. What is gathered or reduced belongs to
+    samples: of the ranks of a tp group, which have the same ones, one counts.
 
     Args:
         state: of the rank that calls them.
@@ -45,6 +47,7 @@ class Collectives:
     ) -> None:
         self.state = state
         self._strategy = state.strategy
+        self._readers = Readers(state.strategy)
         self._reading = reading
         self._checker = checker
         self._trigger = False
@@ -72,13 +75,13 @@ class Collectives:
         return map_tensors(tensor, self._gather_one)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
-        stacked = self._strategy.ranks.all_gather(tensor)  # (ranks, *shape)
+        stacked = self._readers.all_gather(tensor)  # (data ranks, *shape)
         return stacked if tensor.dim() == 0 else stacked.flatten(0, 1)
 
     def gather_object(self, obj: list[Any]) -> list[Any]:
         """Concatenates the lists of all ranks, in the order of ranks."""
         self.announce("gather_object")
-        return [entry for part in self._strategy.ranks.all_gather_object(obj) for entry in part]
+        return [entry for part in self._readers.all_gather_object(obj) for entry in part]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gathers what belongs to the samples of the current batch: each sample once, in the data set's order."""
@@ -104,7 +107,7 @@ class Collectives:
         return data
 
     def _gather_list(self, entries: list[Any]) -> list[Any]:
-        parts = [entries] if self._strategy.ranks.world_size == 1 else self._strategy.ranks.all_gather_object(entries)
+        parts = [entries] if self._strategy.ranks.world_size == 1 else self._readers.all_gather_object(entries)
         counts = self._counts([len(part) for part in parts])
         return [entry for part, count in zip(parts, counts, strict=True) for entry in part[:count]]
 
@@ -114,12 +117,12 @@ class Collectives:
             return tensor if rows is None or rows == len(tensor) else tensor[:rows]
         if tensor.dim() == 0 or not self._reading or self._reading[-1].is_regular:
             return self._gather_one(tensor)
-        lengths: list[int] = self._strategy.ranks.all_gather_object(tensor.shape[0])
+        lengths: list[int] = self._readers.all_gather_object(tensor.shape[0])
         longest = max(lengths)
         if tensor.shape[0] < longest:
             filler = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
             tensor = torch.cat([tensor, filler])
-        parts = self._strategy.ranks.all_gather(tensor)
+        parts = self._readers.all_gather(tensor)
         return torch.cat([part[:count] for part, count in zip(parts, self._counts(lengths), strict=True)])
 
     def _counts(self, lengths: list[int]) -> list[int]:
@@ -142,7 +145,7 @@ class Collectives:
             check_shapes(self._strategy, tensor, None, "reduce", UNEVEN)
 
         def one(part: Tensor) -> Tensor:
-            total = self._strategy.ranks.reduce(part, reduction=reduction)
+            total = self._readers.reduce(part, reduction=reduction)
             return total if scale == 1.0 else total * scale
 
         return map_tensors(tensor, one)

@@ -192,7 +192,7 @@ class Preparing:
                 "the same call.",
                 stacklevel=4,
             )
-        with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.ranks.world_size
+        with_optimizer, ranks = self._options.step_scheduler_with_optimizer, self._strategy.data_size
         prepared = PreparedScheduler(given, own, self._stepping, with_optimizer)
         if with_optimizer and ranks > 1 and not self.schedulers:
             # Elsewhere schedulers count the calls of all ranks.

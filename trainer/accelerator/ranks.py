@@ -198,11 +198,13 @@ class PartialState:
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
         """Gives each rank its part of a list, tuple, tensor, data set, or of each value of a dict of these.
 
+        Ranks of a tp group run their model together, and get the same part.
+
         Args:
             inputs: what to split; what does not divide goes to the first ranks.
             apply_padding: repeat the last entry on ranks that would have fewer, so that results can be gathered.
         """
-        yield split(inputs, self.process_index, self.num_processes, apply_padding)
+        yield split(inputs, self.strategy.data_rank, self.strategy.data_size, apply_padding)
 
 
 class AcceleratorState(PartialState):

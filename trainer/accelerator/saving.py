@@ -20,12 +20,11 @@ from leyden.trainer.accelerator.tracking import LoggerTracker
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.owners import (
+    RankStates,
     StateOwner,
     Unclaimed,
     collect_rank,
-    rank_file,
-    rank_path,
-    read_rank,
+    write_rank,
 )
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.checkpoint.step_states import SCHEDULERS, StepStates, check_count
@@ -180,9 +179,12 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
         loaders = [_loader_state(loader, asked) for loader in accelerator.prepared_loaders]
         # The random numbers last, since loaders may draw.
         own = {"loaders": loaders, **collect_rank({"rng": RandomNumbers()})}
-        writer.state(rank_file(strategy.data_rank), own, of_rank=True)
+        write_rank(writer, strategy, own)
         saved = writer.commit(
-            progress=_progress(accelerator), world_size=strategy.ranks.world_size, strategy=strategy.name or "custom"
+            progress=_progress(accelerator),
+            world_size=strategy.ranks.world_size,
+            strategy=strategy.name or "custom",
+            data_ranks=strategy.data_ranks,
         )
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
@@ -315,7 +317,8 @@ def _read_user(reader: CheckpointReader, accelerator: Accelerator) -> tuple[int,
 def _read_rank(reader: CheckpointReader, accelerator: Accelerator) -> Unclaimed:
     """Reads the states of this rank's loaders and random numbers."""
     prepared, random = accelerator.prepared_loaders, RandomNumbers()
-    states, file = read_rank(reader, accelerator.strategy, {"rng": random}), rank_path(reader, accelerator.strategy)
+    found = RankStates(reader, accelerator.strategy)
+    states, file = found.read({"rng": random}), found.path
     with blame(file):
         saved = SavedState(states)
         # None in a checkpoint of another trainer that was converted: its data begins anew.

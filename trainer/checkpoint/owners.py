@@ -12,14 +12,18 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.readers import Readers
 from leyden.strategies.saved_state import SavedState
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.errors import blame
+
+if TYPE_CHECKING:
+    from leyden.trainer.checkpoint.writer import CheckpointWriter
 
 
 class StateOwner(Protocol):
@@ -36,16 +40,16 @@ class StateOwner(Protocol):
 
 
 class RankStateOwner(StateOwner, Protocol):
-    """An owner whose state differs between ranks: each rank's file has an entry for it."""
+    """An owner whose state differs between ranks: the files of ranks have an entry for it."""
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> Any:
-        """This rank's state, where another number of ranks wrote the checkpoint.
+        """This rank's state, where another number of data ranks wrote the checkpoint.
 
         Args:
-            states: one for each rank that wrote the checkpoint. Only rank 0, which carries on all sums, is given all of
-                them; the other ranks get the first alone, and start sums at zero.
-            rank: this one.
-            seed: for random numbers of ranks that did not exist then.
+            states: one for each data rank that wrote the checkpoint. Only data rank 0, which carries on all sums, is
+                given all of them; the others get the first alone, and start sums at zero.
+            rank: the data rank of this one.
+            seed: for random numbers of data ranks that did not exist then.
         """
 
 
@@ -117,8 +121,12 @@ class Unclaimed:
 
 
 # the states that ranks have of their own ------------------------------------------------------------------------------
+OF_SAMPLES = ("loader", "loaders", "logs", "metrics")
+"""What belongs to samples: the first of the ranks that share them writes it for all. All else is each rank's own."""
+
+
 def rank_file(rank: int) -> str:
-    """The name of the state of one rank, of those that see different samples."""
+    """The name of the state of one rank."""
     return f"rank-{rank}"
 
 
@@ -127,55 +135,81 @@ def collect_rank(owners: RankOwners) -> dict[str, Any]:
     return {"seed": torch.initial_seed() % 2**63, **collect(owners)}
 
 
-def saved_ranks(reader: CheckpointReader) -> int:
-    """How many ranks, of those that see different samples, wrote a checkpoint; 0 where it holds weights alone."""
+def write_rank(writer: CheckpointWriter, strategy: Strategy, states: Mapping[str, Any]) -> None:
+    """Writes the states of this rank to its file."""
+    shares = not Readers(strategy).is_first
+    own = {name: state for name, state in states.items() if not (shares and name in OF_SAMPLES)}
+    writer.state(rank_file(strategy.ranks.global_rank), own, of_rank=True)
+
+
+def saved_data_ranks(reader: CheckpointReader) -> tuple[int, ...]:
+    """The data rank of each rank that has a state in a checkpoint; none where it holds weights alone."""
     count = 0
     while reader.has(rank_file(count)):
         count += 1
-    return count
+    return reader.manifest.data_ranks[:count] or tuple(range(count))
 
 
-def read_rank(reader: CheckpointReader, strategy: Strategy, owners: RankOwners, like: Any = None) -> dict[str, Any]:
-    """The states of this rank, regrouped by their owners where another number of ranks wrote the checkpoint.
+class RankStates:
+    """The states of a checkpoint that this rank continues from.
 
-    The place in the data is counted in samples of the global order, so every rank takes it from rank 0.
+    Ranks of the layout that wrote it continue from their own. On a layout with as many data ranks, the ranks of each
+    continue from its first. On another number, owners regroup what there is: the place in the data is counted in
+    samples of the global order, so every rank takes it from rank 0.
 
     Args:
         reader: of a checkpoint with the states of ranks.
         strategy: says which rank this is, and how many there are.
-        owners: of this run.
-        like: live state, whose classes are used for those saved.
 
-    Raises:
-        CheckpointError: if a state cannot be read or regrouped; names the file.
+    Attributes:
+        files: the names of the files that this rank continues from; its own first.
+        path: the first of them, for messages.
+        saved: the number of data ranks that wrote the checkpoint.
+        fits: False if another number of data ranks wrote the checkpoint.
     """
-    rank, saved = strategy.data_rank, saved_ranks(reader)
-    with blame(rank_path(reader, strategy)):
-        if saved == strategy.data_size:
-            return _states(reader, rank, like)
-        # Only the first has to see what the others had summed up.
-        states = [_states(reader, number, like) for number in (range(saved) if rank == 0 else range(1))]
-        first = states[0]
-        kept = SavedState(first).integer("seed", 0, least=0, most=2**64)
-        seed = rank_seed(kept, reader.progress()["global_step"], rank)
-        found = {name: owner for name, owner in owners.items() if name in first}
-        return {
-            **first,
-            **{name: owner.regroup([state[name] for state in states], rank, seed) for name, owner in found.items()},
-        }
 
+    def __init__(self, reader: CheckpointReader, strategy: Strategy) -> None:
+        saved = saved_data_ranks(reader)
+        self._reader, self._rank = reader, strategy.data_rank
+        self._firsts = [saved.index(data_rank) for data_rank in range(len(set(saved)))]
+        self.saved = len(self._firsts)
+        self.fits = self.saved == strategy.data_size
+        first = self._firsts[self._rank] if self.fits else 0
+        own = strategy.ranks.global_rank if list(saved) == strategy.data_ranks else first
+        self.files = [rank_file(number) for number in dict.fromkeys((own, first))]
+        self.path = reader.path / f"{self.files[0]}.json"
 
-def _states(reader: CheckpointReader, rank: int, like: Any) -> dict[str, Any]:
-    states: dict[str, Any] = reader.state(rank_file(rank), like=like)
-    SavedState(states).integer("seed", 0, least=0, most=2**64)
-    return states
+    def read(self, owners: RankOwners, like: Any = None) -> dict[str, Any]:
+        """The states, regrouped by their owners where another number of data ranks wrote them.
 
+        Args:
+            owners: of this run.
+            like: live state, whose classes are used for those saved.
 
-def rank_path(reader: CheckpointReader, strategy: Strategy) -> Path:
-    """This rank's file, for messages."""
-    return reader.path / f"{rank_file(strategy.data_rank)}.json"
+        Raises:
+            CheckpointError: if a state cannot be read or regrouped; names the file.
+        """
+        with blame(self.path):
+            if self.fits:
+                own, *of_samples = (self._states(file, like) for file in self.files)
+                return {**own, **{name: states[name] for states in of_samples for name in OF_SAMPLES if name in states}}
+            # Only the first data rank has to see what the others had summed up.
+            firsts = self._firsts if self._rank == 0 else self._firsts[:1]
+            states = [self._states(rank_file(number), like) for number in firsts]
+            kept = SavedState(states[0]).integer("seed", 0, least=0, most=2**64)
+            seed = rank_seed(kept, self._reader.progress()["global_step"], self._rank)
+            found = {name: owner for name, owner in owners.items() if name in states[0]}
+            regrouped = {
+                name: owner.regroup([own[name] for own in states], self._rank, seed) for name, owner in found.items()
+            }
+            return {**states[0], **regrouped}
+
+    def _states(self, file: str, like: Any) -> dict[str, Any]:
+        states: dict[str, Any] = self._reader.state(file, like=like)
+        SavedState(states).integer("seed", 0, least=0, most=2**64)
+        return states
 
 
 def rank_seed(seed: int, step: int, rank: int) -> int:
-    """The seed of a rank that has no random numbers of its own to continue with."""
+    """The seed of a data rank that has no random numbers of its own to continue with."""
     return int.from_bytes(hashlib.sha256(f"{seed} {step} {rank}".encode()).digest()[:4], "little")

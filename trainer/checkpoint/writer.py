@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -294,7 +294,14 @@ class CheckpointWriter:
             described.append({"tensors": tables or None, "tree": encoded})
         self._compact(OPTIMIZERS, {"optimizers": described})
 
-    def commit(self, *, progress: Mapping[str, Any], world_size: int = 1, strategy: str = "single_device") -> Path:
+    def commit(
+        self,
+        *,
+        progress: Mapping[str, Any],
+        world_size: int = 1,
+        strategy: str = "single_device",
+        data_ranks: Sequence[int] = (),
+    ) -> Path:
         """Puts the checkpoint in its place.
 
         Args:
@@ -302,6 +309,7 @@ class CheckpointWriter:
                 manifest.
             world_size: the number of ranks that wrote it.
             strategy: the name of the strategy.
+            data_ranks: the data rank of each of them; each has its own if left out.
 
         Returns:
             The folder, with `-v1`, … appended to its name if the path was taken.
@@ -310,7 +318,7 @@ class CheckpointWriter:
         found = self._ranks.gather((self._files, self._plan))
         if len(self._ranks.keepers) > 1:
             ship([files for files, _ in found], self._folder, self._ranks)
-        manifest = self._ranks.first(lambda: self._manifest(found, progress, world_size, strategy))
+        manifest = self._ranks.first(lambda: self._manifest(found, progress, world_size, strategy, data_ranks))
         path = self._ranks.first(lambda: self._commit(manifest))
         if len(self._ranks.keepers) > 1:
             # Other machines with their own folder use the name that was free here.
@@ -325,6 +333,7 @@ class CheckpointWriter:
         progress: Mapping[str, Any],
         world_size: int,
         strategy: str,
+        data_ranks: Sequence[int],
     ) -> Manifest:
         """Builds the manifest of what all ranks have written, after a check that they planned the same tensors."""
         for rank, (files, planned) in enumerate(found[1:], 1):
@@ -345,6 +354,7 @@ class CheckpointWriter:
             world_size=world_size,
             strategy=strategy,
             versions={"leyden": _version(), "torch": str(torch.__version__)},
+            data_ranks=tuple(data_ranks) if len(set(data_ranks)) < len(data_ranks) else (),
         )
 
     def _commit(self, manifest: Manifest, anew: bool = True) -> Path:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.readers import Readers
 from leyden.trainer.data.generators import Generators
 from leyden.trainer.data.limits import with_index_sampler
 from leyden.trainer.data.rng import live_state, plain_state, rng_state, set_live_state, set_rng_state
@@ -332,8 +333,8 @@ class DataRanks:
         rank: this rank among the data ranks.
         size: the number of data ranks.
         agree: returns rank 0's argument on every rank.
-        total: returns the sums over ranks of a few whole numbers.
-        gather: returns the objects of all ranks.
+        total: returns the sums over data ranks of a few whole numbers.
+        gather: returns the objects of all data ranks.
         even: pad the last global batch with repeats.
         global_batch: samples per global batch, instead of the loader's batch_size × ranks.
     """
@@ -349,13 +350,14 @@ class DataRanks:
     @classmethod
     def of(cls, strategy: Strategy, even: bool = False, global_batch: int | None = None) -> DataRanks:
         """Returns the data ranks of a strategy."""
+        readers, agree = Readers(strategy), strategy.ranks.broadcast
 
         def total(counts: list[int]) -> list[int]:
-            summed = strategy.ranks.reduce(torch.tensor(counts), strategy.ranks.host_group, "sum")
+            summed = readers.reduce(torch.tensor(counts), on_host=True, reduction="sum")
             return [int(count) for count in summed.tolist()]
 
-        gather = strategy.ranks.all_gather_object
-        return cls(strategy.data_rank, strategy.data_size, strategy.ranks.broadcast, total, gather, even, global_batch)
+        gather = readers.all_gather_object
+        return cls(strategy.data_rank, strategy.data_size, agree, total, gather, even, global_batch)
 
 
 def shard_indices(loader: DataLoader[Any], ranks: DataRanks) -> DataLoader[Any]:

@@ -17,6 +17,7 @@ from leyden.strategies.base import mean_items
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.precision import Precision, find_precision
+from leyden.strategies.readers import Readers
 from leyden.trainer.engine.gathering import check_gathered, warn_of_rest
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
@@ -229,7 +230,9 @@ class Engine:
 
     # collectives ------------------------------------------------------------------------------------------------------
     def all_gather(self, data: T, group: Any = None, sync_grads: bool = False) -> T:
-        """Stacks tensors of any nested structure over the ranks: (world_size, *shape).
+        """Stacks tensors of any nested structure over the data ranks: (data_size, *shape).
+
+        Ranks of a tp group have the same, which is there once. With a `group`, all of its ranks are stacked.
 
         Raises:
             ConfigurationError: where a rank cannot take part, or has tensors of other shapes.
@@ -240,7 +243,10 @@ class Engine:
             check_gathered(self.strategy, self.share, data, group)
             if self.share is not None and self.share.rest and not self.warned_of_rest:
                 self.warned_of_rest = warn_of_rest(self.strategy, self.share, data)
-        return map_tensors(data, lambda tensor: self.strategy.ranks.all_gather(tensor, group, sync_grads))
+        if group is not None:
+            return map_tensors(data, lambda tensor: self.strategy.ranks.all_gather(tensor, group, sync_grads))
+        readers = Readers(self.strategy)
+        return map_tensors(data, lambda tensor: readers.all_gather(tensor, sync_grads=sync_grads))
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Gives every rank the object of rank `src`."""

@@ -23,7 +23,8 @@ EXTRA = "model-extra"
 # An entry beside the owners of hyperparameters: what was left out of them, and which argument held them.
 KEPT = "kept"
 
-FORMAT = 1
+# Version 2 has `data_ranks`. What does without is written as version 1, which older versions of Leyden read.
+FORMAT, FIRST_FORMAT = 2, 1
 CHUNK = 64 * 1024 * 1024
 MIN_CHUNK = 4 * 1024
 # A manifest takes 70 bytes per 64 MiB chunk: this is enough for 60 TB.
@@ -82,7 +83,7 @@ class Manifest:
         world_size: the number of ranks that wrote it.
         strategy: the name of the strategy that wrote it.
         versions: the versions of leyden and torch.
-        format: the version of the file format.
+        data_ranks: the data rank of each rank that wrote it, where several shared one; else empty.
     """
 
     files: Mapping[str, FileEntry]
@@ -92,7 +93,12 @@ class Manifest:
     world_size: int
     strategy: str
     versions: Mapping[str, str] = field(default_factory=dict)
-    format: int = FORMAT
+    data_ranks: tuple[int, ...] = ()
+
+    @property
+    def format(self) -> int:
+        """The version of the file format."""
+        return FORMAT if self.data_ranks else FIRST_FORMAT
 
     def to_bytes(self) -> bytes:
         """Returns the file's bytes. The first line holds the digest of the rest, so that any change is detected."""
@@ -104,6 +110,7 @@ class Manifest:
             "progress": dict(self.progress),
             "world_size": self.world_size,
             "strategy": self.strategy,
+            **({"data_ranks": list(self.data_ranks)} if self.data_ranks else {}),
             "versions": dict(self.versions),
             "files": {
                 name: {"size": entry.size, "chunk": entry.chunk, "sha256": list(entry.sha256)}
@@ -143,10 +150,12 @@ class Manifest:
                 world_size=int(parsed["world_size"]),
                 strategy=str(parsed["strategy"]),
                 versions=dict(parsed["versions"]),
-                format=int(parsed["format"]),
+                data_ranks=tuple(int(rank) for rank in parsed.get("data_ranks", ())),
             )
         except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise ValueError(f"it is not a manifest ({type(error).__name__}: {error})") from error
+        if set(found.data_ranks) != set(range(len(set(found.data_ranks)))):
+            raise ValueError(f"it lists the data ranks {list(found.data_ranks)}, which leave one out")
         for name, entry in found.files.items():
             reason = unsafe(name)
             if reason:

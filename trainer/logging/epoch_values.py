@@ -66,11 +66,13 @@ class Rank:
 
     Attributes:
         index: the rank.
+        data_rank: its number among those that see different samples.
         numbers: for each key what it logged: sum and weight, an extreme, or all values.
         states: of its metrics, by key.
     """
 
     index: int
+    data_rank: int
     numbers: dict[Key, list[float]]
     states: dict[Key, list[metrics.PartState]]
 
@@ -126,12 +128,11 @@ class EpochValues:
             _check([(keys, idle) for keys, _, idle in gathered])
             names = [(keys, of_metrics) for keys, of_metrics, _ in gathered]
         messages = _gather_bytes(strategy, states, [int(row[3]) for row in rows])
-        ranks: dict[int, Rank] = {}
+        ranks: list[Rank] = []
         for index, (row, message, (keys, of_metrics)) in enumerate(zip(rows, messages, names, strict=True)):
             states_by_key = dict(zip(of_metrics, metrics.unpack(message), strict=True))
-            # Of ranks that share their data only the first counts, or the data would count several times.
-            ranks.setdefault(int(row[0]), Rank(index, _by_key(keys, row[HEADER:]), states_by_key))
-        return list(ranks.values()), alike
+            ranks.append(Rank(index, int(row[0]), _by_key(keys, row[HEADER:]), states_by_key))
+        return ranks, alike
 
     def _gather(self, message: list[float]) -> list[list[float]]:
         """The messages of all ranks, whose lengths may differ."""
@@ -149,10 +150,12 @@ class EpochValues:
     def _reduced(self, key: Key, entry: Entry, ranks: Sequence[Rank]) -> Value | None:
         members = self._members(entry)
         ranks = [rank for rank in ranks if members is None or rank.index in members]
+        data_ranks = {rank.index: rank.data_rank for rank in ranks}
         if entry.metric is not None:
             states = {rank.index: rank.states[key] for rank in ranks if key in rank.states}
-            return as_number(entry.name, metrics.compute(entry.metric, states))
-        return combined(entry, [rank.numbers[key] for rank in ranks if key in rank.numbers])
+            return as_number(entry.name, metrics.compute(entry.metric, states, data_ranks))
+        counted = metrics.once(data_ranks)
+        return combined(entry, [rank.numbers[key] for rank in ranks if rank.index in counted and key in rank.numbers])
 
     def _members(self, entry: Entry) -> list[int] | None:
         """The ranks that an entry is reduced over; None for all of them."""

@@ -101,19 +101,23 @@ class _Content:
         return tensor
 
 
-def compute(metric: Metric, states: Mapping[int, Sequence[PartState]]) -> Any:
+def compute(
+    metric: Metric, states: Mapping[int, Sequence[PartState]], data_ranks: Mapping[int, int] | None = None
+) -> Any:
     """The metric's value over all ranks. Its own state is afterwards as it was.
 
     Args:
         metric: this rank's.
         states: by rank, the states of its parts.
+        data_ranks: by rank, its number among those that see different samples; each its own if left out.
     """
     parts = _synced_parts(metric)
     before = [(part, dict(part.metric_state), part._update_count) for part in parts]
     try:
         with _alone(metric):
             for number, part in enumerate(parts):
-                ranks = _members(part, states)
+                members = _members(part, states)
+                ranks = members if data_ranks is None else once({rank: data_ranks[rank] for rank in members})
                 _install(part, [states[rank][number] for rank in ranks])
             return metric.compute()
     finally:
@@ -161,6 +165,14 @@ def _members(part: Metric, ranks: Mapping[int, Any]) -> list[int]:
     from torch.distributed import get_process_group_ranks
 
     return [rank for rank in get_process_group_ranks(part.process_group) if rank in ranks]
+
+
+def once(data_ranks: Mapping[int, int]) -> list[int]:
+    """One rank of each data rank, by rank: what ranks share would count several times, so the first of them speaks."""
+    seen: dict[int, int] = {}
+    for rank, data_rank in data_ranks.items():
+        seen.setdefault(data_rank, rank)
+    return list(seen.values())
 
 
 def _install(part: Metric, states: Sequence[PartState]) -> None:

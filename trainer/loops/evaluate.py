@@ -11,6 +11,7 @@ import torch
 
 from leyden.strategies.batch import move_to_device
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.readers import Readers
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, undoing
 from leyden.trainer.data.sharding import NOTHING
@@ -261,20 +262,16 @@ class PredictionLoop(EvaluationLoop):
         """Does the pass.
 
         Returns:
-            The outputs of each batch of all ranks, by global batch and rank, on the CPU; a list of such lists where
-            there are several loaders; None if they are not kept here, or a signal broke the pass off.
+            The outputs of each batch, by global batch and data rank, on the CPU; a list of such lists where there are
+            several loaders; None if they are not kept here, or a signal broke the pass off.
         """
         self.outputs = [[] for _ in self.loaders]
         if self.run() is None or not self.keeps:
             return None
         strategy = self._run.strategy
-        if strategy.data_size > 1:
-            everywhere = self.gather == "all"
-            found = (
-                strategy.ranks.all_gather_object(self.outputs)
-                if everywhere
-                else strategy.ranks.gather_object(self.outputs)
-            )
+        if strategy.ranks.world_size > 1:
+            readers, everywhere = Readers(strategy), self.gather == "all"
+            found = readers.all_gather_object(self.outputs) if everywhere else readers.gather_object(self.outputs)
             if found is None:
                 return None
             self.outputs = [_in_turn(parts) for parts in zip(*found, strict=True)]

@@ -10,7 +10,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.owners import Unclaimed, rank_file, rank_path, read_rank, saved_ranks
+from leyden.trainer.checkpoint.owners import RankStates, Unclaimed
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.step_states import SCHEDULERS
 from leyden.trainer.data.positions import check_loaders
@@ -57,7 +57,7 @@ class Restorer:
     def _read(self, reader: CheckpointReader) -> None:
         run, parts = self._run, self._parts
         fits, whole = run.state.stage == "fit", reader.has("user")
-        of_rank = [rank_file(run.strategy.data_rank)] if run.strategy.ranks.world_size > 1 else []
+        of_rank = RankStates(reader, run.strategy).files if run.strategy.ranks.world_size > 1 and whole else []
         like = self._users.classes(reader, ["user", "callbacks", *of_rank], run.progress) if fits and whole else None
         if whole:
             self._users.read(reader, like)
@@ -78,9 +78,9 @@ class Restorer:
 
     def _read_rank(self, reader: CheckpointReader, like: Any) -> None:
         run, parts = self._run, self._parts
-        strategy, file = run.strategy, rank_path(reader, run.strategy)
-        owners = rank_owners(run, CheckpointRanks(strategy))
-        states = read_rank(reader, strategy, owners, like)
+        strategy, found = run.strategy, RankStates(reader, run.strategy)
+        owners, file = rank_owners(run, CheckpointRanks(strategy)), found.path
+        states = found.read(owners, like)
         self._rank = Unclaimed(file, states, owners, NEEDED)
         if states["loader"] is not None:
             with blame(file):
@@ -89,9 +89,9 @@ class Restorer:
                 check_loaders(loader)
         if "callbacks" in parts:
             has_own = self._users.read_callbacks(reader, like, states.get(OWN), file)
-            if has_own and run.strategy.ranks.is_global_zero and saved_ranks(reader) != strategy.data_size:
+            if has_own and run.strategy.ranks.is_global_zero and not found.fits:
                 warnings.warn(
-                    f"{reader.path} was saved by {saved_ranks(reader)} rank(s), and {strategy.data_size} resume it: "
+                    f"{reader.path} was saved by {found.saved} rank(s), and {strategy.data_size} resume it: "
                     "what callbacks or a DataModule keep per rank is rank 0's on all of them.",
                     stacklevel=2,
                 )

@@ -15,7 +15,7 @@ from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import ForeignWeights
 from leyden.trainer.checkpoint.nodes import is_shared
-from leyden.trainer.checkpoint.owners import saved_ranks
+from leyden.trainer.checkpoint.owners import saved_data_ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
@@ -128,8 +128,9 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     exact = "" if progress.exact else "; saved inside an accumulation window, which is repeated"
     if goal.parts == {"weights"}:
         return reader, f"weights of {path}"
-    if "rng" in goal.parts and saved_ranks(reader) not in (0, trainer.strategy.data_size):
-        exact += f"; saved by {saved_ranks(reader)} rank(s): random numbers of ranks from 1 on are seeded anew"
+    readers = len(set(saved_data_ranks(reader)))
+    if "rng" in goal.parts and readers not in (0, trainer.strategy.data_size):
+        exact += f"; saved by {readers} rank(s): random numbers of ranks from 1 on are seeded anew"
     return reader, f"{path} (epoch {progress.epoch}, step {progress.global_step}{exact})"
 
 

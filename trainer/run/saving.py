@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.strategies.errors import LeydenError
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.owners import collect_rank, rank_file
+from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
 from leyden.trainer.run.identity import FILE as IDENTITY
@@ -82,7 +82,10 @@ def save(
         if hparams:
             writer.state("hparams", hparams)
         return writer.commit(
-            progress=progress.to_dict(), world_size=strategy.ranks.world_size, strategy=strategy.name or "custom"
+            progress=progress.to_dict(),
+            world_size=strategy.ranks.world_size,
+            strategy=strategy.name or "custom",
+            data_ranks=strategy.data_ranks,
         )
 
 
@@ -97,7 +100,7 @@ def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ran
     if run.identity is not None:
         writer.json(IDENTITY, run.identity.to_dict())
     states = {**users.own(composed), **rank_state(run, loop, ranks)}
-    writer.state(rank_file(run.engine.strategy.data_rank), states, of_rank=True)
+    write_rank(writer, run.engine.strategy, states)
 
 
 def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None = None) -> dict[str, Any]:

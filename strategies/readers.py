@@ -1,0 +1,75 @@
+"""Readers: the ranks that see different samples, and exchanges in which what a tp group has in common counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
+
+T = TypeVar("T")
+
+
+class Readers:
+    """The ranks of a strategy that see different samples: this one, and one of each other data rank.
+
+    Ranks that share their batches (tensor, sequence or pipeline parallel) have the same values, of which an exchange
+    over all ranks takes one. Every rank must call the same exchanges in the same order.
+
+    Args:
+        strategy: whose ranks these are.
+
+    Attributes:
+        ranks: their global ranks, by data rank. Ranks at the same place in their tp groups have the same ones.
+        is_first: True on the first of the ranks that share this one's batches.
+    """
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._ranks = strategy.ranks
+        of_all, own = strategy.data_ranks, strategy.ranks.global_rank
+        place = of_all[:own].count(of_all[own])
+        members: dict[int, list[int]] = {}
+        for rank, data_rank in enumerate(of_all):
+            members.setdefault(data_rank, []).append(rank)
+        self.ranks = [members[data_rank][place] for data_rank in sorted(members)]
+        self.is_first = place == 0
+        self._are_all = len(self.ranks) == len(of_all)
+
+    def of(self, found: Sequence[T]) -> list[T]:
+        """Their values, in the order of data ranks, of those of all ranks."""
+        return list(found) if self._are_all else [found[rank] for rank in self.ranks]
+
+    def all_gather(self, tensor: Tensor, on_host: bool = False, sync_grads: bool = False) -> Tensor:
+        """Stacks their tensors: (data_size, *tensor.shape).
+
+        Args:
+            tensor: of the same shape on every rank.
+            on_host: it is on the CPU, and no device is waited for.
+            sync_grads: backward sends each rank the gradients of its part.
+        """
+        stacked = self._ranks.all_gather(tensor, self._ranks.host_group if on_host else None, sync_grads)
+        return stacked if self._are_all else torch.stack([stacked[rank] for rank in self.ranks])
+
+    def all_gather_object(self, obj: T) -> list[T]:
+        """Their objects, on every rank."""
+        return self.of(self._ranks.all_gather_object(obj))
+
+    def gather_object(self, obj: T) -> list[T] | None:
+        """Their objects on rank 0; None on the others."""
+        found = self._ranks.gather_object(obj)
+        return None if found is None else self.of(found)
+
+    def reduce(self, tensor: Tensor, on_host: bool = False, reduction: str = "mean") -> Tensor:
+        """Reduces their tensors by "mean", "sum", "max" or "min"; every rank gets the result."""
+        group = self._ranks.host_group if on_host else None
+        if self._are_all or reduction in ("max", "min"):
+            return self._ranks.reduce(tensor, group, reduction)
+        total = self._ranks.reduce(tensor if self.is_first else torch.zeros_like(tensor), group, "sum")
+        return total / len(self.ranks) if reduction in ("mean", "avg") else total
+
+
+__all__ = ["Readers"]

@@ -1,0 +1,171 @@
+"""Checkpoints of a mesh: the same layout goes on bit for bit, any other with the same losses and samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET
+from ranks.mesh_gpt import GPT, PLAN, Block, data
+from ranks.share import counting
+from ranks.world import run_world
+from torch.optim import AdamW
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer
+from leyden.strategies import FSDPStrategy, MeshStrategy
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.format.tensors import local_part
+
+# The sizes of a mesh, or a strategy; and the ranks. 8 samples make the global batch everywhere.
+MESHES = {
+    "tp 2": {"tp": 2},
+    "tp × fsdp 4": {"dp_shard": 2, "tp": 2},
+    "tp × hsdp 8": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+}
+WORLD = {"single": 1, "ddp": 2, "fsdp": 2, "tp 2": 2, "tp × fsdp 4": 4, "tp × hsdp 8": 8}
+# 44 samples are five batches and one of 4, in each of three epochs; the save lies within the first.
+SAMPLES, GLOBAL_BATCH, SAVED_AT, NEXT = 44, 8, 3, 10
+
+
+class Numbered(GPT):
+    """Notes the samples of each batch."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.seen: list[list[int]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        *batch, index = batch
+        self.seen.append(index.tolist())
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=1e-3)
+
+
+def strategy_of(layout: str) -> Any:
+    if layout in MESHES:
+        return MeshStrategy(**MESHES[layout], plan=PLAN, auto_wrap_policy={Block})
+    return {"single": "single_device", "ddp": "ddp", "fsdp": FSDPStrategy(auto_wrap_policy={Block})}[layout]
+
+
+def fit(layout: str, path: str, resumes: bool, dropout: float = 0.0) -> dict[str, Any]:
+    """Trains from a checkpoint on; or from the start, and saves one on the way. Returns the steps after it."""
+    torch.manual_seed(99 if resumes else 3)
+    module = Numbered(dropout=dropout)
+    trainer = Trainer(strategy=strategy_of(layout), max_epochs=-1, **QUIET)
+    tokens, labels = data(SAMPLES).tensors
+    samples = TensorDataset(tokens, labels, torch.arange(SAMPLES))
+    loader = DataLoader(samples, GLOBAL_BATCH // trainer.strategy.data_size, shuffle=True)
+    if not resumes:
+        trainer.fit(module, loader, max_steps=SAVED_AT)
+        trainer.save_checkpoint(path)
+    trainer.fit(module, loader, ckpt_path=path if resumes else "current", max_steps=SAVED_AT + NEXT)
+    full = trainer.strategy.full_state_dict(module, rank0_only=False)
+    return {
+        "data rank": trainer.strategy.data_rank,
+        "losses": module.losses[-NEXT:],
+        "seen": module.seen[-NEXT:],
+        "epoch loss": float(trainer.callback_metrics["loss_epoch"]),
+        "weights": {name: tensor.tolist() for name, tensor in full.items()},
+        "random": float(torch.rand(())),
+    }
+
+
+def fits(jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
+    return [fit(*job) for job in jobs]
+
+
+def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks of one run did as one process would have; those of a tp group did the same."""
+    readers: dict[int, dict[str, Any]] = {}
+    for rank in ranks:
+        first = readers.setdefault(rank["data rank"], rank)
+        assert (rank["losses"], rank["seen"]) == (first["losses"], first["seen"])
+        assert rank["epoch loss"] == first["epoch loss"]
+    ordered = [readers[number] for number in sorted(readers)]
+    losses = []
+    for step in range(NEXT):
+        counts = [len(reader["seen"][step]) for reader in ordered]
+        total = sum(reader["losses"][step] * count for reader, count in zip(ordered, counts, strict=True))
+        losses.append(total / sum(counts))
+    seen = [[index for reader in ordered for index in reader["seen"][step]] for step in range(NEXT)]
+    return {"losses": losses, "seen": seen, "epoch loss": ordered[0]["epoch loss"]}
+
+
+def check_same_run(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
+    """The samples of global batches are the same, in their order, and the losses to rounding."""
+    assert resumed["seen"] == whole["seen"]
+    assert resumed["losses"] == pytest.approx(whole["losses"], abs=1e-5)
+    assert resumed["epoch loss"] == pytest.approx(whole["epoch loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "tp × fsdp 4"])
+def test_a_mesh_resumes_bit_for_bit_and_goes_on_in_one_process(layout: str, tmp_path: Path) -> None:
+    plain, dropped = str(tmp_path / "plain"), str(tmp_path / "dropped")
+    jobs = [(layout, plain, False), (layout, dropped, False, 0.1), (layout, dropped, True, 0.1)]
+    ranks = run_world(WORLD[layout], fits, jobs)
+    for whole, uninterrupted, resumed in ranks:
+        assert resumed == uninterrupted, "losses, weights and random numbers, to the last bit"
+        assert uninterrupted["losses"] != whole["losses"]
+    whole = together([rank[0] for rank in ranks])
+    first = [index for batch in whole["seen"][: 6 - SAVED_AT] for index in batch]
+    assert len(set(first)) == len(first) == SAMPLES - SAVED_AT * GLOBAL_BATCH, "the rest of the epoch, each sample once"
+    check_same_run(together([fit("single", plain, True)]), whole)
+    manifest = CheckpointReader(plain).manifest
+    assert manifest.data_ranks == ((0, 0) if layout == "tp 2" else (0, 0, 1, 1)) and manifest.format == 2
+    check_written_once(CheckpointReader(plain))
+
+
+def check_written_once(reader: CheckpointReader) -> None:
+    layout = reader.layout()
+    assert layout["head.weight"] == {"alias_of": "tokens.weight"}
+    elements = sum(torch.Size(spec["shape"]).numel() for spec in layout.values() if "shape" in spec)
+    files = {name: entry.size for name, entry in reader.manifest.files.items() if name.endswith(".safetensors")}
+    model = sum(size for name, size in files.items() if name.startswith("model"))
+    states = sum(size for name, size in files.items() if name.startswith("optimizer"))
+    headers = 8192 * len(files)
+    assert 4 * elements < model < 4 * elements + headers
+    assert 8 * elements < states < 8 * elements + headers
+
+
+def read(layout: str, folder: str) -> tuple[float, float]:
+    """The bytes that this rank reads of a checkpoint of its layout, in shares of the parameters that it holds."""
+    torch.manual_seed(3)
+    module = Numbered(width=256)
+    trainer = Trainer(strategy=strategy_of(layout), max_steps=1, **QUIET)
+    tokens, labels = data(8).tensors
+    trainer.fit(module, DataLoader(TensorDataset(tokens, labels, torch.arange(8)), 4))
+    reader = CheckpointReader(trainer.save_checkpoint(f"{folder}/saved"))
+    share = sum(local_part(parameter).nbytes for parameter in module.parameters())
+    with counting() as weights:
+        trainer.strategy.load_module(reader, module)
+    with counting() as states:
+        reader.optimizers(like=dict(module.named_parameters()))
+    return weights["bytes"] / share, states["bytes"] / (2 * share)
+
+
+def test_a_rank_of_a_mesh_reads_its_share(tmp_path: Path) -> None:
+    found = run_world(4, read, "tp × fsdp 4", str(tmp_path))
+    assert all(1 <= figure < 1.10 for figures in found for figure in figures), found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", MESHES)
+def test_a_mesh_resumes_on_every_layout(layout: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    whole = together(run_world(WORLD[layout], fit, layout, path, False))
+    for other in dict.fromkeys((layout, "single", "ddp", "fsdp", "tp 2", "tp × fsdp 4")):
+        check_same_run(together(run_world(WORLD[other], fit, other, path, True)), whole)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
+def test_a_checkpoint_of_any_layout_resumes_on_a_mesh(layout: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    whole = together(run_world(WORLD[layout], fit, layout, path, False))
+    for other in ("tp 2", "tp × fsdp 4"):
+        check_same_run(together(run_world(WORLD[other], fit, other, path, True)), whole)
