@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ddp import DDPStrategy as DDPStrategy
     from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy as DeepSpeedStrategy
     from leyden.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
+    from leyden.strategies.mesh.model_parallel import ModelParallelStrategy as ModelParallelStrategy
     from leyden.strategies.mesh.strategy import MeshStrategy as MeshStrategy
     from leyden.strategies.precision.transformer_engine import (
         TransformerEnginePrecision as TransformerEnginePrecision,
@@ -39,6 +40,7 @@ _HOMES = {
     "DeepSpeedStrategy": "leyden.strategies.deepspeed.strategy",
     "FSDPStrategy": "leyden.strategies.fsdp.strategy",
     "MeshStrategy": "leyden.strategies.mesh.strategy",
+    "ModelParallelStrategy": "leyden.strategies.mesh.model_parallel",
     "TransformerEnginePrecision": "leyden.strategies.precision.transformer_engine",
     "XLADDPStrategy": "leyden.strategies.xla.ddp",
     "XLAFSDPStrategy": "leyden.strategies.xla.strategy",

@@ -66,7 +66,9 @@ class Sharding:
         if self.split is not None:
             self.split(slots)
         if self.mesh is None:
-            part.to(self.device)
+            # torch moves no DTensor that a weak reference knows, as Replaced has; hand-written code has placed its own.
+            if any(tensor.device != self.device for tensor in (*part.parameters(), *part.buffers())):
+                part.to(self.device)
             return
         fully_shard(
             part,

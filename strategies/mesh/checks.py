@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Shard
 
@@ -60,6 +62,32 @@ def check_whole(root: nn.Module) -> None:
             raise ConfigurationError(
                 f"{name!r} is {kind_of(module)}, which keeps its weights in a list of its own that tensor parallelism "
                 "cannot replace: use strategy='fsdp' or 'ddp' for this model."
+            )
+
+
+def check_loaded(root: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuses a model that came here split, over other ranks than the strategy's or without values.
+
+    Args:
+        root: the model.
+        mesh: the `tp` dimension.
+
+    Raises:
+        ConfigurationError: names a parameter.
+    """
+    for name, parameter in root.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        own = parameter.device_mesh
+        if own.ndim == 1 and own.mesh_dim_names == mesh.mesh_dim_names and own != mesh:
+            raise ConfigurationError(
+                f"{name!r} is split over {own.size()} ranks, and the strategy splits layers over {mesh.size()}: load "
+                "the model whole, without tp_plan, and the strategy splits it by the model's own plan."
+            )
+        if parameter.is_meta:
+            raise ConfigurationError(
+                f"{name!r} was split on the meta device, so that it has no values: build the model on the CPU, or give "
+                "MeshStrategy(plan={pattern: style}), which fills one layer at a time."
             )
 
 

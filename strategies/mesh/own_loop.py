@@ -14,14 +14,14 @@ from leyden.strategies.batch import map_tensors
 from leyden.strategies.fsdp.sharding import whole
 
 
-def run_in_steps(module: nn.Module, step: Callable[[bool], AbstractContextManager[None]]) -> None:
+def run_in_steps(module: nn.Module, step: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
     """Lets a model's forward run within a step, whoever calls it. Outputs that are split by class come whole.
 
     A loss that the model computes itself is computed of what is split.
 
     Args:
         module: the model.
-        step: makes the context of one forward, for training or not.
+        step: makes the context of one forward, of its inputs, for training or not.
     """
     own = vars(module).get("forward")
     if getattr(own, "_leyden_step", False):
@@ -29,7 +29,7 @@ def run_in_steps(module: nn.Module, step: Callable[[bool], AbstractContextManage
 
     @functools.wraps(type(module).forward if own is None else own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with step(self.training):
+        with step((args, kwargs), self.training):
             outputs = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
             return map_tensors(outputs, whole)
 

@@ -143,6 +143,11 @@ def _pattern(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
+def is_split(root: nn.Module) -> bool:
+    """True for a model with parameters that are split already: by hand, or by `from_pretrained(tp_plan="auto")`."""
+    return any(isinstance(parameter, DTensor) for parameter in root.parameters())
+
+
 def plan_of(root: nn.Module) -> Plan | None:
     """The plan that a module brings: its `parallel_plan()`, or those of the modules in it; None where there is none.
 
@@ -283,9 +288,10 @@ class TensorParallel:
             module._parameters[name] = placed(parameter, self.mesh, Replicate())
         if isinstance(style, Experts):
             self._views.give(module, style.placements(module))
-        reads_plain = style is None or isinstance(style, (Replicated, Sequence, Heads))
-        if reads_plain and module._parameters:
-            self._views.give(module, {name: gradient for name, p in module._parameters.items() if p is not None})
+        # Where no style stands, hand-written code may have split some, which its own hooks read.
+        names = list(left) if style is None else [name for name, p in module._parameters.items() if p is not None]
+        if names and (style is None or isinstance(style, (Replicated, Sequence, Heads))):
+            self._views.give(module, dict.fromkeys(names, gradient))
 
 
 def _ties(slots: Iterable[Slot]) -> list[list[Slot]]:
@@ -296,4 +302,4 @@ def _ties(slots: Iterable[Slot]) -> list[list[Slot]]:
     return [tied for tied in found.values() if len(tied) > 1]
 
 
-__all__ = ["STYLES", "Plan", "PlanLike", "TensorParallel", "plan_of"]
+__all__ = ["STYLES", "Plan", "PlanLike", "TensorParallel", "is_split", "plan_of"]

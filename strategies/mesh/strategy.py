@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
@@ -18,9 +18,10 @@ from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.mesh.alike import check_alike, sum_partial
-from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.checks import check_loaded
+from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
-from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, plan_of
+from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
 from leyden.strategies.window import BackwardHooks, Window
 
 T = TypeVar("T")
@@ -74,6 +75,25 @@ class MeshStrategy(FSDPStrategy):
         self._tensors: list[TensorParallel] = []
         self._has_run = self._has_stepped = False
 
+    @classmethod
+    def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> MeshStrategy:
+        """The strategy that an Accelerate YAML file describes.
+
+        Args:
+            config: the mapping under `parallelism_config`, with that under `fsdp_config` where copies are sharded.
+            **kwargs: further arguments of ours.
+
+        Example:
+            >>> MeshStrategy.from_accelerate({"parallelism_config_tp_size": 2, "fsdp_offload_params": True}).layout.tp
+            2
+        """
+        # A key without a value leaves it open.
+        given = {name: value for name, value in config.items() if value is not None}
+        sizes = {name: given.pop(f"parallelism_config_{name}_size", None) for name in ORDER}
+        sizes = {name: size for name, size in sizes.items() if size is not None}
+        rest = {name: value for name, value in given.items() if not name.startswith("parallelism_config_")}
+        return cls(**sizes, **rest, **kwargs)
+
     # environment ------------------------------------------------------------------------------------------------------
     @property
     def data_rank(self) -> int:
@@ -90,10 +110,13 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def _filled(self) -> Layout:
-        layout, world, local = self.layout, self.ranks.world_size, self.ranks.local_size
-        if self._splits_by_machine:
-            layout = replace(layout, tp=local if local < world else 2)
-        return layout.filled(world)
+        layout = replace(self.layout, tp=self.tp_by_machine) if self._splits_by_machine else self.layout
+        return layout.filled(self.ranks.world_size)
+
+    @property
+    def tp_by_machine(self) -> int:
+        """What tp="auto" means: the ranks of a machine, or two of a single one."""
+        return self.ranks.local_size if self.ranks.local_size < self.ranks.world_size else 2
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -116,6 +139,12 @@ class MeshStrategy(FSDPStrategy):
     def device_mesh(self) -> DeviceMesh | None:
         return self.mesh
 
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        """The dimension over which layers are split."""
+        assert self.mesh is not None
+        return self.mesh["tp"]
+
     def release(self) -> None:
         self._tensors = []
         super().release()
@@ -135,23 +164,38 @@ class MeshStrategy(FSDPStrategy):
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
         added = super().add_module(module, moves)
         if self._tensors:
-            run_in_steps(added, self.step_context)
+            run_in_steps(added, self._step_of_own_loop)
         return added
 
     def split_for(self, module: nn.Module) -> Callable[[list[Slot]], None] | None:
         if self.layout.tp == 1:
             return None
-        assert self.mesh is not None
+        tensor = TensorParallel(self.plan_for(module), self.tensor_mesh, self.root_device)
+        tensor.begin(module)
+        module.__dict__["_leyden_tensor"] = tensor
+        return tensor.split
+
+    def plan_for(self, module: nn.Module) -> Plan:
+        """What is split in a module; nothing more in one that is split already, by hand or as it was loaded.
+
+        Raises:
+            ConfigurationError: if nothing says what, or it is split otherwise.
+        """
+        if is_split(module):
+            if self._plan is not None:
+                raise ConfigurationError(
+                    f"{type(module).__name__} has parameters that are split already, and the strategy has a plan: "
+                    "leave out one of the two."
+                )
+            check_loaded(module, self.tensor_mesh)
+            return Plan({})
         plan = self._plan or plan_of(module)
         if plan is None:
             raise ConfigurationError(
                 f"tp={self.layout.tp} needs a plan of what is split: give MeshStrategy(plan={{pattern: style}}), or "
                 "the module a parallel_plan()."
             )
-        tensor = TensorParallel(plan, self.mesh["tp"], self.root_device)
-        tensor.begin(module)
-        module.__dict__["_leyden_tensor"] = tensor
-        return tensor.split
+        return plan
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         super().setup_modules(modules)
@@ -196,6 +240,13 @@ class MeshStrategy(FSDPStrategy):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with self.step_context():
             super().backward(loss, *args, **kwargs)
+
+    @contextmanager
+    def _step_of_own_loop(self, batch: Any, trains: bool) -> Iterator[None]:
+        if trains and not self._has_run:
+            self._start(batch)
+        with self.step_context(trains):
+            yield
 
     def _start(self, batch: Any) -> None:
         self._has_run = True

@@ -1,0 +1,99 @@
+"""ModelParallelStrategy: a mesh for models that their own `configure_model` splits and shards, as in Lightning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.checks import check_loaded
+from leyden.strategies.mesh.plan import Plan, is_split
+from leyden.strategies.mesh.strategy import MeshStrategy
+
+
+class ModelParallelStrategy(MeshStrategy):
+    """Tensor parallelism and FSDP that the module's `configure_model` writes itself, with Lightning's names.
+
+    There `self.device_mesh["tensor_parallel"]` and `self.device_mesh["data_parallel"]` are for torch's
+    `parallelize_module` and `fully_shard`; each is there if its size is 1, too. Parameters that they leave alone are
+    replicated over the one and sharded over the other, so that one process's numbers hold for them as well.
+
+    Args:
+        data_parallel_size: ranks with different batches; "auto" for the number of machines.
+        tensor_parallel_size: ranks that share a batch; "auto" for those of a machine. Beside a given size, "auto" is
+            what is left.
+        save_distributed_checkpoint: checkpoints are sharded in any case, and load under every strategy; `leyden merge`
+            makes one file of them.
+        **kwargs: those of `ProcessGroupStrategy`: `process_group_backend`, `timeout`, …
+
+    Raises:
+        ConfigurationError: for sizes that do not make up the world.
+
+    Example:
+        >>> ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=4).layout.size
+        8
+    """
+
+    def __init__(
+        self,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int | Literal["auto"] = "auto",
+        save_distributed_checkpoint: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        data = -1 if data_parallel_size == "auto" else data_parallel_size
+        split = -1 if tensor_parallel_size == "auto" and data != -1 else tensor_parallel_size
+        super().__init__(dp_shard=data, tp=split, auto_wrap_policy=None, **kwargs)
+        self.name = "model_parallel"
+        if not save_distributed_checkpoint:
+            warnings.warn(
+                "save_distributed_checkpoint=False has no effect: a checkpoint loads under every strategy, and `leyden "
+                "merge` makes one file of it.",
+                stacklevel=2,
+            )
+
+    @property
+    def tp_by_machine(self) -> int:
+        return self.ranks.local_size
+
+    def make_mesh(self) -> DeviceMesh | None:
+        self.layout, self._splits_by_machine = self._filled, False
+        sizes, names = (self.layout.dp_shard, self.layout.tp), ("data_parallel", "tensor_parallel")
+        self.mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
+        # So that a norm over all gradients is one message: torch looks for a group of both dimensions.
+        self.mesh._flatten("data_tensor_parallel")
+        return self.mesh["data_parallel"] if self.layout.dp_shard > 1 else None
+
+    @property
+    def tensor_mesh(self) -> DeviceMesh:
+        assert self.mesh is not None
+        return self.mesh["tensor_parallel"]
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        # Hand-written code splits what has values.
+        with Strategy.init_module(self, empty_init):
+            yield
+
+    @contextmanager
+    def model_context(self) -> Iterator[None]:
+        yield
+
+    def plan_for(self, module: nn.Module) -> Plan:
+        if not is_split(module):
+            raise ConfigurationError(
+                f"tensor_parallel_size={self.layout.tp}, and {type(module).__name__}.configure_model splits no layer: "
+                'call parallelize_module in it, with self.device_mesh["tensor_parallel"], or use MeshStrategy with a '
+                "plan."
+            )
+        check_loaded(module, self.tensor_mesh)
+        return Plan({})
+
+
+__all__ = ["ModelParallelStrategy"]
