@@ -5,7 +5,7 @@ from leyden.trainer.accelerator.absent import lacking
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from leyden.trainer.accelerator.memory import find_executable_batch_size, release_memory
-from leyden.trainer.accelerator.parallel import ParallelismConfig
+from leyden.trainer.accelerator.parallel import ParallelismConfig, TorchTensorParallelConfig, TorchTensorParallelPlugin
 from leyden.trainer.accelerator.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -68,6 +68,8 @@ __all__ = [
     "RNGType",
     "TERecipeKwargs",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "broadcast",
     "broadcast_object_list",
     "convert_to_fp32",

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, data
+from models import QUIET
+from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, VOCABULARY, data
 from ranks.world import run_world
-from torch import nn
 from torch.utils.data import DataLoader
 
-from leyden import Accelerator
+from leyden import Accelerator, Trainer
 from leyden.strategies import MeshStrategy
+from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.plan import ElasticOptions, resolve
+from leyden.trainer.cli.settings import parse
+from leyden.utils import ParallelismConfig
 
 GLOBAL_BATCH = 4
 
 
-def train(accelerator: Accelerator, module: nn.Module | None = None) -> dict[str, Any]:
+def train(accelerator: Accelerator, kind: type[GPT]) -> dict[str, Any]:
     """Trains the GPT for two epochs, in windows of two batches."""
     torch.manual_seed(0)
-    module = GPT() if module is None else module
+    module = kind()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.3, momentum=0.9)
     readers = accelerator.strategy.data_size
     loader = DataLoader(data(), GLOBAL_BATCH // readers)
@@ -48,8 +53,33 @@ def train(accelerator: Accelerator, module: nn.Module | None = None) -> dict[str
     }
 
 
+class Planned(GPT):
+    """Brings its plan."""
+
+    def parallel_plan(self) -> dict[str, str]:
+        return PLAN
+
+
 def train_on_a_mesh(sizes: dict[str, int], plan: dict[str, str]) -> dict[str, Any]:
-    return train(Accelerator(cpu=True, gradient_accumulation_steps=2, strategy=MeshStrategy(**sizes, plan=plan)))
+    return train(Accelerator(cpu=True, gradient_accumulation_steps=2, strategy=MeshStrategy(**sizes, plan=plan)), GPT)
+
+
+def train_by_a_config(sizes: dict[str, int]) -> dict[str, Any]:
+    """As Accelerate's documentation writes it."""
+    config = ParallelismConfig(**{f"{name}_size": size for name, size in sizes.items()})
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, parallelism_config=config)
+    mesh = accelerator.torch_device_mesh
+    return train(accelerator, Planned) | {
+        "dimensions": {name: mesh[name].size() for name in (*config.active_mesh_dims, *config.dp_cp_dim_names)},
+        "averaged over": mesh["dp_cp"].size() if config.dp_cp_dim_names else 1,
+        "tp rank": accelerator.tensor_parallel_rank,
+        "type": accelerator.distributed_type.value,
+    }
+
+
+def train_both(sizes: dict[str, int], plan: dict[str, str]) -> list[dict[str, Any]]:
+    """By a strategy and by a config, in one launch."""
+    return [train_on_a_mesh(sizes, plan), train_by_a_config(sizes)]
 
 
 def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
@@ -65,20 +95,89 @@ def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) 
 
 @pytest.fixture(scope="module")
 def single() -> dict[str, Any]:
-    return train(Accelerator(cpu=True, gradient_accumulation_steps=2))
+    return train(Accelerator(cpu=True, gradient_accumulation_steps=2), GPT)
 
 
 @pytest.mark.parametrize(
     ("sizes", "plan"),
     [
         ({"tp": 2}, SEQUENCE_PLAN),
-        pytest.param({"tp": 2}, PLAN, marks=pytest.mark.full),
-        pytest.param({"dp_shard": 2, "tp": 2}, SEQUENCE_PLAN, marks=pytest.mark.full),
+        pytest.param({"dp_shard": 2, "tp": 2}, PLAN, marks=pytest.mark.full),
+        pytest.param({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, SEQUENCE_PLAN, marks=pytest.mark.full),
     ],
-    ids=["sequence", "tensor", "within fsdp"],
+    ids=["alone", "within fsdp", "within replicas"],
 )
 def test_a_loop_of_ones_own_trains_on_a_mesh_as_one_process(
     sizes: dict[str, int], plan: dict[str, str], single: dict[str, Any]
 ) -> None:
-    world = sizes["tp"] * sizes.get("dp_shard", 1)
-    check_like_one_process(run_world(world, train_on_a_mesh, sizes, plan), single)
+    copies = sizes.get("dp_replicate", 1) * sizes.get("dp_shard", 1)
+    found = run_world(copies * sizes["tp"], train_both, sizes, plan)
+    for ranks in zip(*found, strict=True):
+        check_like_one_process(list(ranks), single)
+    for number, (_, rank) in enumerate(found):
+        assert rank["dimensions"] == {name: size for name, size in sizes.items() if size > 1}
+        assert rank["averaged over"] == copies
+        assert rank["tp rank"] == number % sizes["tp"]
+        assert rank["type"] == ("MULTI_CPU" if copies == 1 else "FSDP")
+
+
+def train_launched() -> dict[str, Any]:
+    """A script that names no strategy: its Accelerator and its Trainer follow the launch."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    config = accelerator.parallelism_config
+    assert config is not None
+    found = train(accelerator, Planned)
+    trainer = Trainer(max_epochs=1, **QUIET)
+    torch.manual_seed(0)
+    trainer.fit(Planned(), DataLoader(data(8), GLOBAL_BATCH))
+    return found | {"config": (config.tp_size, config.total_size), "details": trainer.strategy.details}
+
+
+@pytest.mark.full
+def test_a_launch_lays_out_the_mesh_of_its_file(single: dict[str, Any]) -> None:
+    file = {"num_processes": 2, "use_cpu": True, "parallelism_config": {"parallelism_config_tp_size": 2}}
+    plan = resolve(parse(file), ElasticOptions(), Machine(cpus=2), "a file", {})
+    variables = {
+        name: value for name, value in plan.variables().items() if name.startswith(("LEYDEN", "ACCEL", "PARALLEL"))
+    }
+    ranks = run_world(2, train_launched, environ=variables)
+    check_like_one_process(ranks, single)
+    for rank in ranks:
+        assert rank["config"] == (2, 2)
+        assert rank["details"].startswith("tp 2 of 2 ranks")
+
+
+def train_transformers(folder: str, split: bool) -> dict[str, Any]:
+    """A model that transformers has split itself, as Accelerate's documentation loads it, or a whole one."""
+    from transformers import LlamaForCausalLM
+
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2) if split else None)
+    how = {"tp_plan": "auto", "tp_size": 2, "device_mesh": accelerator.torch_device_mesh} if split else {}
+    model = LlamaForCausalLM.from_pretrained(folder, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(24), GLOBAL_BATCH))
+    losses, norms = [], []
+    for tokens, labels in loader:
+        loss = model(input_ids=tokens, labels=labels).loss
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    state = accelerator.get_state_dict(model)
+    return {"losses": losses, "norms": norms, "weights": {name: tensor.numpy() for name, tensor in state.items()}}
+
+
+@pytest.mark.full
+def test_a_model_that_transformers_has_split_trains_as_a_whole_one(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    single = train_transformers(str(tmp_path), False)
+    for rank in run_world(2, train_transformers, str(tmp_path), True):
+        assert rank["losses"] == pytest.approx(single["losses"], abs=1e-5)
+        assert rank["norms"] == pytest.approx(single["norms"], abs=1e-4)
+        for name, value in single["weights"].items():
+            assert abs(rank["weights"][name] - value).max() < 1e-4, name

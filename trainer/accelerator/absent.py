@@ -38,10 +38,10 @@ INSTEAD = {
         "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
         "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group add_model_config_to_megatron_parser"
     ),
-    "tensor, context and sequence parallelism are not part of this version": (
-        "TorchTensorParallelPlugin TorchTensorParallelConfig TorchContextParallelConfig "
-        "DeepSpeedSequenceParallelConfig get_model_tp_size"
+    "context parallelism and Ulysses are not part of this version; ParallelismConfig(tp_size=…) splits layers": (
+        "TorchContextParallelConfig DeepSpeedSequenceParallelConfig"
     ),
+    "read accelerator.parallelism_config.tp_size": "get_model_tp_size",
     "loaders are prepared by an Accelerator: accelerator.prepare_data_loader(loader)": (
         "prepare_data_loader DataLoaderShard DataLoaderDispatcher DataLoaderAdapter DataLoaderStateMixin "
         "BatchSamplerShard IterableDatasetShard SkipBatchSampler SkipDataLoader get_sampler"

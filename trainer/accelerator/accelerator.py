@@ -66,7 +66,7 @@ class Accelerator:
         dataloader_config: a `DataLoaderConfiguration`.
         deepspeed_plugin: trains by DeepSpeed's ZeRO: a `DeepSpeedPlugin`.
         fsdp_plugin: shards models: a `FullyShardedDataParallelPlugin`.
-        torch_tp_plugin: refused in this version.
+        torch_tp_plugin: a `TorchTensorParallelPlugin`: the same as `ParallelismConfig(tp_size=…)`.
         megatron_lm_plugin: refused in this version.
         rng_types: "torch", "cuda", "numpy", "python": set to rank 0's at the start of each pass. "generator" needs
             nothing: all ranks share one order of samples.
@@ -230,8 +230,14 @@ class Accelerator:
 
     @property
     def torch_device_mesh(self) -> Any:
-        """The mesh of `parallelism_config`; None without one. FSDP's own is `strategy.device_mesh` in any case."""
-        return getattr(self.strategy, "device_mesh", None) if self.options.mesh is not None else None
+        """The mesh of `parallelism_config`; None without one. A strategy's is `strategy.device_mesh` in any case."""
+        return None if self.options.mesh is None else self.options.mesh.device_mesh
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's number among those that split each layer; 0 where none do."""
+        mesh = self.torch_device_mesh
+        return 0 if mesh is None or "tp" not in mesh.mesh_dim_names else mesh.get_local_rank("tp")
 
     @property
     def project_dir(self) -> Any:

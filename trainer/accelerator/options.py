@@ -15,7 +15,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
 from leyden.trainer.accelerator.fp8_recipes import recipe_of
-from leyden.trainer.accelerator.parallel import ParallelismConfig
+from leyden.trainer.accelerator.parallel import ParallelismConfig, TorchTensorParallelPlugin
 from leyden.trainer.accelerator.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -31,10 +31,6 @@ from leyden.trainer.accelerator.plugins import (
 from leyden.trainer.accelerator.ranks import check_started
 from leyden.trainer.launched import read_launched, with_recipe
 
-NOT_YET = {
-    "torch_tp_plugin": "tensor parallelism",
-    "megatron_lm_plugin": "Megatron-LM",
-}
 RNG_TYPES = ("torch", "cuda", "mps", "numpy", "python", "generator")
 BOOLEANS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler")
 
@@ -47,9 +43,12 @@ class Options:
     """
 
     def __init__(self, **given: Any) -> None:
-        for name, what in NOT_YET.items():
-            if given[name] is not None:
-                raise ConfigurationError(f"Accelerator({name}=…): {what} is not part of this version. Leave it out.")
+        if given["megatron_lm_plugin"] is not None:
+            raise ConfigurationError(
+                "Accelerator(megatron_lm_plugin=…): Megatron-LM is not part of this version: leave it out, and give "
+                "ParallelismConfig(tp_size=…) for layers that are split."
+            )
+        _tensor_plugin(given)
         _compile_plugin(given)
         _fill(given)
         self.device_placement: bool = given["device_placement"]
@@ -68,7 +67,7 @@ class Options:
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
-        self.mesh: ParallelismConfig | None = given["parallelism_config"]
+        self.mesh: ParallelismConfig | None = given["parallelism_config"] or given.get("launched_mesh")
         self.train_batch_is_min = self.deepspeed is None or self.deepspeed.is_train_batch_min
         steps = accumulation_of(self.strategy, self.accumulation.num_steps)
         self.accumulation = replace(self.accumulation, num_steps=steps)
@@ -152,6 +151,8 @@ class Options:
         if group is not None and strategy.ranks.world_size > 1:
             strategy.ranks.configure_group(group.backend, group.timeout)
         strategy.setup_environment()
+        if self.mesh is not None:
+            self.mesh.adopt(getattr(strategy, "device_mesh", None))
         ddp = self.handlers.get(DistributedDataParallelKwargs)
         if ddp is not None and hasattr(strategy, "configure_ddp"):
             strategy.configure_ddp(ddp.arguments(), ddp.hook())
@@ -162,7 +163,7 @@ def _fill(given: dict[str, Any]) -> None:
     launched = read_launched()
     if launched is None:
         return
-    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins")
+    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "parallelism_config")
     accumulates = given["gradient_accumulation_steps"] != 1 or given["gradient_accumulation_plugin"] is not None
     # The launch's value, and whether the script gives its own.
     offers: dict[str, tuple[Any, bool]] = {
@@ -180,6 +181,9 @@ def _fill(given: dict[str, Any]) -> None:
     if "dynamo_backend" in filled:
         given["compile_options"] = {name: value for name, value in launched.compile.items() if name != "backend"}
     given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
+    if "strategy" in filled and launched.strategy == "mesh":
+        # Its sizes are in the launcher's variables.
+        given["launched_mesh"] = ParallelismConfig()
     given.update(filled)
 
 
@@ -193,6 +197,21 @@ def _compile_plugin(given: dict[str, Any]) -> None:
     if given["dynamo_backend"] is not None:
         raise ConfigurationError("dynamo_backend and dynamo_plugin were both given: give one of them.")
     given["dynamo_backend"], given["compile_options"] = plugin.backend, plugin.arguments()
+
+
+def _tensor_plugin(given: dict[str, Any]) -> None:
+    """Replaces a TorchTensorParallelPlugin by the `parallelism_config` that it stands for."""
+    plugin = given["torch_tp_plugin"]
+    if plugin is None:
+        return
+    if not isinstance(plugin, TorchTensorParallelPlugin):
+        raise ConfigurationError(
+            f"Accelerator(torch_tp_plugin=…) was given {kind_of(plugin)}: give ParallelismConfig(tp_size=…) as "
+            "parallelism_config."
+        )
+    if given["parallelism_config"] is not None:
+        raise ConfigurationError("torch_tp_plugin and parallelism_config were both given: give parallelism_config.")
+    given["parallelism_config"] = plugin.config()
 
 
 def _data(given: dict[str, Any]) -> DataLoaderConfiguration:

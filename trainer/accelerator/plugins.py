@@ -422,6 +422,13 @@ class FullyShardedDataParallelPlugin:
         """
         from leyden.strategies.fsdp.strategy import FSDPStrategy
 
+        given = self.arguments()
+        if device_mesh is not None:
+            given["device_mesh"] = device_mesh
+        return FSDPStrategy(**given)
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `FSDPStrategy`, or of a `MeshStrategy`."""
         given = {name: value for name, value in vars(self).items() if value is not None}
         if "transformer_cls_names_to_wrap" in given:
             given["auto_wrap_policy"] = set(given.pop("transformer_cls_names_to_wrap"))
@@ -430,9 +437,7 @@ class FullyShardedDataParallelPlugin:
         if given.pop("fsdp_version", 2) == 1 and "use_orig_params" not in given:
             # FSDP1's layout of parameters no longer exists; everything else has the same numbers.
             given["use_orig_params"] = True
-        if device_mesh is not None:
-            given["device_mesh"] = device_mesh
-        return FSDPStrategy(**given)
+        return given
 
 
 class Handlers:

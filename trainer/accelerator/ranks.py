@@ -104,6 +104,8 @@ class PartialState:
     def distributed_type(self) -> DistributedType:
         """How this run's ranks work together."""
         name = {"hsdp": "fsdp", "xla_fsdp": "xla"}.get(self.strategy.name, self.strategy.name)
+        if getattr(self.strategy, "shard_mesh", None) is not None:
+            name = "fsdp"
         name = name.partition("_stage_")[0].upper()
         if name in DistributedType.__members__ and name != "NO":
             return DistributedType(name)

@@ -78,7 +78,8 @@ def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerat
         found |= _megatron(settings.section("megatron_lm_config"))
     if launched.strategy == "mesh":
         found["ACCELERATE_USE_PARALLELISM_CONFIG"] = True
-        found |= {name.upper(): value for name, value in settings.section("parallelism_config").items()}
+        axes = {**settings.section("parallelism_config"), **launched.options}
+        found |= {name.upper(): value for name, value in axes.items() if name.startswith("parallelism_config_")}
     return {name: _text(value) for name, value in found.items()}
 
 

@@ -222,17 +222,17 @@ DEEPSPEED: tuple[ConfigKey, ...] = (
     ConfigKey("deepspeed_inclusion_filter", str, without=_HOSTS),
     ConfigKey("deepspeed_multinode_launcher", str, without=_HOSTS),
 )
+_NO_CP = "context parallelism is not part of this version."
+_NO_SP = "DeepSpeed's Ulysses is not part of this version."
 _SIZES = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "sp")
 PARALLELISM: tuple[ConfigKey, ...] = (
     *(ConfigKey(f"parallelism_config_{name}_size", int, f"ranks of the {name} axis", least=1) for name in _SIZES),
-    ConfigKey(
-        "parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), "how ranks of context parallelism communicate"
-    ),
-    ConfigKey("parallelism_config_cp_backend", str, "backend of context parallelism"),
-    ConfigKey("parallelism_config_sp_backend", str, "backend of sequence parallelism"),
-    ConfigKey("parallelism_config_sp_seq_length", int, "tokens per sequence", least=1),
-    ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, "sequences differ in length"),
-    ConfigKey("parallelism_config_sp_attn_implementation", str, "attention implementation of sequence parallelism"),
+    ConfigKey("parallelism_config_cp_comm_strategy", ("allgather", "alltoall"), without=_NO_CP),
+    ConfigKey("parallelism_config_cp_backend", str, without=_NO_CP),
+    ConfigKey("parallelism_config_sp_backend", str, without=_NO_SP),
+    ConfigKey("parallelism_config_sp_seq_length", int, without=_NO_SP, least=1),
+    ConfigKey("parallelism_config_sp_seq_length_is_variable", bool, without=_NO_SP),
+    ConfigKey("parallelism_config_sp_attn_implementation", str, without=_NO_SP),
 )
 MEGATRON: tuple[ConfigKey, ...] = (
     *(
@@ -305,6 +305,7 @@ OLDER_TYPES = {
     "use_megatron_lm": "MEGATRON_LM",
     "use_ddp": "",
     "use_parallelism_config": "",
+    "use_tp": "",
 }
 """Switches of older files in place of distributed_type; empty for plain ranks, whose type the hardware decides."""
 NAMES_OF_1 = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}

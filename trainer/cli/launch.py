@@ -83,7 +83,7 @@ def _flags() -> list[Flag]:
     titles = {
         "fsdp_config": "FSDP",
         "deepspeed_config": "DeepSpeed",
-        "parallelism_config": "Tensor, pipeline and context parallel",
+        "parallelism_config": "The mesh of ranks: replicas, FSDP and tensor parallel",
         "megatron_lm_config": "Megatron-LM",
         "fp8_config": "fp8",
         "dynamo_config": "torch.compile",

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
+from leyden.strategies.mesh.layout import Layout
 from leyden.trainer.cli.accelerate_variables import accelerate_variables
 from leyden.trainer.cli.keys import FP8, PRECISIONS
 from leyden.trainer.cli.machine import Machine
@@ -21,6 +22,8 @@ from leyden.trainer.cli.zero import StrategyChoice, zero_of
 from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
+MESH = ("dp_replicate", "dp_shard", "tp")
+"""The dimensions of a mesh that a launch lays out."""
 Meeting: TypeAlias = tuple[int | None, str, int, str]
 """The number of this machine, and the address, port and backend of the rendezvous."""
 NOT_HERE = "torch sees no GPU on this machine: the plan is for a machine that has them, and would not start here"
@@ -456,26 +459,47 @@ def _fp8(settings: Settings) -> dict[str, Any]:
 
 def _strategy(settings: Settings, ranks: int) -> StrategyChoice:
     """Chooses any strategy but DeepSpeed's."""
-    if settings.kind == "FSDP":
-        options = settings.effective("fsdp_config")
-        # FSDPStrategy reads the file's own names.
-        is_whole = options.get("fsdp_sharding_strategy") == "NO_SHARD"
-        return StrategyChoice("ddp") if is_whole else StrategyChoice("fsdp", options)
     if settings.kind == "MEGATRON_LM":
         options = settings.section("megatron_lm_config")
         return StrategyChoice("megatron", options, norm=options.get("megatron_lm_gradient_clipping"))
     if settings.kind == "XLA":
         # One rank drives all devices of its machine.
         return StrategyChoice("xla" if ranks == 1 else "xla_ddp")
-    axes = settings.section("parallelism_config")
-    sizes = {name: value for name, value in axes.items() if name.endswith("_size")}
-    product = math.prod(sizes.values())
-    if product == 1:
-        return StrategyChoice()
-    if ranks % product:
+    # The strategies read the file's own names.
+    options = settings.effective("fsdp_config") if settings.kind == "FSDP" else {}
+    is_whole = settings.kind != "FSDP" or options.get("fsdp_sharding_strategy") == "NO_SHARD"
+    layout = _layout(settings, ranks, is_whole)
+    if layout is not None and (layout.tp > 1 or layout.dp_shard > 1):
+        sizes = {f"parallelism_config_{name}_size": size for name, size in layout.sizes.items() if name in MESH}
+        return StrategyChoice("mesh", {**options, **sizes})
+    if settings.kind == "FSDP":
+        return StrategyChoice("ddp") if is_whole else StrategyChoice("fsdp", options)
+    return StrategyChoice("ddp" if layout is not None else None)
+
+
+def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
+    """Returns the mesh that the file's sizes make; None where all are 1.
+
+    Args:
+        settings: flags over the file.
+        ranks: on all machines.
+        is_whole: what no size says is replicated, and not sharded.
+
+    Raises:
+        ConfigurationError: for sizes that do not make up the ranks, and dimensions that this version does not have.
+    """
+    section = settings.section("parallelism_config")
+    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "pp", "cp", "sp")}
+    given = {name: size for name, size in sizes.items() if size is not None}
+    if math.prod(given.values()) == 1:
+        return None
+    if given.pop("sp", 1) > 1:
         raise ConfigurationError(
-            f"parallelism_config: the sizes {', '.join(f'{name}={size}' for name, size in sizes.items())} make "
-            f"{product} ranks, and there are {ranks}: change the sizes so that their product divides the number of "
-            "ranks."
+            "parallelism_config_sp_size: DeepSpeed's Ulysses is not part of this version: leave it out, and let "
+            "parallelism_config_tp_size split activations along the sequence, by 'sequence' in the model's plan."
         )
-    return StrategyChoice("mesh", axes)
+    filled = "dp_replicate" if is_whole else "dp_shard"
+    try:
+        return Layout(**{"dp_replicate": 1, "dp_shard": 1, filled: -1, **given}).filled(ranks)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"parallelism_config: {error}") from None

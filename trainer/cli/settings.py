@@ -202,6 +202,7 @@ def parse(found: Mapping[str, Any]) -> Settings:
             "LOCAL_MACHINE."
         )
     notes = _older_switches(rest)
+    _older_tensor_section(rest, notes)
     sections = {}
     for name, keys in FAMILIES.items():
         section = rest.pop(name, None)
@@ -238,6 +239,21 @@ def _older_switches(rest: dict[str, Any]) -> list[str]:
         rest.setdefault("mixed_precision", "fp16")
         notes.append("fp16: true is read as mixed_precision: fp16")
     return notes
+
+
+def _older_tensor_section(rest: dict[str, Any], notes: list[str]) -> None:
+    """Replaces `tp_config: {tp_size: 2}` of older files, with `distributed_type: TP`, by the size of the mesh."""
+    section, tp = rest.pop("tp_config", None), "parallelism_config_tp_size"
+    if str(rest.get("distributed_type")).upper() == "TP":
+        del rest["distributed_type"]
+    if not section:
+        return
+    if not isinstance(section, dict) or set(section) != {"tp_size"}:
+        raise ConfigurationError(f"tp_config: {shown(section)}: give tp_size below it, and nothing else.")
+    sizes = rest.setdefault("parallelism_config", {})
+    if sizes.setdefault(tp, section["tp_size"]) != section["tp_size"]:
+        raise ConfigurationError(f"tp_config has tp_size {section['tp_size']}, and {tp} is {sizes[tp]}: keep one.")
+    notes.append(f"tp_config is read as {tp}: {section['tp_size']}")
 
 
 def write_file(settings: Settings, path: str | os.PathLike[str]) -> Path:

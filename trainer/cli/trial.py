@@ -31,6 +31,10 @@ class Net(TrainModule):
         self.losses: list[Tensor] = []
         self.found: dict[str, Any] = {}
 
+    def parallel_plan(self) -> dict[str, str]:
+        """What tensor parallelism splits."""
+        return {"layers.0": "colwise", "layers.2": "rowwise"}
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         inputs, targets = batch
         loss: Tensor = nn.functional.mse_loss(self.layers(inputs).float(), targets)
@@ -97,7 +101,8 @@ def main(folder: str) -> None:
     probe = Net()
     first = trained(probe, samples(1), 1, max_steps=1)
     ranks = first.world_size
-    data = samples(STEPS * PER_RANK * ranks)
+    readers = first.strategy.data_size
+    data = samples(STEPS * PER_RANK * readers)
     say = Reporter(first)
     expected = [{"rank": rank} for rank in range(ranks)]
     total = ranks * (ranks + 1) / 2
@@ -105,7 +110,7 @@ def main(folder: str) -> None:
     holds = found["objects"] == expected and found["sum"] == total and found["broadcast"] == "from 0"
     words = f"{ranks} rank{'s' * (ranks > 1)}, {first.strategy.name} on {first.strategy.root_device}"
     say.check("collectives", holds, words)
-    plain, net = plain_loop(data, PER_RANK * ranks), Net()
+    plain, net = plain_loop(data, PER_RANK * readers), Net()
     trained(net, data, PER_RANK)
     gap = largest_gap(net.found["weights"], plain)
     say.check("parity", gap < CLOSE, f"weights differ from a plain loop's by {gap:.1e} at most after {STEPS} steps")

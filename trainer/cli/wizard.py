@@ -22,7 +22,7 @@ SPREADS = {
     "ddp": ("ddp", "every rank holds the whole model"),
     "fsdp": ("fsdp", "parameters are sharded over the ranks"),
     "deepspeed": ("deepspeed", "DeepSpeed's ZeRO"),
-    "parallel": ("mesh", "tensor, pipeline and context parallel"),
+    "parallel": ("mesh", "layers are split (tensor parallel), within FSDP or replicas"),
     "megatron": ("megatron", "Megatron-LM"),
 }
 """Choices, each with the strategy that it needs to be offered, and its meaning."""
@@ -33,8 +33,6 @@ WITHOUT_REPLICAS = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 KINDS = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 AXES = {
     "tp": "Ranks that split each layer (tensor parallel)",
-    "pp": "Stages of the pipeline (pipeline parallel)",
-    "cp": "Ranks that split each sequence (context parallel)",
     "dp_shard": "Ranks that shard the parameters",
     "dp_replicate": "Replicas of the model",
 }

@@ -152,8 +152,10 @@ def test_a_parallelism_config_is_ddp_fsdp_or_both(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
     assert ParallelismConfig().total_size == 4
     monkeypatch.undo()
-    with pytest.raises(ConfigurationError, match="tensor parallelism is not part"):
-        ParallelismConfig(tp_size=2)
+    with pytest.raises(ConfigurationError, match="context parallelism is not part"):
+        ParallelismConfig(cp_size=2)
+    with pytest.raises(ConfigurationError, match="Ulysses is not part"):
+        ParallelismConfig(sp_size=2)
     with pytest.raises(ConfigurationError, match="and there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))
     with pytest.raises(ConfigurationError, match="give a ParallelismConfig"):

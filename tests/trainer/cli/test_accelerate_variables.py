@@ -92,6 +92,7 @@ def test_the_axes_of_a_mesh_are_accelerates_too(tmp_path: Path) -> None:
     found = resolve(read_file(file), ElasticOptions(), GPUS, str(file), {}).variables()
     assert found["ACCELERATE_USE_PARALLELISM_CONFIG"] == "true"
     assert found["PARALLELISM_CONFIG_TP_SIZE"] == "2"
+    assert found["PARALLELISM_CONFIG_DP_SHARD_SIZE"] == "1"
 
 
 FSDP_FILE = """\

@@ -10,7 +10,7 @@ from leyden import ConfigurationError
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
 from leyden.trainer.cli.settings import parse
-from leyden.trainer.launched import read_launched
+from leyden.trainer.launched import read_launched, with_options
 
 CPU, GPUS = Machine(cpus=8), Machine(gpus=4, cpus=8, bf16=True)
 TASK = {
@@ -140,7 +140,10 @@ def test_one_task_of_slurm_for_each_rank_becomes_it() -> None:
         ({"rdzv_backend": "gossip"}, CPU, "use static or c10d"),
         ({"num_machines": 2, "rdzv_backend": "static", "max_restarts": 1}, CPU, "use rdzv_backend: c10d"),
         ({"compute_environment": "SLURM"}, CPU, "srun --ntasks-per-node=1 leyden launch"),
-        ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "make 3 ranks"),
+        ({"num_processes": 4, "parallelism_config": {"parallelism_config_tp_size": 3}}, CPU, "tp=3 does not make up 4"),
+        ({"num_processes": 2, "parallelism_config": {"parallelism_config_cp_size": 2}}, CPU, "context parallelism is"),
+        ({"num_processes": 2, "parallelism_config": {"parallelism_config_sp_size": 2}}, CPU, "Ulysses is not part"),
+        ({"tp_config": {"tp_size": 2, "tp_plan": "auto"}}, CPU, "give tp_size below it"),
         ({"use_deepspeed": True, "deepspeed_config": {"gradient_clipping": "much"}}, CPU, "is not a number"),
     ],
 )
@@ -193,3 +196,37 @@ def test_the_lines_name_what_has_no_effect() -> None:
     assert "no effect   same_network (--dry-run says why)" in made.lines("python a.py")
     assert "no effect   same_network: the main address is used as given." in made.lines("python a.py", reasons=True)
     assert len(made.lines("python a.py").splitlines()) <= 6
+
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+@pytest.mark.parametrize(
+    ("found", "strategy", "sizes"),
+    [
+        ({"parallelism_config": {"parallelism_config_tp_size": 2}}, "mesh", (2, 1, 2)),
+        ({"parallelism_config": {f"parallelism_config_{axis}_size": 1 for axis in (*AXES, "cp")}}, None, None),
+        ({"parallelism_config": {"parallelism_config_dp_replicate_size": 4}}, "ddp", None),
+        ({"distributed_type": "TP", "tp_config": {"tp_size": 4}}, "mesh", (1, 1, 4)),
+        (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True},
+                "parallelism_config": {"parallelism_config_tp_size": 2},
+            },
+            "mesh",
+            (1, 2, 2),
+        ),
+    ],
+)
+def test_the_sizes_of_a_file_lay_out_a_mesh(
+    found: dict[str, Any], strategy: str | None, sizes: tuple[int, ...] | None
+) -> None:
+    launched = plan({"num_processes": 4, "use_cpu": True, **found}, CPU).launched
+    assert launched.strategy == strategy
+    if sizes is None:
+        assert not launched.options
+        return
+    made = with_options("mesh", launched.options)
+    assert tuple(made.layout.sizes[axis] for axis in AXES) == sizes
+    assert made.settings["cpu_offload"] is ("fsdp_config" in found)

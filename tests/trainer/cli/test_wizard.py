@@ -52,7 +52,7 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
             ("How many machines [1]", "none"),
             ("Error: 'none' is not a whole number", None),
             ("How many machines [1]", ""),
-            ("How is the model distributed (ddp, fsdp, deepspeed) [ddp]", ""),
+            ("How is the model distributed (ddp, fsdp, deepspeed, parallel) [ddp]", ""),
             ("Check the operands of each collective", "yes"),
             ("Compile the model", "y"),
             ("Which backend (inductor, eager, aot_eager, cudagraphs) [inductor]", ""),
@@ -89,7 +89,7 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
         [
             ("How many machines [1]", ""),
             ("How many ranks [1]", "2"),
-            ("How is the model distributed (ddp, fsdp, deepspeed) [ddp]", "1"),
+            ("How is the model distributed (ddp, fsdp, deepspeed, parallel) [ddp]", "1"),
             ("  1 FULL_SHARD   2 SHARD_GRAD_OP   3 NO_SHARD", None),
             ("What is sharded (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) [FULL_SHARD]", "2"),
             ("How are modules grouped", ""),
@@ -266,7 +266,7 @@ def test_what_the_machine_shows_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_trainer_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = answered(Machine(gpus=4), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
-    assert "How is the model distributed (ddp, fsdp, deepspeed)" in asked
+    assert "How is the model distributed (ddp, fsdp, deepspeed, parallel)" in asked
     assert [text for text in asked if "HYBRID_SHARD" in text]
     _, asked = answered(Machine(gpus=2), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
     # Two ranks have no two replicas of several.
@@ -283,15 +283,12 @@ def test_binding_to_cpus_is_asked_unless_the_machine_has_one_node(monkeypatch: p
 
 
 def test_axes_that_do_not_make_up_the_ranks_are_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wizard, "NAMES", (*wizard.NAMES, "mesh"))
-    wrong, right = ["3", "1", "1", "1", "1"], ["2", "2", "1", "1", "1"]
+    wrong, right = ["3", "1", "1"], ["2", "2", "1"]
     settings, _ = answered(Machine(gpus=4), ["gpu", "all", "1", "parallel", *wrong, *right], Settings(), monkeypatch)
     sizes = settings.section("parallelism_config")
     assert sizes == {
         "parallelism_config_tp_size": 2,
-        "parallelism_config_pp_size": 2,
-        "parallelism_config_cp_size": 1,
-        "parallelism_config_dp_shard_size": 1,
+        "parallelism_config_dp_shard_size": 2,
         "parallelism_config_dp_replicate_size": 1,
     }
 
