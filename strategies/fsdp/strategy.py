@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
 from leyden.strategies.base import ClipAlgorithm, shadow_items, stepped_parameters
@@ -21,6 +21,7 @@ from leyden.strategies.fsdp.blocks import checkpoint_activations, compile_blocks
 from leyden.strategies.fsdp.fsdp1_names import Translation
 from leyden.strategies.fsdp.gradients import check_optimizer, clip_norm, multiply
 from leyden.strategies.fsdp.guard import guard_exports, guard_shards
+from leyden.strategies.fsdp.nested import StepHooks
 from leyden.strategies.fsdp.options import ShardRecord, offload_of, policy_of
 from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.restart import restart
@@ -108,6 +109,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.record = ShardRecord()
         """What was sharded, and how."""
         self._roots: list[FSDPModule] = []
+        self._step_hooks: dict[nn.Module, StepHooks] = {}
         self._ignored: list[nn.Parameter] = []
         self._replaced = Replaced()
         self._values = Values()
@@ -178,7 +180,7 @@ class FSDPStrategy(ProcessGroupStrategy):
         return tuple(shape)
 
     def teardown(self) -> None:
-        self._roots, self._ignored = [], []
+        self._roots, self._ignored, self._step_hooks = [], [], {}
         self._replaced, self.before_forward = Replaced(), None
         super().teardown()
 
@@ -301,11 +303,9 @@ class FSDPStrategy(ProcessGroupStrategy):
     def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
         if not isinstance(module, FSDPModule):
             return step_fn
-        # torch registers a method by its name; the module itself is left as it was.
-        module.__dict__["_leyden_step"] = step_fn
-        register_fsdp_forward_method(module, "_leyden_step")
-        step: Callable[..., T] = module.__dict__.pop("_leyden_step")
-        return step
+        if module not in self._step_hooks:
+            self._step_hooks[module] = StepHooks(module)
+        return self._step_hooks[module].around(step_fn)
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _follow_window(self, window: Window) -> None:

@@ -27,6 +27,7 @@ class LocalViews:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._depth = 0
+        self._kinds: dict[tuple[Any, ...], type[nn.Module]] = {}
 
     @property
     def are_active(self) -> bool:
@@ -45,9 +46,12 @@ class LocalViews:
     def give(self, module: nn.Module, gradients: dict[str, Placement]) -> None:
         """Lets a module read the named parameters as plain tensors; their gradients are placed as given."""
         kind = type(module)
-        views = {name: property(self._reader(name, placement)) for name, placement in gradients.items()}
-        made = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **views})
-        module.__class__ = made
+        key = (kind, *((name, str(placement)) for name, placement in gradients.items()))
+        if key not in self._kinds:
+            views = {name: property(self._reader(name, placement)) for name, placement in gradients.items()}
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            self._kinds[key] = type(kind.__name__, (kind,), {**names, **views})
+        module.__class__ = self._kinds[key]
 
     def _reader(self, name: str, placement: Placement) -> Any:
         def read(module: nn.Module) -> Any:

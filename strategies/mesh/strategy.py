@@ -237,6 +237,10 @@ class MeshStrategy(FSDPStrategy):
         with self.step_context(trains=self.modules[0].training):
             return super().forward(step_fn, batch, extra)
 
+    def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        with self.step_context():
+            super().shadow_batch(step_fn, filler, extra, window)
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         with self.step_context():
             super().backward(loss, *args, **kwargs)

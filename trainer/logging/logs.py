@@ -124,13 +124,7 @@ class Logs:
                     f"self.log({name!r}) was given a tensor of shape {tuple(value.shape)}: log one number, as "
                     "value.mean()."
                 )
-            if type(value) is not Tensor and hasattr(value, "full_tensor"):
-                # Of a mesh, a loss is a DTensor where its logits are split.
-                value = value.full_tensor()
-            # A copy, since the user may change the tensor in place afterwards.
-            value = value.clone() if enable_graph else value.detach().clone()
-            if value.dim():
-                value = value.reshape(())
+            value = _kept(value, enable_graph)
         elif isinstance(value, (int, float)):
             value = float(value)
         else:
@@ -330,6 +324,15 @@ class Logs:
             for entry in state["entries"]:
                 entries.setdefault((entry["event"], entry["name"]), []).append(entry)
         return {**states[0], "entries": [_merged(found, empty=rank > 0) for found in entries.values()]}
+
+
+def _kept(value: Tensor, with_graph: bool) -> Tensor:
+    """A 0-d copy of a logged tensor, which the user may change in place afterwards."""
+    if type(value) is not Tensor and hasattr(value, "full_tensor"):
+        # On a mesh, a loss is a DTensor where its logits are split.
+        value = value.full_tensor()
+    value = value.clone() if with_graph else value.detach().clone()
+    return value.reshape(()) if value.dim() else value
 
 
 def _merged(found: list[dict[str, Any]], empty: bool) -> dict[str, Any]:
