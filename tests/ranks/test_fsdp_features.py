@@ -49,7 +49,6 @@ RUNS: list[tuple[Any, ...]] = [
     ("run_again",),
     ("fail_midway", 1),
     ("fail_midway", 2),
-    ("frames",),
     ("save_by_mistake",),
     ("ignore_a_module", None, "norm"),
     ("ignore_a_module", 0.05, "norm"),
