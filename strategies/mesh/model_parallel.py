@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -11,10 +11,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from leyden.strategies.base import Strategy
+from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.mesh.checks import check_loaded
+from leyden.strategies.mesh.filling import fill
 from leyden.strategies.mesh.plan import Plan, is_split
 from leyden.strategies.mesh.strategy import MeshStrategy
+from leyden.strategies.window import BackwardHooks, Window
 
 
 class ModelParallelStrategy(MeshStrategy):
@@ -22,7 +26,8 @@ class ModelParallelStrategy(MeshStrategy):
 
     There `self.device_mesh["tensor_parallel"]` and `self.device_mesh["data_parallel"]` are for torch's
     `parallelize_module` and `fully_shard`; each is there if its size is 1, too. Parameters that they leave alone are
-    replicated over the one and sharded over the other, so that one process's numbers hold for them as well.
+    replicated over the one and sharded over the other, so that one process's numbers hold for them as well. What was
+    built on the meta device is filled by `reset_parameters`, as one process would draw it.
 
     Args:
         data_parallel_size: ranks with different batches; "auto" for the number of machines.
@@ -77,13 +82,24 @@ class ModelParallelStrategy(MeshStrategy):
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        # Hand-written code splits what has values.
+        # Hand-written code splits what is built, where it says.
         with Strategy.init_module(self, empty_init):
             yield
 
     @contextmanager
     def model_context(self) -> Iterator[None]:
         yield
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        for module in modules:
+            fill(module, self.root_device, self.ranks.host_group if self.ranks.world_size > 1 else None)
+        return super().setup_modules(modules)
+
+    def forward_backward(
+        self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
+    ) -> Any:
+        # A loss is a DTensor where the script's own loss_parallel computed it.
+        return map_tensors(super().forward_backward(step_fn, batch, extra, window, hooks), whole)
 
     def plan_for(self, module: nn.Module) -> Plan:
         if not is_split(module):

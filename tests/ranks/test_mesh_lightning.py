@@ -8,11 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import QUIET
-from ranks.mesh_gpt import GPT, PLAN, data
+from ranks.mesh_gpt import GPT, PLAN, VOCABULARY, data
 from ranks.world import run_world
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
@@ -29,8 +36,8 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return x + self.w2(F.silu(self.w1(x)) * self.w3(x))
+        normed = self.norm(x)
+        return x + self.w2(F.silu(self.w1(normed)) * self.w3(normed))
 
 
 class Net(TrainModule):
@@ -72,6 +79,63 @@ class Split(Net):
             fully_shard(self.model, mesh=dp_mesh)
 
 
+class LanguageNet(Net):
+    """Classifies tokens, in a model that configure_model builds."""
+
+    def configure_model(self) -> None:
+        torch.manual_seed(0)
+        self.model = self.build()
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH), FeedForward(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, labels = batch
+        loss = self.loss(self.model(tokens), labels)
+        self.losses.append(loss.item())
+        return loss
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def train_dataloader(self) -> Any:
+        readers = self.trainer.strategy.data_size
+        return DataLoader(TensorDataset(*(part.clamp(min=0) for part in data(24).tensors)), GLOBAL_BATCH // readers)
+
+
+class SplitLanguageNet(LanguageNet):
+    """As Lightning's example of a transformer: on the meta device, with split sequences and a split loss."""
+
+    def build(self) -> nn.Module:
+        tp_mesh, dp_mesh = self.device_mesh["tensor_parallel"], self.device_mesh["data_parallel"]
+        with torch.device("meta"):
+            model = super().build()
+        plan = {
+            "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "1.norm": SequenceParallel(),
+            "1.w1": ColwiseParallel(input_layouts=Shard(1)),
+            "1.w3": ColwiseParallel(input_layouts=Shard(1)),
+            "1.w2": RowwiseParallel(output_layouts=Shard(1)),
+            "2": SequenceParallel(),
+            "3": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(model, tp_mesh, plan)
+        if dp_mesh.size() > 1:
+            fully_shard(model[1], mesh=dp_mesh)
+            fully_shard(model, mesh=dp_mesh)
+        return model
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        with loss_parallel():
+            return super().loss(logits, labels)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with loss_parallel():
+            super().backward(loss, *args, **kwargs)
+
+
 def train(kind: type[Net], strategy: Any) -> dict[str, Any]:
     module = kind()
     trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=0.5, **QUIET)
@@ -85,8 +149,8 @@ def train(kind: type[Net], strategy: Any) -> dict[str, Any]:
     }
 
 
-def train_split(sizes: dict[str, int]) -> dict[str, Any]:
-    return train(Split, ModelParallelStrategy(**sizes))  # type: ignore[arg-type]
+def train_split(kind: type[Net], sizes: dict[str, int]) -> dict[str, Any]:
+    return train(kind, ModelParallelStrategy(**sizes))  # type: ignore[arg-type]
 
 
 def train_whole() -> dict[str, Any]:
@@ -111,7 +175,18 @@ def test_configure_model_that_splits_by_hand_trains_as_one_process(
     sizes: dict[str, int], single: dict[str, Any]
 ) -> None:
     world = sizes.get("data_parallel_size", 1) * sizes.get("tensor_parallel_size", 2)
-    ranks = run_world(world, train_split, sizes)
+    check_like_one_process(run_world(world, train_split, Split, sizes), single)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{}, {"data_parallel_size": 2, "tensor_parallel_size": 2}], ids=["alone", "in fsdp"])
+def test_a_model_built_on_the_meta_device_with_a_split_loss_trains_as_one_process(sizes: dict[str, int]) -> None:
+    world = sizes.get("data_parallel_size", 1) * 2
+    single = train(LanguageNet, "single_device")
+    check_like_one_process(run_world(world, train_split, SplitLanguageNet, sizes), single)
+
+
+def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) -> None:
     readers = {rank["data_rank"]: rank["losses"] for rank in ranks}
     losses = [sum(column) / len(column) for column in zip(*readers.values(), strict=True)]
     assert losses == pytest.approx(single["losses"], abs=1e-5)
