@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from models import QUIET
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, VOCABULARY, data
 from ranks.world import run_world
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from leyden import Accelerator, Trainer
@@ -119,6 +120,63 @@ def test_a_loop_of_ones_own_trains_on_a_mesh_as_one_process(
         assert rank["averaged over"] == copies
         assert rank["tp rank"] == number % sizes["tp"]
         assert rank["type"] == ("MULTI_CPU" if copies == 1 else "FSDP")
+
+
+Parts: TypeAlias = tuple[Any, Any, Any]
+
+
+def prepared(accelerator: Accelerator) -> Parts:
+    torch.manual_seed(0)
+    module = GPT(dropout=0.1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    loader = DataLoader(data(), GLOBAL_BATCH // accelerator.strategy.data_size, shuffle=True)
+    made: Parts = accelerator.prepare(module, optimizer, loader)
+    return made
+
+
+def losses_of_an_epoch(accelerator: Accelerator, parts: Parts, save: tuple[int, str] | None = None) -> list[float]:
+    """Those after the batch at which a checkpoint is saved, or all."""
+    model, optimizer, loader = parts
+    losses: list[float] = []
+    for number, (tokens, labels) in enumerate(loader, 1):
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if save is not None and number == save[0]:
+            accelerator.save_state(save[1])
+            losses.clear()
+    return losses
+
+
+def resume(folder: str) -> dict[str, Any]:
+    def new() -> Accelerator:
+        return Accelerator(cpu=True, strategy=MeshStrategy(tp=2, plan=SEQUENCE_PLAN))
+
+    accelerator = new()
+    parts = prepared(accelerator)
+    through = losses_of_an_epoch(accelerator, parts, (4, f"{folder}/state"))
+    accelerator.save_model(parts[0], f"{folder}/model")
+    weights = {name: tensor.numpy() for name, tensor in accelerator.get_state_dict(parts[0]).items()}
+    again = new()
+    parts = prepared(again)
+    again.load_state(f"{folder}/state")
+    return {"through": through, "resumed": losses_of_an_epoch(again, parts), "weights": weights}
+
+
+@pytest.mark.full
+def test_a_loop_on_a_mesh_resumes_exactly_and_saves_whole_weights(tmp_path: Path) -> None:
+    for rank in run_world(2, resume, str(tmp_path)):
+        assert len(rank["through"]) == 6
+        assert rank["resumed"] == rank["through"]
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in saved.items():
+        assert torch.equal(tensor, torch.from_numpy(rank["weights"][name])), name
+    alone = Accelerator(cpu=True)
+    loader = prepared(alone)[2]
+    alone.load_state(tmp_path / "state")
+    assert sum(1 for _ in loader) == 6, "one process continues with the next sample"
 
 
 def train_launched() -> dict[str, Any]:
