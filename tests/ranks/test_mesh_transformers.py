@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import shutil
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from leyden import Trainer, TrainModule
 from leyden.strategies import MeshStrategy
 from leyden.strategies.fsdp.sharding import local
+from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
+from leyden.trainer.checkpoint.merge import merge
 
 pytest.importorskip("transformers", minversion="5")
 
@@ -52,14 +56,29 @@ MODELS = {"llama": llama, "mixtral": mixtral, "qwen": qwen}
 
 
 class Causal(TrainModule):
-    """Trains a language model by its own loss, from a batch of tokens, attention masks and labels."""
+    """Trains a language model by its own loss, from a batch of tokens, attention masks and labels.
 
-    def __init__(self, kind: str, recomputes: bool = False, **changes: Any) -> None:
+    Args:
+        kind: of the model.
+        recomputes: the activations of its layers are computed again in backward.
+        late: the model is built in configure_model, on the meta device where the strategy shards.
+        **changes: of its config.
+    """
+
+    def __init__(self, kind: str, recomputes: bool = False, late: bool = False, **changes: Any) -> None:
         super().__init__()
-        self.model: Any = MODELS[kind](**changes)
-        if recomputes:
-            self.model.gradient_checkpointing_enable()
+        self.build = lambda: MODELS[kind](**changes)
+        self.recomputes = recomputes
         self.losses: list[float] = []
+        if not late:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        self.model: Any = self.build()
+        if self.recomputes:
+            self.model.gradient_checkpointing_enable()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, mask, labels = batch
@@ -81,16 +100,28 @@ def data() -> TensorDataset:
     return TensorDataset(tokens, mask, labels)
 
 
-def train(sizes: dict[str, int] | None, kind: str, arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Trains for 20 steps, without a plan but the model's own; `sizes=None` for one process."""
-    torch.manual_seed(0)
-    module = Causal(kind, **changes)
+Sizes: TypeAlias = "dict[str, int] | None"
+"""Of the mesh; None for one process."""
+
+
+def trainer_of(sizes: Sizes, **arguments: Any) -> Trainer:
+    """A Trainer for 20 steps, without a plan but the model's own."""
     strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
-    trainer = Trainer(strategy=strategy, max_epochs=1, gradient_clip_val=1.0, **QUIET, **arguments)
-    trainer.fit(module, DataLoader(data(), GLOBAL_BATCH // trainer.strategy.data_size))
+    return Trainer(strategy=strategy, max_epochs=1, gradient_clip_val=1.0, **QUIET, **arguments)
+
+
+def loader(trainer: Trainer) -> DataLoader[Any]:
+    return DataLoader(data(), GLOBAL_BATCH // trainer.strategy.data_size)
+
+
+def train(sizes: Sizes, kind: str, arguments: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module, trainer = Causal(kind, **changes), trainer_of(sizes, **arguments)
+    trainer.fit(module, loader(trainer))
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
     return {
         "losses": module.losses,
+        "data_rank": trainer.strategy.data_rank,
         "weights": {name: tensor.detach().float().numpy() for name, tensor in state.items()},
         "bytes": sum(local(p).untyped_storage().nbytes() for p in set(module.parameters())),
         "without a gradient": [name for name, p in module.named_parameters() if p.grad is None],
@@ -107,7 +138,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def train_all(sizes: dict[str, int] | None, cases: dict[str, Any]) -> dict[str, Any]:
+def train_all(sizes: Sizes, cases: dict[str, Any]) -> dict[str, Any]:
     return {name: train(sizes, kind, {}, **changes) for name, (kind, changes) in cases.items()}
 
 
@@ -125,3 +156,55 @@ def test_models_split_by_their_own_plans_train_as_on_one_process() -> None:
         for name, expected in single.items():
             check_like_one_process(rank[name], expected, name)
             assert rank[name]["bytes"] < expected["bytes"] / 2 + norms_and_routers, name
+
+
+READS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "mixtral": ("mixtral", {}),
+}
+
+
+def bytes_read() -> int:
+    """The bytes that this process has read from files."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def continue_all(sizes: Sizes, folder: Path, to: Path) -> dict[str, Any]:
+    """Trains models whose weights are in folders of transformers; saves to other folders, and checkpoints beside."""
+    found = {}
+    for name, (kind, changes) in READS.items():
+        torch.manual_seed(1)
+        module, trainer = Causal(kind, late=True, **changes), trainer_of(sizes)
+        trainer.fit(module, loader(trainer), ckpt_path=folder / name, restore="weights")
+        state = trainer.strategy.full_state_dict(module.model)
+        if trainer.strategy.ranks.is_global_zero:
+            module.model.save_pretrained(to / name, state_dict=state)
+        trainer.save_checkpoint(to / f"{name}.leyden", weights_only=True)
+        before, reader = bytes_read(), HuggingFaceFolder(folder / name).within(module)
+        reader.fill({key: tensor for key, tensor in module.state_dict().items() if key in reader.names()})
+        read = bytes_read() - before
+        found[name] = {"losses": module.losses, "data_rank": trainer.strategy.data_rank, "read": read}
+    return found
+
+
+def test_a_folder_of_transformers_is_read_into_shards_trained_and_saved_back(tmp_path: Path) -> None:
+    for name, (kind, changes) in READS.items():
+        MODELS[kind](**changes).save_pretrained(tmp_path / "start" / name)  # type: ignore[operator]
+    single = continue_all(None, tmp_path / "start", tmp_path / "single")
+    ranks = run_world(4, continue_all, {"dp_shard": 2, "tp": 2}, tmp_path / "start", tmp_path / "ranks")
+    for name, (kind, changes) in READS.items():
+        readers = {rank[name]["data_rank"]: rank[name]["losses"] for rank in ranks}
+        losses = [sum(column) / len(column) for column in zip(*readers.values(), strict=True)]
+        assert losses == pytest.approx(single[name]["losses"], abs=1e-5)
+        size = (tmp_path / "start" / name / "model.safetensors").stat().st_size
+        assert max(rank[name]["read"] for rank in ranks) < 0.6 * size, "rows of a rowwise layer are read in full width"
+        model = type(MODELS[kind](**changes))
+        expected = model.from_pretrained(tmp_path / "single" / name).state_dict()  # type: ignore[attr-defined]
+        merged = tmp_path / "ranks" / name / "merged"
+        merge(tmp_path / "ranks" / f"{name}.leyden", merged / "model.safetensors", "model")
+        shutil.copy(tmp_path / "ranks" / name / "config.json", merged)
+        for folder in (merged.parent, merged):
+            found = model.from_pretrained(folder).state_dict()  # type: ignore[attr-defined]
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                assert torch.allclose(found[key], value, rtol=0, atol=1e-5), (name, key)

@@ -23,6 +23,7 @@ from torch import Tensor
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.stripes import Stripes, is_striped, rectangles_of
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.shard_table import Sizes, Table, Want, file_name
 from leyden.trainer.format.tensors import dtype_named, is_sharded, local_part
@@ -39,6 +40,8 @@ def parts_of(tensor: Any) -> list[tuple[Sizes, Tensor]]:
         return tensor.parts()
     if not is_sharded(tensor):
         return [((0,) * tensor.dim(), tensor)]
+    if is_striped(tensor):
+        return rectangles_of(tensor)
     return [(_place_of(tensor)[0], local_part(tensor))]
 
 
@@ -71,11 +74,11 @@ def room_for(table: Table, entry: str, like: Any) -> tuple[list[Want], Tensor]:
         return [Want(table, offsets, part) for offsets, part in parts_of(fragment)], fragment
     from torch.distributed.tensor import DTensor
 
-    offsets, sizes = _place_of(like)
+    _, sizes = _place_of(like)
     local = torch.empty(sizes, dtype=dtype, device=like._local_tensor.device)
     strides = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
-    return [Want(table, offsets, local)], whole
+    return [Want(table, offsets, part) for offsets, part in parts_of(whole)], whole
 
 
 def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
@@ -116,7 +119,8 @@ def plan(
 
     own = {key: tensor for key, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(own, is_coordinator=ranks.rank == 0)
+    known = {key: _planned(tensor) for key, tensor in own.items()}
+    planner.set_up_planner(known, is_coordinator=ranks.rank == 0)
     local = planner.create_local_plan()
     for item in local.items:
         if item.type is WriteItemType.BYTE_IO:
@@ -151,6 +155,11 @@ def plan(
             if rank == ranks.rank:
                 mine.setdefault(names[rank], {})[key] = own_parts[name][tuple(data.chunk.offsets)]
     return {key: tables[key] for key in tensors}, mine
+
+
+def _planned(tensor: Any) -> Any:
+    """Returns what the planner knows how to write."""
+    return Stripes(tensor) if is_striped(tensor) else tensor
 
 
 def _uneven(plans: Sequence[SavePlan]) -> str:

@@ -210,6 +210,8 @@ def _read_pieces(file: CheckedFile, pieces: list[_Piece]) -> None:
     size = 0
     for piece in sorted(pieces, key=lambda piece: header[piece.key][2]):
         dtype, shape, offset = header[piece.key]
+        # A shard may be one of the matrices that the stored tensor stacks.
+        shape = (1,) * (len(piece.sizes) - len(shape)) + shape
         if dtype != dtype_named(piece.want.table["dtype"]) or len(shape) != len(piece.sizes):
             raise ValueError(f"{piece.key!r} is stored as {dtype} {shape}")
         if any(start + n > end for start, n, end in zip(piece.begin, piece.sizes, shape, strict=True)):

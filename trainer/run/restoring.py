@@ -10,6 +10,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.owners import RankStates, Unclaimed
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.checkpoint.step_states import SCHEDULERS
@@ -105,6 +106,8 @@ class Restorer:
             return
         if "weights" in self._parts:
             self._users.load_into_module()
+            if isinstance(reader, HuggingFaceFolder):
+                reader = reader.within(run.module)
             if not run.module.strict_loading:
                 check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
             with naming(reader.weights_file):

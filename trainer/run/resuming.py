@@ -14,6 +14,7 @@ from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.foreign import ForeignWeights
+from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.nodes import is_shared
 from leyden.trainer.checkpoint.owners import saved_data_ranks
 from leyden.trainer.checkpoint.reader import CheckpointReader, open_verified
@@ -85,7 +86,7 @@ def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-Reader: TypeAlias = CheckpointReader | ForeignWeights
+Reader: TypeAlias = CheckpointReader | ForeignWeights | HuggingFaceFolder
 
 
 def settled(trainer: Trainer, goal: Goal) -> Goal:
@@ -117,6 +118,8 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
         return None, "anew (there is no checkpoint yet)"
     if path.is_file():
         return ForeignWeights(path, goal.trust, goal.weights_only), f"weights of {path}"
+    if HuggingFaceFolder.is_one(path):
+        return HuggingFaceFolder(path), f"weights of {path}"
     if goal.weights_only and goal.parts != {"weights"}:
         warnings.warn(
             f"weights_only=True says how pickle files of other trainers are read. {path} is a checkpoint of Leyden's, "

@@ -1,0 +1,144 @@
+"""Reads the weights in a folder of transformers, or any other that holds `model.safetensors` or its index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.checkpoint.conversions import converted, is_model
+from leyden.trainer.format.errors import CheckpointError, blame
+from leyden.trainer.format.manifest import LAYOUT, MANIFEST, PROGRESS
+from leyden.trainer.format.safefile import CheckedFile, read_header
+from leyden.trainer.format.shard_table import Table, Want, fill, whole_table
+from leyden.trainer.format.tensors import dtype_named
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_INDEX = 2**28
+
+
+class HuggingFaceFolder:
+    """The weights in a folder that `save_pretrained` wrote. Of sharded tensors each rank reads its own part alone.
+
+    Args:
+        path: the folder.
+        tables: of its weights, by name; read from its files if left out.
+
+    Raises:
+        CheckpointError: if a file is missing or invalid; names it.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> folder = tempfile.mkdtemp()
+        >>> save_file({"weight": torch.ones(2)}, f"{folder}/model.safetensors")
+        >>> HuggingFaceFolder(folder).model()
+        {'weight': tensor([1., 1.])}
+    """
+
+    def __init__(self, path: str | Path, tables: Mapping[str, Table] | None = None) -> None:
+        self.path = Path(path)
+        self.weights_file = self.path / (INDEX if (self.path / INDEX).is_file() else WHOLE)
+        self._tables = self._read() if tables is None else tables
+
+    def _read(self) -> dict[str, Table]:
+        found: dict[str, Table] = {}
+        for name in self._files():
+            with self._open(name) as file:
+                for key, (dtype, shape, _) in read_header(file).items():
+                    found[key] = whole_table(torch.empty(shape, dtype=dtype, device="meta"), name, key)
+        return found
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Returns True for such a folder; a checkpoint of Leyden's, whole or damaged, may have the same files."""
+        ours = any((path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS))
+        return not ours and any((path / name).is_file() for name in (WHOLE, INDEX))
+
+    def _files(self) -> list[str]:
+        if self.weights_file.name == WHOLE:
+            return [WHOLE]
+        with blame(self.weights_file), self._open(INDEX) as file:
+            return sorted(set(json.loads(file.read(_MAX_INDEX))["weight_map"].values()))
+
+    def _open(self, name: str) -> CheckedFile:
+        return CheckedFile(self.path.resolve(), name, None)
+
+    def names(self) -> list[str]:
+        """Returns the names of the weights."""
+        return list(self._tables)
+
+    def fill(self, targets: Mapping[str, Tensor | DTensor]) -> None:
+        """Reads weights into existing tensors, in their dtype; only this rank's part of sharded ones.
+
+        Raises:
+            ConfigurationError: if a shape differs.
+        """
+        from leyden.trainer.checkpoint.shards import parts_of
+
+        for name, target in targets.items():
+            shape = tuple(self._tables[name]["shape"])
+            if shape != tuple(target.shape):
+                raise ConfigurationError(
+                    f"the weights of {self.path} do not fit: {name!r} has shape {shape} there, and "
+                    f"{tuple(target.shape)} here. Build the model with the folder's config.json."
+                )
+        wants = [
+            Want(self._tables[name], offsets, part)
+            for name, target in targets.items()
+            for offsets, part in parts_of(target.detach())
+        ]
+        with blame(self.weights_file):
+            fill(self._open, wants)
+
+    def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+        """Reads whole tensors.
+
+        Args:
+            names: read only these; all by default.
+            device: the device to put them on.
+        """
+        chosen = list(self._tables) if names is None else list(names)
+        unknown = next((name for name in chosen if name not in self._tables), None)
+        if unknown is not None:
+            raise CheckpointError(self.path, f"has no weights {unknown!r}. {nearest(unknown, self._tables)}")
+        tables = {name: self._tables[name] for name in chosen}
+        wants = {
+            name: Want(
+                table, (0,) * len(table["shape"]), torch.empty(table["shape"], dtype=dtype_named(table["dtype"]))
+            )
+            for name, table in tables.items()
+        }
+        with blame(self.weights_file):
+            fill(self._open, wants.values())
+        return {name: want.target.to(device) for name, want in wants.items()}
+
+    def within(self, module: nn.Module) -> HuggingFaceFolder:
+        """The same weights under the names that they have in a module, of which the folder's model may be a part.
+
+        Raises:
+            ConfigurationError: if they fit several parts of it alike.
+        """
+        here = set(module.state_dict())
+        fitting: dict[str, dict[str, Table]] = {}
+        for name, part in module.named_modules():
+            own = converted(part, self._tables) if is_model(part) else self._tables
+            fitting[name] = {f"{name}.{key}" if name else key: table for key, table in own.items()}
+        counts = {name: len(here & tables.keys()) for name, tables in fitting.items()}
+        best = [name for name, count in counts.items() if count == max(counts.values())]
+        if not max(counts.values()):
+            return self
+        if len(best) > 1:
+            names = ", ".join(best)
+            raise ConfigurationError(
+                f"the weights of {self.path} fit {names} alike: load them in configure_model, by from_pretrained."
+            )
+        return HuggingFaceFolder(self.path, fitting[best[0]])
