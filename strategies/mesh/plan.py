@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, loss_parallel
 from torch.distributed.tensor.placement_types import Placement
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.mesh.adapters import with_adapters
 from leyden.strategies.mesh.alike import check_batch
 from leyden.strategies.mesh.checks import check_counted, check_layer, check_tied, check_whole
 from leyden.strategies.mesh.draws import Draws
@@ -110,6 +111,8 @@ class Plan:
     def matched(self, root: nn.Module) -> dict[str, str | ParallelStyle]:
         """The modules and parameters that the plan names, each with its style; a later pattern wins.
 
+        A layer with adapters gives its style to the layer within, and theirs to the adapters.
+
         Raises:
             ConfigurationError: if a pattern matches neither.
         """
@@ -123,7 +126,7 @@ class Plan:
                     f"{nearest(pattern, [_pattern(name) for name in names])}"
                 )
             found |= dict.fromkeys(own, self._word(style))
-        return found
+        return with_adapters(found, dict(root.named_modules()))
 
 
 def _names(root: nn.Module) -> tuple[list[str], list[str]]:
