@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -177,6 +178,30 @@ def test_a_loop_on_a_mesh_resumes_exactly_and_saves_whole_weights(tmp_path: Path
     loader = prepared(alone)[2]
     alone.load_state(tmp_path / "state")
     assert sum(1 for _ in loader) == 6, "one process continues with the next sample"
+
+
+def train_unseeded() -> dict[str, list[float]]:
+    """As scripts that set no seed: every rank has random numbers of its own."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    accelerator = Accelerator(cpu=True, strategy=MeshStrategy(tp=2, plan=SEQUENCE_PLAN))
+    module = GPT(dropout=0.1)
+    parts: Parts = accelerator.prepare(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), DataLoader(data(), GLOBAL_BATCH, shuffle=True)
+    )
+    by_hand = losses_of_an_epoch(accelerator, parts)
+    accelerator.teardown()
+    torch.manual_seed(int(os.environ["RANK"]))
+    trained = GPT(dropout=0.1)
+    trainer = Trainer(strategy=MeshStrategy(tp=2, plan=SEQUENCE_PLAN), max_epochs=1, **QUIET)
+    trainer.fit(trained, DataLoader(data(), GLOBAL_BATCH, shuffle=True))
+    return {"accelerator": by_hand, "trainer": trained.losses}
+
+
+@pytest.mark.full
+def test_ranks_of_a_tp_group_share_batches_and_draws_without_a_seed() -> None:
+    first, second = run_world(2, train_unseeded)
+    assert first == second
+    assert len(set(first["trainer"])) > 1
 
 
 def train_launched() -> dict[str, Any]:

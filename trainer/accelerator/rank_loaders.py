@@ -81,7 +81,8 @@ def rank_loader(loader: Any, strategy: Strategy, config: DataLoaderConfiguration
     if config.use_seedable_sampler:
         loader = _seedable(loader, torch.initial_seed() if config.data_seed is None else config.data_seed)
     rank, ranks = strategy.data_rank, strategy.data_size
-    if ranks == 1:
+    # Ranks of one tp group agree on an order too, which they would shuffle each for itself.
+    if strategy.ranks.world_size == 1:
         return loader
     if config.dispatch_batches:
         return Dispatched(loader, strategy, config.split_batches, config.even_batches)

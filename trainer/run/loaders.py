@@ -115,7 +115,8 @@ class Loaders:
         """This rank's share of a loader, where there are several ranks, or a global batch to keep."""
         strategy, arguments = self._strategy, self._arguments
         even, whole = (arguments.even_batches, arguments.global_batch_size) if trains else (False, None)
-        if strategy.data_size == 1 and whole is None:
+        # Ranks of one tp group agree on an order too, which they would shuffle each for itself.
+        if strategy.ranks.world_size == 1 and whole is None:
             return loader
         foreign = not arguments.use_distributed_sampler
         # A rank that is done with an evaluation may stop, unless the others' forward passes wait for it.
