@@ -228,7 +228,13 @@ class MeshStrategy(FSDPStrategy):
             self._start(batch)
         with self.step_context():
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
-        # A loss is a DTensor where its logits are split.
+        return self._whole(outputs)
+
+    def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        return self._whole(super().evaluate(step_fn, batch, extra))
+
+    def _whole(self, outputs: T) -> T:
+        """A step's outputs; a loss is a DTensor where its logits are split, and so are they."""
         return map_tensors(outputs, whole) if any(tensor.plan.splits_loss for tensor in self._tensors) else outputs
 
     def forward(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
