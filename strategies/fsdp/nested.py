@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 T = TypeVar("T")
 
@@ -26,31 +25,41 @@ class StepHooks:
     def __init__(self, root: nn.Module) -> None:
         assert isinstance(root, FSDPModule)
         self._root = root
-        self._state: Any = root._get_fsdp_state()
-        self._in_step = False
-        self._state._pre_forward_hook_handle.remove()
-        self._state._post_forward_hook_handle.remove()
-        before = root.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        self._state._pre_forward_hook_handle = before
-        self._state._post_forward_hook_handle = root.register_forward_hook(self._after)
-
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return None if self._in_step else self._state._pre_forward(module, args, kwargs)
-
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._in_step else self._state._post_forward(module, args, output)
+        state: Any = root._get_fsdp_state()
+        self._state, self._in_step = state, False
+        self._before, self._after = state._pre_forward, state._post_forward
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        state._pre_forward_hook_handle = root.register_forward_pre_hook(
+            self._before_forward, prepend=True, with_kwargs=True
+        )
+        state._post_forward_hook_handle = root.register_forward_hook(self._after_forward)
+        # A registered method calls these.
+        state._pre_forward, state._post_forward = self._before_step, self._after_step
 
     def around(self, step_fn: Callable[..., T]) -> Callable[..., T]:
         """A step function that gathers the root's parameters before it, and frees them as the root's forward would."""
-
-        @functools.wraps(step_fn)
-        def step(*args: Any, **kwargs: Any) -> T:
-            args, kwargs = self._state._pre_forward(self._root, args, kwargs)
-            self._in_step = True
-            try:
-                outputs = step_fn(*args, **kwargs)
-            finally:
-                self._in_step = False
-            return self._state._post_forward(self._root, args, outputs)  # type: ignore[no-any-return]
-
+        # torch registers a method by its name; the module itself is left as it was.
+        self._root.__dict__["_leyden_step"] = step_fn
+        register_fsdp_forward_method(self._root, "_leyden_step")
+        step: Callable[..., T] = self._root.__dict__.pop("_leyden_step")
         return step
+
+    def remove(self) -> None:
+        """Lets the root have torch's hooks for the next run, which may run other steps."""
+        self._state._pre_forward, self._state._post_forward = self._before, self._after
+        self._in_step = False
+
+    def _before_step(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._in_step = True
+        return self._before(module, args, kwargs)
+
+    def _after_step(self, module: nn.Module, args: Any, outputs: Any) -> Any:
+        self._in_step = False
+        return self._after(module, args, outputs)
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return None if self._in_step else self._before(module, args, kwargs)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self._in_step else self._after(module, args, output)

@@ -180,6 +180,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         return tuple(shape)
 
     def teardown(self) -> None:
+        for hooks in self._step_hooks.values():
+            hooks.remove()
         self._roots, self._ignored, self._step_hooks = [], [], {}
         self._replaced, self.before_forward = Replaced(), None
         super().teardown()
