@@ -133,6 +133,16 @@ class ParallelismConfig:
         return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1)
 
     @property
+    def replicas(self) -> int:
+        """Copies of the model: `dp_replicate_size`, or 1."""
+        return self.layout.dp_replicate
+
+    @property
+    def shards(self) -> int:
+        """Ranks over which each copy is sharded: `dp_shard_size`, or 1."""
+        return self.layout.dp_shard
+
+    @property
     def total_size(self) -> int:
         """Ranks of the whole mesh."""
         return self.layout.size
