@@ -1,10 +1,10 @@
 """Strategies: where the model lives and how ranks talk. `find_strategy` turns a name into one.
 
-    from leyden.strategies import DDPStrategy, FSDPStrategy, DeepSpeedStrategy, XLAStrategy, MixedPrecision
+    from leyden.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, DeepSpeedStrategy, XLAStrategy
 
-`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `deepspeed/` and `xla/` have a folder
-each. `process_group.py` is what strategies with several ranks share, `launch/` starts ranks, and `precision/` has the
-dtypes.
+`base.py` is the contract. `single.py` and `ddp.py` are one file each; `fsdp/`, `mesh/`, `deepspeed/` and `xla/` have a
+folder each. `process_group.py` is what strategies with several ranks share, `launch/` starts ranks, and `precision/`
+has the dtypes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ XLA = ("xla", "tpu")
 """Accelerators that only torch_xla reaches."""
 XLA_NAMES = ("xla", "xla_fsdp", "xla_ddp")
 NAMES = ("auto", "single_device", *SEVERAL)
-MAIN_NAMES = ("auto", "single_device", "ddp", "fsdp", "deepspeed", "xla")
+MAIN_NAMES = ("auto", "single_device", "ddp", "fsdp", "mesh", "deepspeed", "xla")
 """One of each kind, for an error about a name that resembles none."""
 
 

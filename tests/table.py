@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import warnings
@@ -19,11 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Accelerator, Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, EarlyStopping, LearningRateMonitor, ModelCheckpoint, Timer
+from leyden.strategies import SEVERAL, FSDPStrategy, Strategy
 from leyden.strategies.precision import MixedPrecision
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "strategies.md"
 WORKS, REFUSED, MEANINGLESS, UNTRIED = "✓", "✗", "–", "○"
 OTHER_RANKS = "resume on other ranks"
+COMPILE_GROUPS = ("fsdp", "fsdp_cpu_offload", "hsdp", "tp", "fsdp_tp")
 RATE = 0.5
 
 
@@ -37,7 +40,7 @@ class Block(nn.Module):
 
 
 class Net(TrainModule):
-    """A regression."""
+    """A regression, with the layers of its blocks split where ranks share a model."""
 
     def __init__(self, manual: bool = False, optimizers: int = 1) -> None:
         super().__init__()
@@ -52,6 +55,9 @@ class Net(TrainModule):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.outer(self.inner(x))
         return out
+
+    def parallel_plan(self) -> dict[str, str]:
+        return {"inner.*.up": "colwise", "inner.*.down": "rowwise"}
 
     def loss(self, batch: Any) -> Tensor:
         return F.mse_loss(self(batch[0]).float(), batch[1].float())
@@ -98,9 +104,9 @@ def data(count: int = 20) -> TensorDataset:
     return TensorDataset(torch.randn(count, 8, generator=generator), torch.randn(count, 4, generator=generator))
 
 
-def loader(count: int = 20) -> DataLoader[Any]:
+def loader(strategy: Strategy, count: int = 20) -> DataLoader[Any]:
     """20 samples in global batches of 4."""
-    return DataLoader(data(count), 4 // int(os.environ.get("WORLD_SIZE", "1")))
+    return DataLoader(data(count), 4 // strategy.data_size)
 
 
 # the table ------------------------------------------------------------------------------------------------------------
@@ -264,13 +270,14 @@ class Place:
         """The precision. The scaler begins where no step of these is skipped, so that they can be counted."""
         return MixedPrecision("16", init_scale=64.0) if self.precision == "16-mixed" else self.precision
 
-    def made(self) -> Any:
-        """The strategy: its name, or an object."""
+    def made(self, **settings: Any) -> Any:
+        """The strategy: its name, or an object, which has settings of its own."""
         if self.strategy == "hsdp":
-            from leyden.strategies.fsdp.strategy import FSDPStrategy
-
             # By its name it wants four ranks; two can be replicas, too.
-            return FSDPStrategy(device_mesh=(2, int(os.environ["WORLD_SIZE"]) // 2))
+            return FSDPStrategy(device_mesh=(2, int(os.environ["WORLD_SIZE"]) // 2), **settings)
+        if settings:
+            module, name, arguments = SEVERAL[self.strategy]
+            return getattr(importlib.import_module(module), name)(**arguments, **settings)
         return self.strategy() if callable(self.strategy) else self.strategy
 
 
@@ -297,14 +304,14 @@ def trained(trainer: Trainer, module: Net, steps: int) -> None:
 def accumulation(place: Place) -> None:
     """Windows of 2, 2 and 1 batches: the last one's loss counts fully."""
     trainer, module = place.trainer(accumulate_grad_batches=2), Net()
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(trainer.strategy))
     trained(trainer, module, 3)
     assert len(module.losses) == 5
 
 
 def clip_by_norm(place: Place) -> None:
     trainer, module = place.trainer(gradient_clip_val=0.1, max_steps=1), Plain()
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(trainer.strategy))
     trained(trainer, module, 1)
     changes = moved(trainer, module)
     if changes:
@@ -316,7 +323,7 @@ def clip_by_norm(place: Place) -> None:
 def clip_by_value(place: Place) -> None:
     trainer = place.trainer(gradient_clip_val=0.01, gradient_clip_algorithm="value", max_steps=1)
     module = Plain()
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(trainer.strategy))
     changes = moved(trainer, module)
     if changes:
         largest = max(float(change.abs().max()) for change in changes)
@@ -336,10 +343,10 @@ def checkpoint(place: Place) -> None:
     """Saved after three of five steps; the run that goes on from there ends with the same weights, bit for bit."""
     path = place.folder / "saved"
     trainer, module = place.trainer(callbacks=[Save(path)]), Net()
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(trainer.strategy))
     expected = weights(trainer, module)
     trainer, module = place.trainer(), Net()
-    trainer.fit(module, loader(), ckpt_path=path)
+    trainer.fit(module, loader(trainer.strategy), ckpt_path=path)
     assert trainer.global_step == 5 and len(module.losses) == 2
     found = weights(trainer, module)
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -348,7 +355,7 @@ def checkpoint(place: Place) -> None:
 def other_ranks(place: Place) -> None:
     """What `checkpoint` saved resumes on another number of ranks: as many steps, over the samples that are left."""
     trainer, module = place.trainer(), Net()
-    trainer.fit(module, loader(), ckpt_path=place.folder / "saved")
+    trainer.fit(module, loader(trainer.strategy), ckpt_path=place.folder / "saved")
     assert trainer.global_step == 5 and len(module.losses) == 2
     assert all(bool(torch.isfinite(loss)) for loss in module.losses)
 
@@ -356,47 +363,42 @@ def other_ranks(place: Place) -> None:
 def evaluation(place: Place) -> None:
     """18 samples, which no number of ranks but 2 divides, once each; and predictions in the data's order."""
     trainer, module = place.trainer(), Net()
-    [metrics] = trainer.validate(module, loader(18), verbose=False)
-    counted = trainer.strategy.ranks.reduce(
-        torch.tensor(float(module.samples), device=trainer.strategy.root_device), reduction="sum"
-    )
+    [metrics] = trainer.validate(module, loader(trainer.strategy, 18), verbose=False)
+    # Ranks that share a model have seen the same.
+    share = module.samples * trainer.strategy.data_size / trainer.world_size
+    counted = trainer.strategy.ranks.reduce(torch.tensor(share, device=trainer.strategy.root_device), reduction="sum")
     assert torch.isfinite(torch.tensor(metrics["val_loss"])) and float(counted) == 18, counted
-    predicted = torch.cat(trainer.predict(module, loader(18)) or [])
+    predicted = torch.cat(trainer.predict(module, loader(trainer.strategy, 18)) or [])
     assert predicted.shape == (18, 4)
     error = F.mse_loss(predicted, data(18).tensors[1])
     assert abs(float(error) - metrics["val_loss"]) < 0.02
 
 
 def compiled(place: Place) -> None:
-    """By torch.compile on the module; FSDP compiles its groups instead."""
-    from leyden.strategies.fsdp.strategy import FSDPStrategy
-
+    """By torch.compile on the module; what shards or splits its groups compiles them instead."""
     torch._dynamo.reset()
-    made: Any = place.made()
-    if made in ("fsdp", "fsdp_cpu_offload") or isinstance(made, FSDPStrategy):
-        mesh = made.settings["device_mesh"] if isinstance(made, FSDPStrategy) else None
-        offload = made == "fsdp_cpu_offload"
-        made = FSDPStrategy({Block}, compile={"backend": "eager"}, device_mesh=mesh, cpu_offload=offload)
+    if place.strategy in COMPILE_GROUPS:
+        made = place.made(auto_wrap_policy={Block}, compile={"backend": "eager"})
         trainer, module = Place(lambda: made, place.precision, place.folder).trainer(), Net()
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        trainer.fit(module, loader())
+        trainer.fit(module, loader(trainer.strategy))
     else:
         trainer, module = place.trainer(), Net()
         before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        trainer.fit(torch.compile(module, backend="eager"), loader())  # type: ignore[arg-type]
+        trainer.fit(torch.compile(module, backend="eager"), loader(trainer.strategy))  # type: ignore[arg-type]
     trained(trainer, module, 5)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
 def manual(place: Place) -> None:
     trainer, module = place.trainer(), Net(manual=True)
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(trainer.strategy))
     trained(trainer, module, 5)
 
 
 def two_optimizers(place: Place) -> None:
     trainer, module = place.trainer(), Net(manual=True, optimizers=2)
-    trainer.fit(module, loader())
+    trainer.fit(module, loader(trainer.strategy))
     trained(trainer, module, 5)
 
 
@@ -413,7 +415,7 @@ def callbacks(place: Place) -> None:
         ),
         Net(),
     )
-    trainer.fit(module, loader(), loader(8))
+    trainer.fit(module, loader(trainer.strategy), loader(trainer.strategy, 8))
     # Nothing improves on the first value by so much: the second ends it.
     assert (stopper.stopped_epoch, trainer.global_step) == (1, 10)
     assert Path(best.best_model_path).is_dir() and Path(best.last_model_path).is_dir()
@@ -425,7 +427,7 @@ def by_accelerator(place: Place) -> None:
     )
     module = Net()
     optimizer: Any = torch.optim.SGD(module.parameters(), RATE)
-    model, optimizer, batches = accelerator.prepare(module, optimizer, loader())
+    model, optimizer, batches = accelerator.prepare(module, optimizer, loader(accelerator.strategy))
     start = [p.detach().clone() for p in model.parameters()]
     for x, y in batches:
         with accelerator.accumulate(model):

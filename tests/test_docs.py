@@ -100,6 +100,24 @@ def test_every_dotted_name_that_a_document_gives_can_be_imported(document: Path)
         assert hasattr(importlib.import_module(parent), last) or importlib.util.find_spec(name) is not None, name
 
 
+def message(error: ast.Call) -> str:
+    """The text of an error, with "…" for what is filled in."""
+    [text] = error.args
+    parts = text.values if isinstance(text, ast.JoinedStr) else [text]
+    return "".join(part.value if isinstance(part, ast.Constant) else "…" for part in parts)  # type: ignore[misc]
+
+
+def test_every_refusal_of_the_mesh_has_a_row_of_its_page_and_every_row_is_raised() -> None:
+    page = (ROOT / "docs" / "parallel.md").read_text(encoding="utf-8").partition("## What is refused")[2]
+    begun = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "strategies" / "mesh").glob("*.py")]
+    calls = [node.exc for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Raise)]
+    errors = [message(call) for call in calls if isinstance(call, ast.Call)]
+    assert len(begun) == len(set(begun)) > 20
+    assert [text for text in errors if sum(text.startswith(words) for words in begun) != 1] == []
+    assert [words for words in begun if not any(text.startswith(words) for text in errors)] == []
+
+
 # What CONTRIBUTING names ----------------------------------------------------------------------------------------------
 GUIDE = ROOT / "CONTRIBUTING.md"
 CALLBACK_BASE = "leyden.callbacks.base"

@@ -1,0 +1,29 @@
+"""docs/parallel.md runs as it stands, on two ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from ranks.world import run_world
+
+PAGE = Path(__file__).parents[2] / "docs" / "parallel.md"
+
+
+def run_page(folder: str) -> float:
+    """The last loss of the page's first run, after all of its blocks have run."""
+    os.chdir(folder)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), names)
+    return float(names["trainer"].callback_metrics["loss"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.full
+def test_the_page_on_the_mesh_runs_as_it_stands(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", minversion="5")
+    first, second = run_world(2, run_page, str(tmp_path))
+    assert first == second > 0
+    assert list((tmp_path / "checkpoints").iterdir())
