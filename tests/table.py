@@ -219,10 +219,10 @@ def check(strategy: str, run: str, folder: Path, size: int, other: int | None, *
         if other is not None:
             for found in run_world(other, resuming, rows, str(folder), environ=environ, timeout=900):
                 _agree(found)
-    # One rank alone: an error on one of several ends the others.
+    # One rank alone, where that is enough: an error on one of several ends the others.
     if any(row.features(REFUSED) for row in rows):
-        [found] = run_world(1, refused, rows, str(folder))
-        _agree(found)
+        for found in run_world(size if strategy == "tp" else 1, refused, rows, str(folder)):
+            _agree(found)
 
 
 def check_other_names(*strategies: str, size: int, folder: Path) -> None:

@@ -65,6 +65,11 @@ class MeshStrategy(FSDPStrategy):
         auto_wrap_policy: WrapPolicy = "auto",
         **kwargs: Any,
     ) -> None:
+        if kwargs.get("device_mesh") is not None:
+            raise ConfigurationError(
+                f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own of dp_replicate, dp_shard and tp. "
+                "Give their sizes."
+            )
         super().__init__(auto_wrap_policy, **kwargs)
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
@@ -156,9 +161,9 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def details(self) -> str:
-        return f"{self.layout} of {self.ranks.world_size} ranks" + (
-            f", {self.record.line()}" if self.shard_mesh else ""
-        )
+        world = self.ranks.world_size
+        layout = f"{self.layout} of {world} ranks" if world > 1 else "1 rank"
+        return f"{layout}, {self.record.line()}" if self.shard_mesh else layout
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:

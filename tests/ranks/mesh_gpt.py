@@ -78,6 +78,9 @@ class GPT(TrainModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
 
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.losses.append(float(loss))

@@ -25,12 +25,14 @@ def train(sizes: dict[str, int] | None, plan: dict[str, str] | None = None, **ar
     trainer = Trainer(strategy=strategy, max_epochs=2, gradient_clip_val=1.0, **QUIET, **arguments)
     readers = trainer.strategy.data_size
     trainer.fit(module, DataLoader(data(39), GLOBAL_BATCH // readers))
+    predicted = trainer.predict(module, DataLoader(data(GLOBAL_BATCH), GLOBAL_BATCH // readers)) or []
     state = trainer.strategy.full_state_dict(module, rank0_only=False)
     bytes_held = sum(getattr(p, "to_local", lambda p=p: p)().untyped_storage().nbytes() for p in module.parameters())
     return {
         "losses": module.losses,
         "data_rank": trainer.strategy.data_rank,
         "weights": {name: tensor.numpy() for name, tensor in state.items()},
+        "predicted": torch.cat(predicted).numpy(),
         "bytes": bytes_held,
         "epoch loss": float(trainer.callback_metrics.get("loss_epoch", torch.tensor(0.0))),
         "without a gradient": [name for name, p in module.named_parameters() if p.grad is None],
@@ -52,6 +54,7 @@ def check_like_one_process(
         assert rank["losses"] == readers[rank["data_rank"]], "ranks of a tp group have one loss"
         assert rank["epoch loss"] == pytest.approx(single["epoch loss"], abs=1e-5)
         assert not rank["without a gradient"]
+        assert abs(rank["predicted"] - single["predicted"]).max() < 1e-4, "logits that are split come whole"
         for name, value in single["weights"].items():
             assert abs(rank["weights"][name] - value).max() < 1e-5, name
 

@@ -38,6 +38,11 @@ def two_sizes_left_open(module: GPT) -> MeshStrategy:
     return MeshStrategy(dp_shard=-1, tp=-1, plan=PLAN)
 
 
+@mistake("device_mesh=(1, 2): MeshStrategy makes its own of dp_replicate, dp_shard and tp. Give their sizes.")
+def a_mesh_of_its_own(module: GPT) -> MeshStrategy:
+    return MeshStrategy(device_mesh=(1, 2), plan=PLAN)
+
+
 @mistake("tp=0: give a number of ranks from 1, or -1 to fill the world.")
 def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
