@@ -133,7 +133,7 @@ class MeshStrategy(FSDPStrategy):
 
     def make_mesh(self) -> DeviceMesh | None:
         self.layout, self._splits_by_machine = self._filled, False
-        self.mesh = self.layout.mesh(self.root_device.type)
+        self.mesh = self.layout.mesh(self.ranks.device.type)
         names = tuple(name for name in DATA if name in (self.mesh.mesh_dim_names or ()))
         if names and self.layout.tp > 1:
             # So that a norm over all gradients is one message: torch looks for a group of both dimensions.

@@ -90,7 +90,7 @@ def command(
 def _order(like: str | None, arguments: str) -> list[str] | None:
     if like is None:
         return None
-    from leyden.trainer.cli.estimate import load_model, parse_arguments
+    from leyden.trainer.cli.models import load_model, parse_arguments
 
     return [name for name, _ in load_model(like, parse_arguments(arguments))[0].named_parameters()]
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import click
-import torch
 from torch import nn
 
-from leyden.strategies.errors import ConfigurationError, MissingExtraError, kind_of, nearest
+from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.precision import ALIASES, NAMES
+from leyden.trainer.cli.models import load_model, parse_arguments
 from leyden.trainer.format.text import aligned, size_of
 
 OPTIMIZERS = {"adamw": 2, "adam": 2, "sgd": 0, "momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1, "none": 0}
@@ -105,105 +99,6 @@ def _largest_group(model: nn.Module) -> int:
     return max([own, *(sum(parameter.numel() for parameter in group.parameters()) for group in groups)])
 
 
-# the model ------------------------------------------------------------------------------------------------------------
-def load_model(name: str, arguments: dict[str, Any], download: bool = False) -> tuple[nn.Module, str]:
-    """Builds a model on the meta device.
-
-    Args:
-        name: an import path such as `package.module:Class`, a config.json of Hugging Face, or a folder with one.
-        arguments: the arguments of the class.
-        download: `name` may be a model on Hugging Face's hub, whose config.json is downloaded (no weights).
-
-    Returns:
-        The model, and a note if it had to be built in memory.
-
-    Raises:
-        ConfigurationError: if there is no such model; lists the accepted forms.
-    """
-    path = Path(name)
-    if path.is_dir() or path.suffix == ".json":
-        return _hugging_face(path if path.suffix == ".json" else path / "config.json", None)
-    module, separator, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    if not separator or "/" in name:
-        if download:
-            return _hugging_face(None, name)
-        raise ConfigurationError(
-            f"{name!r} is neither an import path (package.module:Class) nor a local folder with a config.json. For a "
-            "model on Hugging Face's hub add --download, which downloads its config.json."
-        )
-    return _imported(module, attribute, arguments)
-
-
-def _imported(module: str, attribute: str, arguments: dict[str, Any]) -> tuple[nn.Module, str]:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    if not module or not attribute:
-        raise ConfigurationError(f"{module}:{attribute} is not an import path: give package.module:Class.")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"there is no module {error.name!r}: run this where `python -c 'import {module}'` works."
-        ) from error
-    except Exception as error:
-        raise ConfigurationError(f"{module} cannot be imported ({type(error).__name__}: {error}).") from error
-    kind = getattr(found, attribute, None)
-    if kind is None:
-        raise ConfigurationError(f"{module} has no {attribute!r}. {nearest(attribute, vars(found))}")
-    if isinstance(kind, nn.Module):
-        return kind, ""
-    note = ""
-    try:
-        try:
-            with torch.device("meta"):
-                model = kind(**arguments)
-                _configure(model)
-        except (NotImplementedError, RuntimeError) as error:
-            note = f"built in memory, since it failed on the meta device: {str(error).splitlines()[0]}"
-            model = kind(**arguments)
-            _configure(model)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{module}:{attribute} cannot be built ({error}): give its arguments as --args '{{…}}'."
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"{module}:{attribute} makes {kind_of(model)}, which is not an nn.Module.")
-    return model, note
-
-
-def _configure(model: Any) -> None:
-    """Builds the layers of a TrainModule that makes them in `configure_model`."""
-    if callable(getattr(model, "configure_model", None)):
-        model.configure_model()
-
-
-def _hugging_face(config: Path | None, name: str | None) -> tuple[nn.Module, str]:
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(error.name or "transformers", None, "a Hugging Face model") from error
-    if config is not None and not config.is_file():
-        raise ConfigurationError(f"{config} does not exist: give a folder with a config.json, or an import path.")
-    # Code beside the file is not trusted, and not run.
-    try:
-        found = transformers.AutoConfig.from_pretrained(str(config or name), local_files_only=config is not None)
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(
-            f"{config or name} is not the configuration of a Hugging Face model: {said}"
-        ) from error
-    architectures = getattr(found, "architectures", None) or [""]
-    kind: Any = (
-        transformers.AutoModelForCausalLM
-        if architectures[0].endswith(("ForCausalLM", "LMHeadModel"))
-        else transformers.AutoModel
-    )
-    with torch.device("meta"):
-        model = kind.from_config(found)  # type: ignore[no-untyped-call]
-    assert isinstance(model, nn.Module)
-    return model, ""
-
-
 # the command ----------------------------------------------------------------------------------------------------------
 @click.command("estimate")
 @click.argument("model")
@@ -288,16 +183,4 @@ def _precision(name: str) -> str:
     found = ALIASES.get(DTYPES.get(name, name), DTYPES.get(name, name))
     if found not in NAMES:
         raise ConfigurationError(f"--precision {name!r} is not known. {nearest(name, (*NAMES, *ALIASES, *DTYPES))}")
-    return found
-
-
-def parse_arguments(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(
-            f"--args {text[:99]}: not valid JSON ({error}): give '{{\"name\": value}}'."
-        ) from error
-    if not isinstance(found, dict):
-        raise ConfigurationError(f"--args {text}: give '{{\"name\": value}}'.")
     return found

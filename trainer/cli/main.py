@@ -23,6 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "leyden.trainer.cli.estimate",
         "Estimate the parameters of a model and the memory to train it (also estimate-memory).",
     ),
+    "plan": (
+        "leyden.trainer.cli.placements",
+        "Print where a mesh of ranks puts every parameter of a model, and the bytes on each rank.",
+    ),
     "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
     "merge": (
         "leyden.trainer.cli.checkpoints:merge_command",

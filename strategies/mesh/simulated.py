@@ -1,0 +1,102 @@
+"""A mesh of ranks that are not there: one process stands for one of them, and parameters have places and no values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.sharding import unsharded
+from leyden.strategies.fsdp.values import Slot, Values, replace
+from leyden.strategies.launch.environment import RankEnvironment
+from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.plan import Plan, PlanLike
+from leyden.strategies.mesh.strategy import MeshStrategy
+from leyden.strategies.process_group import GroupRanks
+
+META = torch.device("meta")
+
+
+class SimulatedRanks(GroupRanks):
+    """Ranks that are not there, of which this process stands for one: what they exchange goes nowhere.
+
+    Args:
+        rank: the one that this process stands for.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__([torch.device("cpu")])
+        self.become_rank(RankEnvironment(rank, rank, size, size, starter="hand"))
+
+    def join(self) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        if dist.is_initialized():
+            raise ConfigurationError(
+                "a mesh is simulated in a process of its own, and this one has joined a process group: start it by "
+                "itself, without torchrun."
+            )
+        dist.init_process_group("fake", store=FakeStore(), rank=self.global_rank, world_size=self.world_size)
+        self.host_group = dist.group.WORLD
+
+    def leave(self) -> None:
+        """Leaves the group, so that this process can stand for a rank of another."""
+        self.host_group = None
+        dist.destroy_process_group()
+
+
+class NoValues(Values):
+    """Leaves tensors on the meta device, where they take no memory."""
+
+    def fill(self, slots: Iterable[Slot]) -> None:
+        pass
+
+
+class SimulatedMesh(MeshStrategy):
+    """A MeshStrategy that places the parameters of a model as on real ranks, and trains nothing.
+
+    Args:
+        layout: the sizes of the mesh.
+        plan: as MeshStrategy's.
+        rank: the one that this process stands for.
+    """
+
+    def __init__(self, layout: Layout, plan: Plan | PlanLike | None = None, rank: int = 0) -> None:
+        super().__init__(**layout.sizes, plan=plan, sync_module_states=False)
+        self.ranks: SimulatedRanks = SimulatedRanks(rank, layout.size)
+        self._values = NoValues()
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where parameters stay. The mesh itself is one of CPUs."""
+        return META
+
+    def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        for module in modules:
+            # One that could not be built without memory.
+            replace(unsharded(module), lambda owner, name: torch.empty_like(getattr(owner, name), device=META))
+        return super().setup_modules(modules)
+
+
+@contextmanager
+def simulated(layout: Layout, plan: Plan | PlanLike | None = None, rank: int = 0) -> Iterator[SimulatedMesh]:
+    """The ranks of a layout, one of which this process stands for in this context.
+
+    Raises:
+        ConfigurationError: if this process has joined real ranks.
+    """
+    strategy = SimulatedMesh(layout, plan, rank)
+    strategy.setup_environment()
+    try:
+        yield strategy
+    finally:
+        strategy.teardown()
+        strategy.ranks.leave()
+
+
+__all__ = ["SimulatedMesh", "simulated"]
