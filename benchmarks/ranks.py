@@ -1,11 +1,13 @@
-"""Measures steps per second on several ranks: DDP and FSDP, hand-written and by Leyden, in one interleaved run.
+"""Measures steps per second on several ranks, hand-written and by Leyden, in one interleaved run.
 
-    python benchmarks/ranks.py --ranks 2 --repeats 7 --steps 30
+    python benchmarks/ranks.py --ranks 2 --repeats 7 --steps 30      # DDP, FSDP and TP 2
+    python benchmarks/ranks.py --ranks 4 --repeats 7 --steps 30      # DDP, FSDP and TP 2 × FSDP 2
 
 A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants
 run in the same processes and process group, one after the other in each round. The clock is read when the data set
-returns batch `warm-up` and batch `warm-up + steps`. The table shows the median steps per second of each, and the
-median over the rounds of Leyden's divided by the script's.
+returns batch `warm-up` and batch `warm-up + steps`. The table shows the median steps per second of each, the median
+over the rounds of Leyden's divided by the script's, and the most bytes that rank 0's tensors held at one time, which a
+round of its own counts.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from character_gpt import character_gpt
+from peak import Peak
+from split_gpt import PLAN, split_by_hand, split_gpt
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 ALPHABET = "".join(map(chr, range(60)))
@@ -37,13 +43,13 @@ TAIL = 2
 class Windows(Dataset[Tensor]):
     """Windows of random characters; records when the first and the last window of the measurement are read."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.size, self.length, self.steps = args.batch_size, args.length, args.steps
+    def __init__(self, args: argparse.Namespace, readers: int) -> None:
+        self.size, self.length, self.steps, self.readers = args.batch_size, args.length, args.steps, readers
         self.ids = torch.randint(len(ALPHABET), (self.length + 1,))
         self.served, self.start, self.end = 0, 0.0, 0.0
 
     def __len__(self) -> int:
-        return (WARM_UP + self.steps + TAIL) * self.size * dist.get_world_size()
+        return (WARM_UP + self.steps + TAIL) * self.size * self.readers
 
     def __getitem__(self, index: int) -> Tensor:
         self.served += 1
@@ -68,13 +74,35 @@ def by_hand(gpt: Any, args: argparse.Namespace, data: Windows, wrap: Callable[[n
     """Runs the loop that a user would write."""
     module = build(gpt, args)
     model = wrap(module)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=module.lr)
-    for batch in DataLoader(data, args.batch_size, sampler=DistributedSampler(data, shuffle=False)):
+    groups = by_mesh(model)
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], lr=module.lr)
+    reader = dist.get_rank() * data.readers // dist.get_world_size()
+    sampler = DistributedSampler(data, data.readers, reader, shuffle=False)
+    for batch in DataLoader(data, args.batch_size, sampler=sampler):
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        clip(groups)
         optimizer.step()
+
+
+def by_mesh(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The parameters of one mesh, or of none: torch steps and clips those of several only one after the other."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def clip(groups: list[list[nn.Parameter]]) -> None:
+    """Clips the gradients of all groups by their common norm."""
+    if len(groups) == 1:
+        nn.utils.clip_grad_norm_(groups[0], 1.0)
+        return
+    norms = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
+    total = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
+    for group in groups:
+        nn.utils.clip_grads_with_norm_(group, 1.0, total)
 
 
 def ddp(module: nn.Module) -> nn.Module:
@@ -89,7 +117,20 @@ def fsdp(module: Any) -> nn.Module:
     return fully_shard(module)  # type: ignore[return-value]
 
 
-def leyden(gpt: Any, args: argparse.Namespace, data: Windows, strategy: str) -> None:
+def tensor_parallel(module: Any) -> nn.Module:
+    """Splits over 2 ranks, and shards over the others."""
+    from torch.distributed.fsdp import fully_shard
+
+    shards = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("dp_shard", "tp"))
+    split_by_hand(module, mesh["tp"])
+    if shards > 1:
+        for part in (*module.blocks, module):
+            fully_shard(part, mesh=mesh["dp_shard"])
+    return module  # type: ignore[no-any-return]
+
+
+def leyden(gpt: Any, args: argparse.Namespace, data: Windows, strategy: Any) -> None:
     """Runs the same training with a Trainer."""
     from leyden import Trainer
 
@@ -111,25 +152,40 @@ def worker(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    gpt = character_gpt()
-    runs: dict[str, Callable[[Windows], None]] = {
-        "ddp by hand": lambda data: by_hand(gpt, args, data, ddp),
-        "ddp leyden": lambda data: leyden(gpt, args, data, "ddp"),
-        "fsdp by hand": lambda data: by_hand(gpt, args, data, fsdp),
-        "fsdp leyden": lambda data: leyden(gpt, args, data, "fsdp"),
+    gpt, split, world = character_gpt(), split_gpt(), dist.get_world_size()
+    runs: dict[str, tuple[int, Callable[[Windows], None]]] = {
+        "ddp by hand": (world, lambda data: by_hand(gpt, args, data, ddp)),
+        "ddp leyden": (world, lambda data: leyden(gpt, args, data, "ddp")),
+        "fsdp by hand": (world, lambda data: by_hand(gpt, args, data, fsdp)),
+        "fsdp leyden": (world, lambda data: leyden(gpt, args, data, "fsdp")),
     }
+    if world % 2 == 0:
+        from leyden.strategies import MeshStrategy
+
+        runs |= {
+            "tp by hand": (world // 2, lambda data: by_hand(split, args, data, tensor_parallel)),
+            "tp leyden": (world // 2, lambda data: leyden(split, args, data, MeshStrategy(tp=2, plan=PLAN))),
+        }
     speeds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(args.repeats):
-        for name, run in runs.items():
-            data = Windows(args)
-            with contextlib.redirect_stdout(io.StringIO()):
+    peaks: dict[str, int] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for _ in range(args.repeats):
+            for name, (readers, run) in runs.items():
+                data = Windows(args, readers)
                 run(data)
-            speeds[name].append(data.steps_per_second)
+                speeds[name].append(data.steps_per_second)
+        for name, (readers, run) in runs.items():
+            with Peak() as peak:
+                run(Windows(args, readers))
+            peaks[name] = peak.most
     if dist.get_rank() == 0:
         for name, values in speeds.items():
-            base = speeds[name.split()[0] + " by hand"]
-            ratio = statistics.median(value / other for value, other in zip(values, base, strict=True))
-            print(f"{name:<14} {statistics.median(values):8.2f} steps/s   × {ratio:.3f}")
+            base = name.split()[0] + " by hand"
+            ratio = statistics.median(value / other for value, other in zip(values, speeds[base], strict=True))
+            print(
+                f"{name:<14} {statistics.median(values):8.2f} steps/s   × {ratio:.3f}   "
+                f"peak {peaks[name] / 2**20:7.2f} MiB   × {peaks[name] / peaks[base]:.3f}"
+            )
     dist.destroy_process_group()
 
 

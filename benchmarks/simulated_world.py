@@ -1,0 +1,183 @@
+"""Measures what a large world costs one rank: a 70B Llama shape on simulated ranks, split over tp 8 and sharded.
+
+    python benchmarks/simulated_world.py --worlds 8,64,256,1024
+
+Each world has a process of its own, which stands for rank 0: torch's fake process group, parameters on the meta
+device, and MeshStrategy as in a fit. "set-up" is the process group, the mesh and the split model; "memory" is what the
+process takes beyond the model on the meta device. "share" is what the rank has of the weights, in fp32. For a
+checkpoint, each rank describes its own parts ("describe", and what it sends to the others), and then plans the files of
+all ranks from what they sent ("plan"), here from the parts that the placements give each of them. Times are seconds of
+this process's CPU. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import pickle
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from leyden.strategies.mesh.layout import Layout
+from leyden.strategies.mesh.simulated import simulated
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.shards import plan
+from leyden.trainer.format.text import aligned, size_of
+
+TP = 8
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one world costs rank 0: seconds and bytes."""
+
+    ranks: int
+    parameters: int
+    setup: float
+    memory: int
+    share: int
+    describe: float
+    sent: int
+    plan: float
+    written: int
+    tensors: int
+
+
+class Everyone(CheckpointRanks):
+    """All ranks of a simulated world: each describes the same tensors as this one, in its own places."""
+
+    def __init__(self, layout: Layout, tensors: dict[str, Any]) -> None:
+        super().__init__()
+        self.layout, self.tensors = layout, tensors
+        self.sent, self.described = 0, 0.0
+        self.began = time.process_time()
+
+    def gather(self, value: T) -> list[T]:
+        self.described = time.process_time() - self.began
+        self.sent = len(pickle.dumps(value))
+        gathered = [self._of_rank(value, rank) for rank in range(self.layout.size)]
+        self.began = time.process_time()
+        return gathered
+
+    def _of_rank(self, local: Any, rank: int) -> Any:
+        coordinate = (rank // TP, rank % TP) if self.layout.dp_shard > 1 else (rank,)
+        items = []
+        for item in local.items:
+            tensor = self.tensors[item.index.fqn]
+            sizes, offsets = place(
+                tuple(tensor.shape), tuple(tensor.device_mesh.shape), coordinate, tuple(tensor.placements)
+            )
+            chunk = replace(item.tensor_data.chunk, offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+            data = replace(item.tensor_data, chunk=chunk)
+            items.append(replace(item, index=replace(item.index, offset=torch.Size(offsets)), tensor_data=data))
+        return replace(local, items=items)
+
+
+@functools.cache
+def place(shape: tuple[int, ...], mesh: tuple[int, ...], coordinate: tuple[int, ...], placements: Any) -> Any:
+    """The sizes and offsets of a rank's part of a tensor."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    return _compute_local_shape_and_global_offset(shape, mesh, coordinate, placements)
+
+
+def llama(layers: int) -> nn.Module:
+    """Builds Llama 3's 70B shape on the meta device, with so many layers of its 80."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=layers,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    )
+    with torch.device("meta"):
+        return LlamaForCausalLM(config)
+
+
+def measure(world: int, layers: int) -> Cost:
+    """Stands for rank 0 of a world."""
+    model, layout = llama(layers), Layout(1, world // TP, TP)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    before, began = resident(), time.process_time()
+    with simulated(layout) as strategy:
+        strategy.setup_modules([model])
+        setup, memory = time.process_time() - began, resident() - before
+        tensors: dict[str, Any] = dict(model.named_parameters())
+        everyone = Everyone(layout, tensors)
+        _, files = plan(tensors, "model", everyone)
+        planned = time.process_time() - everyone.began
+    mine = [tensor for file in files.values() for tensor in file.values()]
+    return Cost(
+        ranks=world,
+        parameters=parameters,
+        setup=setup,
+        memory=memory,
+        share=sum(t.to_local().numel() * t.element_size() for t in tensors.values()),
+        describe=everyone.described,
+        sent=everyone.sent,
+        plan=planned,
+        written=sum(t.numel() * t.element_size() for t in mine),
+        tensors=len(mine),
+    )
+
+
+def resident() -> int:
+    """The most memory that this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def table(costs: list[Cost]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("ranks", "set-up", "memory", "share", "describe", "sent", "plan", "written", "tensors")
+    ]
+    for cost in costs:
+        times = (f"{cost.setup:.2f} s", size_of(cost.memory), size_of(cost.share), f"{cost.describe:.2f} s")
+        rows.append(
+            (
+                str(cost.ranks),
+                *times,
+                size_of(cost.sent),
+                f"{cost.plan:.2f} s",
+                size_of(cost.written),
+                str(cost.tensors),
+            )
+        )
+    return "\n".join(aligned(rows, right=range(len(rows[0]))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", default="8,64,256,1024")
+    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        print(json.dumps(asdict(measure(args.one, args.layers))))
+        return
+    costs = []
+    for world in args.worlds.split(","):
+        command = [sys.executable, __file__, "--layers", str(args.layers), "--one", world]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        costs.append(Cost(**json.loads(done.stdout.splitlines()[-1])))
+    print(f"{costs[0].parameters:,} parameters, tp {TP}")
+    print(table(costs))
+
+
+if __name__ == "__main__":
+    main()
