@@ -125,6 +125,8 @@ def tensor_parallel(module: Any) -> nn.Module:
     mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("dp_shard", "tp"))
     split_by_hand(module, mesh["tp"])
     if shards > 1:
+        # As torch asks for when it takes the norm over both dimensions: one message instead of two.
+        mesh._flatten("dp_shard_tp")
         for part in (*module.blocks, module):
             fully_shard(part, mesh=mesh["dp_shard"])
     return module  # type: ignore[no-any-return]

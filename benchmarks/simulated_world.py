@@ -30,7 +30,7 @@ from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.simulated import simulated
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.shards import plan
-from leyden.trainer.format.text import aligned, size_of
+from leyden.trainer.format.text import size_of
 
 TP = 8
 T = TypeVar("T")
@@ -140,23 +140,14 @@ def resident() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def table(costs: list[Cost]) -> str:
-    rows: list[tuple[str, ...]] = [
-        ("ranks", "set-up", "memory", "share", "describe", "sent", "plan", "written", "tensors")
-    ]
-    for cost in costs:
-        times = (f"{cost.setup:.2f} s", size_of(cost.memory), size_of(cost.share), f"{cost.describe:.2f} s")
-        rows.append(
-            (
-                str(cost.ranks),
-                *times,
-                size_of(cost.sent),
-                f"{cost.plan:.2f} s",
-                size_of(cost.written),
-                str(cost.tensors),
-            )
-        )
-    return "\n".join(aligned(rows, right=range(len(rows[0]))))
+COLUMNS = ("ranks", "set-up", "memory", "share", "describe", "sent", "plan", "written", "tensors")
+
+
+def row(cost: Cost) -> list[str]:
+    """Formats a cost, a cell for each of COLUMNS."""
+    setup, describe, planned = (f"{seconds:.2f} s" for seconds in (cost.setup, cost.describe, cost.plan))
+    memory, share, sent, written = map(size_of, (cost.memory, cost.share, cost.sent, cost.written))
+    return [str(cost.ranks), setup, memory, share, describe, sent, planned, written, str(cost.tensors)]
 
 
 def main() -> None:
@@ -168,15 +159,15 @@ def main() -> None:
     if args.one:
         print(json.dumps(asdict(measure(args.one, args.layers))))
         return
-    costs = []
+    print("  ".join(name.rjust(10) for name in COLUMNS))
     for world in args.worlds.split(","):
         command = [sys.executable, __file__, "--layers", str(args.layers), "--one", world]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stderr)
-        costs.append(Cost(**json.loads(done.stdout.splitlines()[-1])))
-    print(f"{costs[0].parameters:,} parameters, tp {TP}")
-    print(table(costs))
+        cost = Cost(**json.loads(done.stdout.splitlines()[-1]))
+        print("  ".join(cell.rjust(10) for cell in row(cost)), flush=True)
+    print(f"{cost.parameters:,} parameters, tp {TP}")
 
 
 if __name__ == "__main__":
