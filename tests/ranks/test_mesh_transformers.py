@@ -85,13 +85,16 @@ class Causal(TrainModule):
         kind: of the model.
         recomputes: the activations of its layers are computed again in backward.
         late: the model is built in configure_model, on the meta device where the strategy shards.
+        momentum: of its optimizer.
         **changes: of its config.
     """
 
-    def __init__(self, kind: str, recomputes: bool = False, late: bool = False, **changes: Any) -> None:
+    def __init__(
+        self, kind: str, recomputes: bool = False, late: bool = False, momentum: float = 0.0, **changes: Any
+    ) -> None:
         super().__init__()
         self.build = lambda: MODELS[kind](**changes)
-        self.recomputes = recomputes
+        self.recomputes, self.momentum = recomputes, momentum
         self.losses: list[float] = []
         if not late:
             self.configure_model()
@@ -111,7 +114,7 @@ class Causal(TrainModule):
         self.losses.append(float(outputs))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=self.momentum)
 
 
 def data() -> TensorDataset:
@@ -204,6 +207,18 @@ def test_precisions_windows_and_checkpointed_activations_hold_on_a_mesh() -> Non
             check_like_one_process(rank[precision], single[precision], precision, tolerance)
 
 
+def train_compiled(sizes: Sizes) -> dict[str, Any]:
+    compiled: Any = None if sizes is None else {**sizes, "compile": {"backend": "aot_eager"}}
+    return train(compiled, "llama", {"limit_train_batches": 3}, tie_word_embeddings=False)
+
+
+@pytest.mark.full
+def test_blocks_compiled_on_a_mesh_train_as_on_one_process() -> None:
+    single = train_compiled(None)
+    for rank in run_world(2, train_compiled, {"tp": 2}):
+        check_like_one_process(rank, single, "compiled")
+
+
 READS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "mixtral": ("mixtral", {}),
@@ -220,19 +235,31 @@ def continue_all(sizes: Sizes, folder: Path, to: Path) -> dict[str, Any]:
     found = {}
     for name, (kind, changes) in READS.items():
         torch.manual_seed(1)
-        module, trainer = Causal(kind, late=True, **changes), trainer_of(sizes)
+        module, trainer = Causal(kind, late=True, momentum=0.5, **changes), trainer_of(sizes)
         trainer.fit(module, loader(trainer), ckpt_path=folder / name, restore="weights")
         state = trainer.strategy.full_state_dict(module.model)
         if trainer.strategy.ranks.is_global_zero:
             module.model.save_pretrained(to / name, state_dict=state)
-        trainer.save_checkpoint(to / f"{name}.leyden", weights_only=True)
+        trainer.save_checkpoint(to / f"{name}.leyden")
         before, reader = bytes_read(), HuggingFaceFolder(folder / name).within(module)
         reader.fill({key: tensor for key, tensor in module.state_dict().items() if key in reader.names()})
         read = bytes_read() - before
         found[name] = {"losses": module.losses, "data_rank": trainer.strategy.data_rank, "read": read}
+        again, resumed = Causal(kind, late=True, momentum=0.5, **changes), trainer_of(sizes)
+        resumed.fit(again, loader(resumed), ckpt_path=to / f"{name}.leyden")
+        assert not again.losses, "the run had ended"
+        for before, after in zip(momenta(trainer, module), momenta(resumed, again), strict=True):
+            assert torch.equal(before, after)
     return found
 
 
+def momenta(trainer: Trainer, module: nn.Module) -> list[torch.Tensor]:
+    """What the optimizer keeps of each parameter, this rank's part of it."""
+    optimizer = trainer.optimizers[0]
+    return [local(optimizer.state[parameter]["momentum_buffer"]) for parameter in module.parameters()]
+
+
+@pytest.mark.full
 def test_a_folder_of_transformers_is_read_into_shards_trained_and_saved_back(tmp_path: Path) -> None:
     for name, (kind, changes) in READS.items():
         MODELS[kind](**changes).save_pretrained(tmp_path / "start" / name)  # type: ignore[operator]
