@@ -86,7 +86,7 @@ argument("no precision", r"precision=None_: use one of", precision=type("N", (),
 argument("an argument's near name", r"Trainer has no argument 'max_epoch'\. Did you mean 'max_epochs'\?", max_epoch=1)
 argument("epochs", r"Trainer has no argument 'epochs': use max_epochs\.", epochs=1)
 argument("gpus", r"Trainer has no argument 'gpus': use devices, with accelerator='gpu'\.", gpus=1)
-argument("a strategy that is near several", r"Did you mean 'ddp'\? Near it: hsdp, fsdp\.$", strategy="dp")
+argument("a strategy that is near several", r"Did you mean 'ddp'\? Near it: hsdp, fsdp, tp\.$", strategy="dp")
 argument("a strategy that is near none", r"Known, among others: auto, .*xla\.$", strategy="horovod")
 
 
