@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from leyden.strategies.errors import ConfigurationError
+
 
 class Draws:
     """Switches this rank's random numbers within a step.
@@ -21,10 +23,11 @@ class Draws:
     Args:
         mesh: the `tp` dimension.
         device: whose random numbers are switched beside the CPU's.
+        sequence: blocks begin where activations differ, so a block that is run again does not know the common state.
     """
 
-    def __init__(self, mesh: DeviceMesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
+    def __init__(self, mesh: DeviceMesh, device: torch.device, sequence: bool = False) -> None:
+        self._mesh, self._device, self._sequence = mesh, device, sequence
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             index = device.index if device.index is not None else torch.cuda.current_device()
@@ -33,6 +36,8 @@ class Draws:
         self._alike: list[torch.Tensor] | None = None
         self._apart: list[torch.Tensor] = []
         self._undrawn = torch.default_generator.get_state()
+        self._common = self._undrawn
+        self._has_drawn = False
 
     def agree(self) -> None:
         """Every rank of the tp group continues with the first one's state, as one process would."""
@@ -45,7 +50,8 @@ class Draws:
     @contextmanager
     def active(self) -> Iterator[None]:
         """In this context, of a training step, random numbers are switched."""
-        self._active = True
+        self._active, self._has_drawn = True, False
+        self._common = torch.default_generator.get_state()
         try:
             yield
         finally:
@@ -53,11 +59,21 @@ class Draws:
             self._active = False
 
     def switch(self, differ: bool) -> None:
-        """From here on the ranks' activations differ, or are alike again."""
+        """From here on the ranks' activations differ, or are alike again.
+
+        Raises:
+            ConfigurationError: where a block is run again in backward whose random numbers cannot be repeated.
+        """
+        if self._active and self._sequence and self._has_drawn and _in_backward():
+            raise ConfigurationError(
+                "a block with dropout is run again in backward, and under a plan with 'sequence' layers it would drop "
+                "others than in forward: set its dropout to 0, or leave out activation checkpointing or 'sequence'."
+            )
         if not self._active or differ is (self._alike is not None):
             return
         if differ:
             self._undrawn = torch.default_generator.get_state()
+            self._has_drawn |= not torch.equal(self._undrawn, self._common)
             seed = int(torch.randint(2**62, ()))
             self._alike = self._states()
             for generator in self._generators:
@@ -67,9 +83,17 @@ class Draws:
             assert self._alike is not None
             if all(map(torch.equal, self._states(), self._apart)):
                 self._alike[0] = self._undrawn
+            else:
+                self._has_drawn = True
+            self._common = self._alike[0]
             for generator, state in zip(self._generators, self._alike, strict=True):
                 generator.set_state(state)
             self._alike = None
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
+
+
+def _in_backward() -> bool:
+    """True within a backward pass, in which activation checkpointing runs a forward again."""
+    return torch._C._current_graph_task_id() != -1

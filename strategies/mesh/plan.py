@@ -191,7 +191,7 @@ class TensorParallel:
         self.plan, self.mesh = plan, mesh
         self._views = LocalViews(mesh)
         self._entrance = Entrance()
-        self._draws = Draws(mesh, device)
+        self._draws = Draws(mesh, device, plan.is_sequence)
         self._styles: dict[nn.Module, ParallelStyle] = {}
         self._names: dict[nn.Module, str] = {}
 

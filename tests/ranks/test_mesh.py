@@ -94,3 +94,21 @@ def test_larger_meshes_train_as_one_process(sizes: dict[str, int], arguments: di
 
 def call(sizes: dict[str, int], plan: dict[str, str], arguments: dict[str, Any]) -> dict[str, Any]:
     return train(sizes, plan, **arguments)
+
+
+def recompute() -> list[list[float]]:
+    """Losses under dropout, without activation checkpointing and with it."""
+    found = []
+    for policy in (None, {"Block"}):
+        torch.manual_seed(0)
+        module = GPT(dropout=0.2)
+        strategy = MeshStrategy(dp_shard=1, tp=2, plan=PLAN, activation_checkpointing_policy=policy)
+        Trainer(strategy=strategy, max_steps=6, **QUIET).fit(module, DataLoader(data(), GLOBAL_BATCH))
+        found.append(module.losses)
+    return found
+
+
+def test_a_block_that_is_run_again_drops_the_same() -> None:
+    for plain, again in run_world(2, recompute):
+        assert len(plain) == 6
+        assert again == plain

@@ -138,6 +138,13 @@ def a_sequence_that_does_not_divide(module: GPT) -> MeshStrategy:
     return TP2(plan=SEQUENCE_PLAN)
 
 
+@mistake("a block with dropout is run again in backward, and under a plan with 'sequence' layers it would drop others")
+def dropout_that_cannot_be_repeated(module: GPT) -> MeshStrategy:
+    for block in module.blocks:
+        block.dropout.p = 0.2
+    return TP2(plan=SEQUENCE_PLAN, activation_checkpointing_policy={"Block"})
+
+
 def first_error(make: Mistake) -> tuple[str, bool]:
     """The error of a run that begins with a mistake, and whether the weights are as they were."""
     torch.manual_seed(0)
@@ -158,7 +165,8 @@ def begin(strategy: MeshStrategy, module: Any) -> None:
     make = getattr(module, "make", None) or module.configure_optimizers
     strategy.setup_optimizers([module], [make()])
     tokens = module.batch() if hasattr(module, "batch") else torch.zeros(2, 16, dtype=torch.long)
-    strategy.forward(module.training_step, (tokens, tokens), (0,))
+    outputs = strategy.forward(module.training_step, (tokens, tokens), (0,))
+    strategy.backward(outputs["loss"])
 
 
 def all_errors() -> dict[str, tuple[str, bool]]:
