@@ -7,12 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import models
 import torch
-from models import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from leyden import ConfigurationError, DataModule, Trainer, TrainModule
+
+QUIET = {**models.QUIET, "max_epochs": 1}
+"""Arguments of a Trainer that trains for one epoch, and shows and writes nothing."""
 
 
 class Module(TrainModule):
@@ -78,7 +81,7 @@ class Ground:
         return module
 
     def trainer(self, **arguments: Any) -> Trainer:
-        return Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": self.folder, **arguments})
+        return Trainer(**{**QUIET, "default_root_dir": self.folder, **arguments})
 
     def fit(self, module: Any = None, *data: Any, **arguments: Any) -> Trainer:
         trainer = self.trainer(**arguments)
