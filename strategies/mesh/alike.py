@@ -61,7 +61,7 @@ def sum_partial(parameters: Iterable[Tensor]) -> None:
 
 
 def check_alike(mesh: DeviceMesh, modules: Sequence[nn.Module], parameters: Sequence[Tensor]) -> None:
-    """Finds a replicated parameter whose gradients differ between the ranks of a tp group, once in a run.
+    """Finds a replicated parameter whose gradients differ between the ranks of a tp group, once for each optimizer.
 
     Such a parameter works on what differs between them, and the plan does not say so.
 
@@ -87,10 +87,9 @@ def check_alike(mesh: DeviceMesh, modules: Sequence[nn.Module], parameters: Sequ
     ends = torch.stack([numbers, -numbers])
     dist.all_reduce(ends, dist.ReduceOp.MAX, group=mesh.get_group())
     largest, smallest = ends[0], -ends[1]
-    apart = (largest - smallest) > APART * torch.maximum(largest.abs(), smallest.abs()).clamp(min=1e-12)
-    # The sum may cancel out, so the norm alone is its scale.
-    scale = largest[1::2].repeat_interleave(2)
-    apart &= (largest - smallest) > APART * scale
+    # A sum may cancel out, so the norm is its scale too.
+    scale = torch.maximum(ends.abs().amax(0), largest[1::2].repeat_interleave(2))
+    apart = (largest - smallest) > APART * scale
     if apart.any():
         name = named[int(apart.nonzero()[0]) // 2][0]
         raise ConfigurationError(

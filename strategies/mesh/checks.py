@@ -11,13 +11,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from leyden.strategies.errors import ConfigurationError, kind_of
-from leyden.strategies.mesh.styles import Colwise, Heads, Rowwise
-
-HEADS = (
-    *("n_heads", "n_head", "num_heads", "nhead", "num_attention_heads"),
-    *("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads"),
-)
-"""Attributes in which a layer counts its heads, of which each rank has a share."""
+from leyden.strategies.mesh.styles import HEADS, Colwise, Heads, Rowwise, heads_of
 
 
 def check_layer(name: str, module: nn.Module, style: ParallelStyle, size: int) -> None:
@@ -89,11 +83,6 @@ def check_loaded(root: nn.Module, mesh: DeviceMesh) -> None:
                 f"{name!r} was split on the meta device, so that it has no values: build the model on the CPU, or give "
                 "MeshStrategy(plan={pattern: style}), which fills one layer at a time."
             )
-
-
-def heads_of(module: nn.Module) -> dict[str, int]:
-    """The attributes in which a module counts its heads."""
-    return {name: vars(module)[name] for name in HEADS if type(vars(module).get(name)) is int}
 
 
 def _check_heads(name: str, module: nn.Module, size: int) -> None:

@@ -193,7 +193,6 @@ class TensorParallel:
         self._entrance = Entrance()
         self._draws = Draws(mesh, device, plan.is_sequence)
         self._styles: dict[nn.Module, ParallelStyle] = {}
-        self._names: dict[nn.Module, str] = {}
 
     def start(self, ranks: GroupRanks, batch: Any) -> None:
         """Begins a run with its first batch: the ranks of the group have the same, and the same random numbers.
@@ -232,7 +231,6 @@ class TensorParallel:
             ConfigurationError: if the plan does not fit it; names the layer.
         """
         modules, matched = dict(root.named_modules()), self.plan.matched(root)
-        self._names |= {module: name for name, module in modules.items()}
         splits: dict[str, dict[str, str]] = {}
         for name in [name for name in matched if name not in modules]:
             owner, _, own = name.rpartition(".")

@@ -78,7 +78,9 @@ class MeshStrategy(FSDPStrategy):
         """The mesh of all ranks, with a name for each dimension; None before the ranks have joined."""
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensors: list[TensorParallel] = []
-        self._has_run = self._has_stepped = False
+        self._has_run = False
+        self._checked: set[Optimizer] = set()
+        """Optimizers whose first gradients were compared between the ranks of a tp group."""
 
     @classmethod
     def from_accelerate(cls, config: Mapping[str, Any], **kwargs: Any) -> MeshStrategy:
@@ -115,6 +117,8 @@ class MeshStrategy(FSDPStrategy):
 
     @property
     def _filled(self) -> Layout:
+        if self.mesh is not None:
+            return self.layout
         layout = replace(self.layout, tp=self.tp_by_machine) if self._splits_by_machine else self.layout
         return layout.filled(self.ranks.world_size)
 
@@ -155,8 +159,7 @@ class MeshStrategy(FSDPStrategy):
         super().release()
 
     def teardown(self) -> None:
-        self._has_run = self._has_stepped = False
-        self._tensors = []
+        self._has_run, self._checked, self._tensors = False, set(), []
         super().teardown()
 
     @property
@@ -269,12 +272,12 @@ class MeshStrategy(FSDPStrategy):
             tensor.start(self.ranks, batch)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for tensor in self._tensors[:1]:
+        if self._tensors:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             sum_partial(parameters)
-            if not self._has_stepped:
-                check_alike(tensor.mesh, self.modules, parameters)
-        self._has_stepped = True
+            if optimizer not in self._checked:
+                check_alike(self.tensor_mesh, self.modules, parameters)
+                self._checked.add(optimizer)
         super().before_step(optimizer)
 
 

@@ -22,8 +22,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from leyden.strategies.errors import ConfigurationError
+
 SEQUENCE = -2
 """The dimension of an activation that sequence parallelism shards: (…, tokens, features)."""
+
+HEADS = (
+    *("n_heads", "n_head", "num_heads", "nhead", "num_attention_heads"),
+    *("n_kv_heads", "n_kv_head", "num_kv_heads", "num_key_value_heads"),
+)
+"""Attributes in which a layer counts its heads, of which each rank has a share."""
 
 
 class Entrance:
@@ -199,11 +207,14 @@ class Heads(Style):
     """Divides the numbers of heads in which a layer counts, of which each rank has a share."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        from leyden.strategies.mesh.checks import heads_of
-
         for name, count in heads_of(module).items():
             setattr(module, name, count // device_mesh.size())
         return module
+
+
+def heads_of(module: nn.Module) -> dict[str, int]:
+    """The attributes in which a module counts its heads."""
+    return {name: vars(module)[name] for name in HEADS if type(vars(module).get(name)) is int}
 
 
 def placed(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
@@ -220,8 +231,6 @@ def check_sequence(activation: DTensor, mesh: DeviceMesh) -> None:
     Raises:
         ConfigurationError: names its length.
     """
-    from leyden.strategies.errors import ConfigurationError
-
     tokens = activation.shape[SEQUENCE]
     if tokens % mesh.size():
         raise ConfigurationError(
