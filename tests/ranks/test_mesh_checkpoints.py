@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from models import QUIET
 from ranks.mesh_gpt import GPT, PLAN, Block, data
 from ranks.share import counting
-from ranks.world import run_world
+from ranks.world import kill_every_rank, run_world
 from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer
-from leyden.strategies import FSDPStrategy, MeshStrategy
+from leyden.callbacks.model_checkpoint import ModelCheckpoint
+from leyden.strategies import FSDPStrategy, MeshStrategy, Strategy
+from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.reader import CheckpointReader
 from leyden.trainer.format.tensors import local_part
 
@@ -28,6 +31,8 @@ MESHES = {
 WORLD = {"single": 1, "ddp": 2, "fsdp": 2, "tp 2": 2, "tp × fsdp 4": 4, "tp × hsdp 8": 8}
 # 44 samples are five batches and one of 4, in each of three epochs; the save lies within the first.
 SAMPLES, GLOBAL_BATCH, SAVED_AT, NEXT = 44, 8, 3, 10
+# A run that is killed saves in the middle of each epoch, and ends in the middle of the third.
+EVERY, END = 4, 14
 
 
 class Numbered(GPT):
@@ -46,10 +51,40 @@ class Numbered(GPT):
         return AdamW(self.parameters(), lr=1e-3)
 
 
+class Doomed(Numbered):
+    """Is killed on all ranks within a step, once so many are done."""
+
+    def __init__(self, dies_at: int | None) -> None:
+        super().__init__(dropout=0.1)
+        self.dies_at = dies_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.global_step == self.dies_at:
+            kill_every_rank()
+        return loss
+
+
 def strategy_of(layout: str) -> Any:
     if layout in MESHES:
         return MeshStrategy(**MESHES[layout], plan=PLAN, auto_wrap_policy={Block})
     return {"single": "single_device", "ddp": "ddp", "fsdp": FSDPStrategy(auto_wrap_policy={Block})}[layout]
+
+
+def samples_of(strategy: Strategy) -> DataLoader[Any]:
+    tokens, labels = data(SAMPLES).tensors
+    samples = TensorDataset(tokens, labels, torch.arange(SAMPLES))
+    return DataLoader(samples, GLOBAL_BATCH // strategy.data_size, shuffle=True)
+
+
+def state_of(trainer: Trainer, module: Numbered) -> dict[str, Any]:
+    """What a run leaves on this rank: the epoch's loss, whole weights, the next random number."""
+    full = trainer.strategy.full_state_dict(module, rank0_only=False)
+    return {
+        "epoch loss": float(trainer.callback_metrics["loss_epoch"]),
+        "weights": {name: tensor.tolist() for name, tensor in full.items()},
+        "random": float(torch.rand(())),
+    }
 
 
 def fit(layout: str, path: str, resumes: bool, dropout: float = 0.0) -> dict[str, Any]:
@@ -57,21 +92,16 @@ def fit(layout: str, path: str, resumes: bool, dropout: float = 0.0) -> dict[str
     torch.manual_seed(99 if resumes else 3)
     module = Numbered(dropout=dropout)
     trainer = Trainer(strategy=strategy_of(layout), max_epochs=-1, **QUIET)
-    tokens, labels = data(SAMPLES).tensors
-    samples = TensorDataset(tokens, labels, torch.arange(SAMPLES))
-    loader = DataLoader(samples, GLOBAL_BATCH // trainer.strategy.data_size, shuffle=True)
+    loader = samples_of(trainer.strategy)
     if not resumes:
         trainer.fit(module, loader, max_steps=SAVED_AT)
         trainer.save_checkpoint(path)
     trainer.fit(module, loader, ckpt_path=path if resumes else "current", max_steps=SAVED_AT + NEXT)
-    full = trainer.strategy.full_state_dict(module, rank0_only=False)
     return {
         "data rank": trainer.strategy.data_rank,
         "losses": module.losses[-NEXT:],
         "seen": module.seen[-NEXT:],
-        "epoch loss": float(trainer.callback_metrics["loss_epoch"]),
-        "weights": {name: tensor.tolist() for name, tensor in full.items()},
-        "random": float(torch.rand(())),
+        **state_of(trainer, module),
     }
 
 
@@ -118,6 +148,41 @@ def test_a_mesh_resumes_bit_for_bit_and_goes_on_in_one_process(layout: str, tmp_
     manifest = CheckpointReader(plain).manifest
     assert manifest.data_ranks == ((0, 0) if layout == "tp 2" else (0, 0, 1, 1)) and manifest.format == 2
     check_written_once(CheckpointReader(plain))
+
+
+def run_on(layout: str, folder: str, seed: int, dies_at: int | None = None) -> dict[str, Any]:
+    """Trains in a folder to the end, from its newest checkpoint if there is one; or until it is killed."""
+    torch.manual_seed(seed)
+    module = Doomed(dies_at)
+    saves = ModelCheckpoint(every_n_train_steps=EVERY)
+    settings = {**QUIET, "enable_checkpointing": True, "default_root_dir": folder, "callbacks": saves}
+    trainer = Trainer(strategy=strategy_of(layout), max_steps=END, max_epochs=-1, **settings)
+    trainer.fit(module, samples_of(trainer.strategy), ckpt_path="auto")
+    return {"losses": module.losses, "seen": module.seen, **state_of(trainer, module)}
+
+
+def goes_on(layout: str, folder: str) -> list[dict[str, Any]]:
+    return [run_on(layout, f"{folder}/killed", seed=99), run_on(layout, f"{folder}/whole", seed=3)]
+
+
+# Killed in the step after a save, which is repeated; or two steps later, so that two more are.
+@pytest.mark.parametrize(
+    ("layout", "deaths"),
+    [("tp 2", [10]), pytest.param("tp × fsdp 4", [4, 10], marks=[pytest.mark.full, pytest.mark.timeout(900)])],
+    ids=["tp 2", "tp × fsdp 4"],
+)
+def test_a_mesh_that_is_killed_ends_as_if_it_had_not_been(layout: str, deaths: list[int], tmp_path: Path) -> None:
+    ranks, killed = WORLD[layout], str(tmp_path / "killed")
+    for number, step in enumerate(deaths):
+        codes = run_world(ranks, run_on, layout, killed, 3 + number, step, may_fail=True)
+        assert codes == [-signal.SIGKILL] * ranks
+        newest_step = CheckpointReader(newest(tmp_path / "killed" / "checkpoints")).progress()["global_step"]
+        assert newest_step == step // EVERY * EVERY
+    for resumed, whole in run_world(ranks, goes_on, layout, str(tmp_path)):
+        for steps in ("losses", "seen"):
+            assert len(whole[steps]) == END
+            assert resumed.pop(steps) == whole.pop(steps)[newest_step:]
+        assert resumed == whole, "weights, the epoch's loss and random numbers, to the last bit"
 
 
 def check_written_once(reader: CheckpointReader) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -12,6 +14,8 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from programs import warm
 
 DEBUG = {"LEYDEN_DEBUG": "1", "LEYDEN_DEBUG_TIMEOUT": "3"}
@@ -39,6 +43,14 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RUN_ID": "test",
         "OMP_NUM_THREADS": "1",
     }
+
+
+def kill_every_rank() -> None:
+    """Ends this rank by SIGKILL, once all ranks have come here: each calls it at the same place of its run."""
+    # Who leaves last may find that the others are gone already.
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_world(
@@ -100,8 +112,6 @@ def run_world(
 
 
 def _rank(sender: Any, file: str, name: str, args: tuple[Any, ...], variables: dict[str, str]) -> None:
-    import torch
-
     # The platform's own, as in a script: workers of a loader would wait for a server that imports torch first.
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     os.environ.update(variables)
