@@ -221,7 +221,7 @@ def check(strategy: str, run: str, folder: Path, size: int, other: int | None, *
                 _agree(found)
     # One rank alone, where that is enough: an error on one of several ends the others.
     if any(row.features(REFUSED) for row in rows):
-        for found in run_world(size if strategy == "tp" else 1, refused, rows, str(folder)):
+        for found in run_world(size if strategy in ("tp", "fsdp_tp") else 1, refused, rows, str(folder)):
             _agree(found)
 
 

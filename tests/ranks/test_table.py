@@ -19,6 +19,7 @@ SIZES = {
     "fsdp_cpu_offload": (2, 1),
     "hsdp": (4, 2),
     "tp": (2, 1),
+    "fsdp_tp": (4, 2),
 }
 """Ranks of a strategy, and those on which its checkpoints are resumed."""
 
@@ -30,11 +31,6 @@ def test_the_quick_cells_of_the_table_hold(strategy: str, tmp_path: Path) -> Non
 
 def test_other_names_of_the_strategies_train(tmp_path: Path) -> None:
     table.check_other_names("ddp", "fsdp", size=2, folder=tmp_path)
-
-
-@pytest.mark.full
-def test_fsdp_beside_tensor_parallel_trains_on_four_ranks(tmp_path: Path) -> None:
-    table.check_other_names("tp", size=4, folder=tmp_path)
 
 
 @pytest.mark.full
