@@ -72,6 +72,7 @@ class Strategy:
         end_evaluation
         save                    for each checkpoint
         state_dict
+        [explain]               an error has ended the run
         [report_failure]
         teardown
     """
@@ -236,6 +237,10 @@ class Strategy:
 
     def check_trained(self) -> None:
         """Raises ConfigurationError, at an epoch's start, if parameters unfrozen since set-up would not be trained."""
+
+    def explain(self, error: BaseException) -> str | None:
+        """What to do about an error of torch's whose words do not say it; None for what is none of this strategy's."""
+        return None
 
     # the step ---------------------------------------------------------------------------------------------------------
     def forward_backward(

@@ -126,6 +126,14 @@ class DDPStrategy(ProcessGroupStrategy):
         self._sent = {id(p) for p in module.parameters() if p.requires_grad}
         return ddp
 
+    def explain(self, error: BaseException) -> str | None:
+        if "Expected to have finished reduction in the prior iteration" not in str(error):
+            return super().explain(error)
+        return (
+            "Some parameters took no part in the loss, and DDP waits for their gradients: use "
+            "strategy='ddp_find_unused_parameters_true', or freeze them (requires_grad = False)."
+        )
+
     def check_trained(self) -> None:
         if self.ddp is None:
             return

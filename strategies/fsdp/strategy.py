@@ -40,6 +40,8 @@ from leyden.strategies.window import Window, read_loss
 
 T = TypeVar("T")
 GROUP_SETTINGS = frozenset(inspect.signature(ProcessGroupStrategy).parameters)
+MIXED = "got mixed torch.Tensor and DTensor"
+"""What torch says of an operation that a part of a tensor and a plain one meet in."""
 
 
 class FSDPStrategy(ProcessGroupStrategy):
@@ -308,6 +310,14 @@ class FSDPStrategy(ProcessGroupStrategy):
         if module not in self._step_hooks:
             self._step_hooks[module] = StepHooks(module)
         return self._step_hooks[module].around(step_fn)
+
+    def explain(self, error: BaseException) -> str | None:
+        if MIXED not in str(error):
+            return super().explain(error)
+        return (
+            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it "
+            "from training_step, validation_step, … or forward of the module itself."
+        )
 
     # the step ---------------------------------------------------------------------------------------------------------
     def _follow_window(self, window: Window) -> None:

@@ -9,13 +9,15 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.options import offload_of
 from leyden.strategies.fsdp.policy import WrapPolicy
 from leyden.strategies.fsdp.sharding import whole
-from leyden.strategies.fsdp.strategy import FSDPStrategy
+from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
 from leyden.strategies.mesh.alike import check_alike, sum_partial
 from leyden.strategies.mesh.checks import check_loaded
@@ -134,6 +136,18 @@ class MeshStrategy(FSDPStrategy):
                 f"tp={self.layout.tp} splits layers, and precision {self.precision.form!r} replaces them by its own: "
                 "use precision='bf16-mixed', or tp=1."
             )
+        if self.shard_mesh is None:
+            self._check_unsharded()
+
+    def _check_unsharded(self) -> None:
+        """Refuses arguments that are for the shards that this mesh has none of."""
+        offloads = isinstance(offload_of(self.settings["cpu_offload"], self.root_device), CPUOffloadPolicy)
+        for name, is_given in {"cpu_offload": offloads, "mp_policy": self.settings["mp_policy"] is not None}.items():
+            if is_given:
+                raise ConfigurationError(
+                    f"{name} is for shards, and tp={self.layout.tp} on {self.ranks.world_size} ranks leaves none: give "
+                    f"dp_shard=2 or more its share of the ranks, or leave {name} out (precision sets the dtypes)."
+                )
 
     def make_mesh(self) -> DeviceMesh | None:
         self.layout, self._splits_by_machine = self._filled, False
@@ -210,6 +224,17 @@ class MeshStrategy(FSDPStrategy):
         found = [module.__dict__.get("_leyden_tensor") for module in self.modules]
         self._tensors += [tensor for tensor in found if tensor is not None and tensor not in self._tensors]
         return self.modules
+
+    def explain(self, error: BaseException) -> str | None:
+        if MIXED not in str(error) or self.layout.tp == 1:
+            return super().explain(error)
+        return (
+            "A plain tensor met a DTensor. A split layer returns one under use_local_output=False (the default of "
+            "torch's SequenceParallel), as does a head that is 'loss'; and a split parameter is one, read outside of "
+            "its own layer's forward. Let the layer return plain tensors (use_local_output=True), take "
+            "tensor.to_local() for this rank's part or tensor.full_tensor() for the whole, and read parameters in "
+            "their layers, within a step."
+        )
 
     # the step ---------------------------------------------------------------------------------------------------------
     @contextmanager

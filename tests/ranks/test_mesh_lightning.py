@@ -202,6 +202,27 @@ def test_a_module_that_splits_nothing_is_refused() -> None:
     assert any("splits no layer: call parallelize_module" in str(failure) for failure in found)
 
 
+class Mixed(Split):
+    """Multiplies a DTensor by a plain tensor: one of two layers returns its part as it is."""
+
+    def configure_model(self) -> None:
+        tp_mesh = self.device_mesh["tensor_parallel"]
+        plan = {"w1": ColwiseParallel(use_local_output=False), "w3": ColwiseParallel(), "w2": RowwiseParallel()}
+        for block in self.model:
+            parallelize_module(block, tp_mesh, plan)
+
+
+@pytest.mark.full
+def test_tensors_that_hand_written_code_mixes_are_named_with_the_fix() -> None:
+    found = run_world(2, train_split, Mixed, {}, may_fail=True)
+    assert any(
+        "A plain tensor met a DTensor. A split layer returns one under use_local_output=False" in str(failure)
+        and "use_local_output=True" in str(failure)
+        and "got mixed torch.Tensor and DTensor" in str(failure)
+        for failure in found
+    ), found
+
+
 def train_by_name(name: str) -> dict[str, Any]:
     torch.manual_seed(0)
     module = Planned()

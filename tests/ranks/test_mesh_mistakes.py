@@ -11,6 +11,7 @@ import torch
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN
 from ranks.world import run_world
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from leyden.strategies import Float8Precision, MeshStrategy
 from leyden.strategies.errors import ConfigurationError
@@ -117,6 +118,16 @@ def a_recurrent_layer(module: GPT) -> MeshStrategy:
 @mistake("tp=2 splits layers, and precision 'fp8 ")
 def layers_that_a_precision_replaces(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, precision=Float8Precision())
+
+
+@mistake("cpu_offload is for shards, and tp=2 on 2 ranks leaves none: give dp_shard=2 or more")
+def shards_that_wait_on_the_cpu_where_there_are_none(module: GPT) -> MeshStrategy:
+    return TP2(plan=PLAN, cpu_offload=True)
+
+
+@mistake("mp_policy is for shards, and tp=2 on 2 ranks leaves none")
+def dtypes_of_shards_where_there_are_none(module: GPT) -> MeshStrategy:
+    return TP2(plan=PLAN, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 @mistake("Muon orthogonalises whole matrices, of which a rank has only some rows: use AdamW")

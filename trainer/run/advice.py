@@ -146,23 +146,13 @@ def in_better_words(run: Run, error: BaseException, owners: Iterable[object]) ->
     unknown = in_known_names(error, owners)
     if unknown is not None:
         return unknown
-    hint = _hint(error)
+    hint = run.strategy.explain(error) or _hint(error)
     return error if hint is None else ConfigurationError(f"{hint} The error was: {error}")
 
 
 def _hint(error: BaseException) -> str | None:
     """What to do about an error of torch's whose words do not say it; None for any other."""
     text = str(error)
-    if isinstance(error, RuntimeError) and "Expected to have finished reduction in the prior iteration" in text:
-        return (
-            "Some parameters took no part in the loss, and DDP waits for their gradients: use "
-            "strategy='ddp_find_unused_parameters_true', or freeze them (requires_grad = False)."
-        )
-    if "got mixed torch.Tensor and DTensor" in text:
-        return (
-            "A part of the sharded module was run outside of its steps, where its parameters are not gathered. Run it "
-            "from training_step, validation_step, … or forward of the module itself."
-        )
     if isinstance(error, RuntimeError) and (
         "Expected all tensors to be on the same device" in text or "is on meta device" in text or "device meta" in text
     ):
