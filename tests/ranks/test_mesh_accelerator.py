@@ -13,9 +13,9 @@ from models import QUIET
 from ranks.mesh_gpt import GPT, PLAN, SEQUENCE_PLAN, VOCABULARY, data
 from ranks.world import run_world
 from safetensors.torch import load_file
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from leyden import Accelerator, Trainer
+from leyden import Accelerator, DataLoaderConfiguration, Trainer
 from leyden.strategies import MeshStrategy
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.plan import ElasticOptions, resolve
@@ -202,6 +202,63 @@ def test_ranks_of_a_tp_group_share_batches_and_draws_without_a_seed() -> None:
     first, second = run_world(2, train_unseeded)
     assert first == second
     assert len(set(first["trainer"])) > 1
+
+
+class OnRank0(Dataset[Any]):
+    """Is nowhere but on rank 0, draws a random number for each sample, and says which those are."""
+
+    def __init__(self) -> None:
+        self.tokens, self.labels = data().tensors
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> Any:
+        assert os.environ.get("RANK", "0") == "0"
+        torch.rand(())
+        return self.tokens[index], self.labels[index], index
+
+
+def train_dispatched(sizes: dict[str, int] | None) -> dict[str, Any]:
+    """Two epochs of shuffled batches that rank 0 reads for all."""
+    strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes, plan=PLAN)
+    config = DataLoaderConfiguration(dispatch_batches=True, split_batches=True)
+    accelerator = Accelerator(cpu=True, strategy=strategy, dataloader_config=config)
+    torch.manual_seed(0)
+    module = GPT()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    loader = DataLoader(OnRank0(), GLOBAL_BATCH, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(module, optimizer, loader)
+    losses, seen = [], []
+    for _ in range(2):
+        for tokens, labels, index in loader:
+            loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), ignore_index=-100)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seen.append(index.tolist())
+    return {
+        "data_rank": accelerator.strategy.data_rank,
+        "losses": losses,
+        "seen": seen,
+        "random": float(torch.rand(())),
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=["alone", "within fsdp"])
+def test_batches_that_rank_0_reads_reach_each_tp_group_once(sizes: dict[str, int]) -> None:
+    single = train_dispatched(None)
+    ranks = run_world(2 * sizes.get("dp_shard", 1), train_dispatched, sizes)
+    readers = {rank["data_rank"]: rank for rank in ranks}
+    for rank in ranks:
+        assert rank == readers[rank["data_rank"]], "losses, samples and random numbers of a tp group are one"
+    ordered = [readers[number] for number in sorted(readers)]
+    seen = [[index for part in parts for index in part] for parts in zip(*(r["seen"] for r in ordered), strict=True)]
+    losses = [sum(column) / len(column) for column in zip(*(r["losses"] for r in ordered), strict=True)]
+    assert seen == single["seen"] and sorted(index for batch in seen[:10] for index in batch) == list(range(40))
+    assert losses == pytest.approx(single["losses"], abs=1e-5)
 
 
 def train_launched() -> dict[str, Any]:

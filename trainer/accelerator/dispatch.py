@@ -153,10 +153,12 @@ class Dispatched:
 
     def __iter__(self) -> Iterator[Any]:
         rank, ranks = self.strategy.data_rank, self.strategy.data_size
-        rounds = self._rounds() if rank == 0 else None
+        rounds = self._rounds() if self.strategy.ranks.is_global_zero else None
         self.counts.clear()
         while True:
-            handed = self.strategy.ranks.broadcast(next(rounds, END) if rounds is not None else END)
+            handed, state = self.strategy.ranks.broadcast((END, END) if rounds is None else self._draw(rounds))
+            if state is not None and rank == 0:
+                torch.set_rng_state(state)
             if handed is END:
                 return
             whole, true = handed
@@ -176,6 +178,11 @@ class Dispatched:
                         f"batches of at least {ranks} samples, or leave even_batches at True."
                     )
                 return
+
+    def _draw(self, rounds: Iterator[Any]) -> tuple[Any, Tensor | None]:
+        """The next round; and the random state after it, for ranks that share rank 0's batches and draw as it does."""
+        handed = next(rounds, END)
+        return handed, torch.get_rng_state() if self.strategy.data_ranks.count(0) > 1 else None
 
     def _rounds(self) -> Iterator[Any]:
         """Yields batches for all ranks, each with the number of its samples that are no repeats."""
