@@ -1,8 +1,9 @@
 """Trains on scikit-learn's handwritten digits in a plain PyTorch loop; numbers mark the five lines that Leyden changes.
 
-python examples/own_loop.py                                   one process
-torchrun --nproc-per-node 2 examples/own_loop.py --cpu        two ranks, the same script
-python examples/own_loop.py --resume                          continues from the last checkpoint
+python examples/own_loop.py                                     one process
+torchrun --nproc-per-node 2 examples/own_loop.py --cpu          two ranks, the same script
+torchrun --nproc-per-node 2 examples/own_loop.py --cpu --tp 2   two ranks, which share batches and split the head
+python examples/own_loop.py --resume                            continues from the last checkpoint
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 from leyden import Accelerator
+from leyden.strategies import MeshStrategy
+
+HEAD = {"4": "rowwise_split_input"}  # what --tp splits: each rank has a part of the head's inputs
 
 
 def make_loaders(batch_size: int) -> tuple[DataLoader[list[Tensor]], DataLoader[list[Tensor]]]:
@@ -44,13 +48,17 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimizer step")
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--tp", type=int, default=1, help="ranks over which the head is split (default: %(default)s)")
     parser.add_argument("--root", default="runs/own_loop", help="folder of checkpoints (default: %(default)s)")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --root")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     accelerator = Accelerator(  # 1
-        mixed_precision=args.precision, gradient_accumulation_steps=args.accumulate, cpu=args.cpu
+        mixed_precision=args.precision,
+        gradient_accumulation_steps=args.accumulate,
+        cpu=args.cpu,
+        strategy=MeshStrategy(tp=args.tp, plan=HEAD) if args.tp > 1 else "auto",
     )
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

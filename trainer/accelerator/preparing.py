@@ -25,6 +25,7 @@ from leyden.trainer.accelerator.scheduler import PreparedScheduler
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, report
 from leyden.trainer.engine.prepared import PreparedOptimizer, parameters_of
+from leyden.trainer.logging.metrics import gather_readers
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.options import Options
@@ -132,6 +133,7 @@ class Preparing:
                 "that is not trained."
             )
         bare = strategy.add_module(module, moves)
+        gather_readers(bare, strategy)
         context = strategy.precision.forward_context
         if context is not None:
             run_in_context(bare, context, options.converts_outputs(strategy))

@@ -11,10 +11,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from leyden.strategies.base import Strategy
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.readers import Readers
 from leyden.trainer.format.codec import decode, encode
 
 if TYPE_CHECKING:
@@ -145,6 +147,39 @@ def _alone(metric: Metric) -> Iterator[None]:
     finally:
         for part, to_sync in zip(parts, before, strict=True):
             part._to_sync = to_sync
+
+
+@dataclass(frozen=True)
+class GatherReaders:
+    """How torchmetrics gathers a state where ranks share their samples: from one rank of each data rank.
+
+    As a metric's `dist_sync_fn` it makes a `compute` of the user's own count as `self.log` does. It holds no process
+    group, so that metrics can be copied and saved.
+
+    Attributes:
+        ranks: the global ranks of one reader of each data rank.
+    """
+
+    ranks: tuple[int, ...]
+
+    def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
+        from torchmetrics.utilities.distributed import gather_all_tensors
+
+        found = gather_all_tensors(state, group)
+        # A group of the user's own is theirs to choose.
+        return found if group is not None else [found[rank] for rank in self.ranks]
+
+
+def gather_readers(module: nn.Module, strategy: Strategy) -> None:
+    """Lets a module's metrics count a tp group's samples once; one with a `dist_sync_fn` of the user's keeps it."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    if torchmetrics is None:
+        return
+    ranks = tuple(Readers(strategy).ranks)
+    gather = GatherReaders(ranks) if len(ranks) < strategy.ranks.world_size else None
+    for part in module.modules():
+        if isinstance(part, torchmetrics.Metric) and isinstance(part.dist_sync_fn, (GatherReaders, type(None))):
+            part.dist_sync_fn = gather
 
 
 def _parts(metric: Metric) -> Iterable[Metric]:

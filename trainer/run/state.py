@@ -15,6 +15,7 @@ from leyden.trainer.events.state import RunState
 from leyden.trainer.hparams import hparams_to_log
 from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
+from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.values import Value
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
@@ -227,6 +228,7 @@ class Run:
         # With the modules that it has made.
         module._join(module.trainer, self.logs)
         self.engine.prepare_module(module)
+        gather_readers(module, strategy)
         self.transfer = transfer_of(strategy, module, self.datamodule, self.profiler)
         check_module(strategy.ranks, stage, self.arguments, self.callbacks, module)
         restorer = Restorer(self, reader, goal)
