@@ -44,7 +44,7 @@ def _reset(state: Any) -> None:
     for part in shared.all_states:
         part._modules_to_run_forward.clear()
         part._training_state = type(part._training_state).IDLE
-        for group in _groups(part):
+        for group in parameter_groups(part):
             if (gathered := group._all_gather_result) is not None and hasattr(gathered.all_gather_work, "wait"):
                 gathered.all_gather_work.wait()
             group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
@@ -66,14 +66,14 @@ def _reset(state: Any) -> None:
 def _drop_gradients(state: Any) -> None:
     """Drops sums of backward passes without a reduction: no version of torch does, and they would enter the next."""
     for part in state._state_ctx.all_states:
-        for group in _groups(part):
+        for group in parameter_groups(part):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
 
 
-def _groups(part: Any) -> Iterator[Any]:
+def parameter_groups(part: Any) -> Iterator[Any]:
     """The groups of parameters of one state: before torch 2.12 one at most."""
     if hasattr(part, "_fsdp_param_groups"):
         yield from part._fsdp_param_groups

@@ -129,6 +129,17 @@ def _nearest(layout: Layout, world: int) -> str:
     )
 
 
+def layouts_of(world: int) -> list[Layout]:
+    """Every layout of a number of ranks, from the one that only shards to the one that only replicates.
+
+    Example:
+        >>> [str(layout) for layout in layouts_of(2)]
+        ['dp_shard 2', 'tp 2', 'dp_replicate 2']
+    """
+    layouts = [Layout(*sizes) for sizes in _factors(world)]
+    return sorted(layouts, key=lambda layout: (layout.dp_replicate, layout.tp))
+
+
 def _factors(world: int) -> Iterator[tuple[int, int, int]]:
     divisors = [size for size in range(1, world + 1) if world % size == 0]
     for replicas, shards in itertools.product(divisors, divisors):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from leyden.strategies.launch.environment import RankEnvironment
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.plan import Plan, PlanLike
 from leyden.strategies.mesh.strategy import MeshStrategy
+from leyden.strategies.precision import Precision
 from leyden.strategies.process_group import GroupRanks
 
 META = torch.device("meta")
@@ -58,16 +60,23 @@ class NoValues(Values):
 
 
 class SimulatedMesh(MeshStrategy):
-    """A MeshStrategy that places the parameters of a model as on real ranks, and trains nothing.
+    """A MeshStrategy that places the parameters of a model as on real ranks; its steps compute shapes, no values.
 
     Args:
         layout: the sizes of the mesh.
         plan: as MeshStrategy's.
         rank: the one that this process stands for.
+        precision: 32-true if left out.
     """
 
-    def __init__(self, layout: Layout, plan: Plan | PlanLike | None = None, rank: int = 0) -> None:
-        super().__init__(**layout.sizes, plan=plan, sync_module_states=False)
+    def __init__(
+        self,
+        layout: Layout,
+        plan: Plan | PlanLike | None = None,
+        rank: int = 0,
+        precision: Precision | None = None,
+    ) -> None:
+        super().__init__(**layout.sizes, plan=plan, sync_module_states=False, precision=precision)
         self.ranks: SimulatedRanks = SimulatedRanks(rank, layout.size)
         self._values = NoValues()
 
@@ -76,21 +85,38 @@ class SimulatedMesh(MeshStrategy):
         """Where parameters stay. The mesh itself is one of CPUs."""
         return META
 
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        # Steps run there.
+        self.precision.check(self.ranks.device)
+
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
         for module in modules:
             # One that could not be built without memory.
             replace(unsharded(module), lambda owner, name: torch.empty_like(getattr(owner, name), device=META))
         return super().setup_modules(modules)
 
+    @contextmanager
+    def step_context(self, trains: bool = True) -> Iterator[None]:
+        # There are no random numbers to switch.
+        with super().step_context(trains=False):
+            yield
+
+    def _start(self, batch: Any) -> None:
+        """Compares nothing: the other ranks have no batch."""
+        self._has_run = True
+
 
 @contextmanager
-def simulated(layout: Layout, plan: Plan | PlanLike | None = None, rank: int = 0) -> Iterator[SimulatedMesh]:
+def simulated(
+    layout: Layout, plan: Plan | PlanLike | None = None, rank: int = 0, precision: Precision | None = None
+) -> Iterator[SimulatedMesh]:
     """The ranks of a layout, one of which this process stands for in this context.
 
     Raises:
         ConfigurationError: if this process has joined real ranks.
     """
-    strategy = SimulatedMesh(layout, plan, rank)
+    strategy = SimulatedMesh(layout, plan, rank, precision)
     strategy.setup_environment()
     try:
         yield strategy

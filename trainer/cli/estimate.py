@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import click
 from torch import nn
@@ -105,7 +106,7 @@ def _largest_group(model: nn.Module) -> int:
 @click.option(
     "--args", "arguments", default="{}", metavar="JSON", help="Arguments of the class, such as '{\"width\": 64}'."
 )
-@click.option("--ranks", default="1,2,8", show_default=True, help="World sizes, separated by commas.")
+@click.option("--ranks", help="World sizes, separated by commas.  [default: 1,2,8; of layouts: as the sizes make up]")
 @click.option(
     "--precision",
     "--dtypes",
@@ -114,29 +115,58 @@ def _largest_group(model: nn.Module) -> int:
     show_default=True,
     help="Precisions, separated by commas.",
 )
-@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adamw", show_default=True)
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), help="[default: adamw; of layouts: the module's own]")
 @click.option("--strategy", default="", help="Only these strategies, separated by commas.")
+@click.option("--dp_replicate", "--dp-replicate", default="", help="Layouts: copies of the model, as a list.")
+@click.option("--dp_shard", "--dp-shard", default="", help="Layouts: ranks that shard each copy; -1 for all there are.")
+@click.option("--tp", default="", help="Layouts: ranks over which layers are split, such as 1,2,4.")
+@click.option("--layouts", "every", is_flag=True, help="Layouts: all those of --ranks that fit.")
+@click.option("--plan", metavar="NAME", help="Layouts: a plan in a script or module (train.py:PLAN).")
+@click.option("--data", metavar="NAME", help="Layouts: a loader, DataModule, or function that builds one, for a batch.")
+@click.option("--batch-size", "--batch_size", type=int, help="Layouts: samples of a data rank, for transformers.")
+@click.option("--seq-len", "--seq_len", type=int, help="Layouts: tokens in each sample, for transformers.")
 @click.option(
     "--download", is_flag=True, help="MODEL may be a name on Hugging Face's hub; its config.json is downloaded."
 )
 def command(
-    model: str, arguments: str, ranks: str, precision: str, optimizer: str, strategy: str, download: bool
+    model: str,
+    arguments: str,
+    ranks: str | None,
+    precision: str,
+    optimizer: str | None,
+    strategy: str,
+    download: bool,
+    **mesh: Any,
 ) -> None:
     """Print the parameters of MODEL and the memory that training it takes on each rank.
 
-    MODEL is an import path (package.module:Class) of a TrainModule or nn.Module, a local Hugging Face folder, or a
-    config.json. It is built on the meta device, which takes no memory. Activations come on top and grow with the batch.
+    MODEL is an import path (package.module:Class) of a TrainModule or nn.Module, a script (train.py, or train.py:NAME),
+    a local Hugging Face folder, or a config.json. It is built on the meta device, which takes no memory. Activations
+    come on top and grow with the batch.
+
+    With one of the options of layouts there is a row for each layout of a mesh. Activations are those of a training
+    step, traced on a simulated rank with the first batch of a loader: the module's own, that of the script's only
+    DataModule, or --data; for a model of transformers one of --batch-size and --seq-len.
     """
-    sizes = [_positive(size) for size in ranks.split(",")]
+    sizes = [] if ranks is None else [_positive(size) for size in ranks.split(",")]
     precisions = [_precision(name.strip()) for name in precision.split(",")]
-    chosen = [name.strip() for name in strategy.split(",") if name.strip()] or list(STRATEGIES)
+    chosen = [name.strip() for name in strategy.split(",") if name.strip()]
     unknown = [name for name in chosen if name not in STRATEGIES]
     if unknown:
         raise ConfigurationError(f"--strategy {unknown[0]!r} is not known. {nearest(unknown[0], STRATEGIES)}")
+    by_layout = any(mesh.values())
+    if by_layout and chosen:
+        raise ConfigurationError(f"--strategy {chosen[0]} has no layouts of a mesh: leave it out, or the mesh's sizes.")
     built, note = load_model(model, parse_arguments(arguments), download)
     click.echo(describe(model, built, note))
+    if by_layout:
+        from leyden.trainer.cli.layouts import report
+
+        click.echo(report(built, sizes, precisions, optimizer, **mesh))
+        return
+    optimizer = optimizer or "adamw"
     click.echo(f"\ntraining with {optimizer}, on each rank's device, without activations:")
-    click.echo(table(built, chosen, sizes, precisions, optimizer))
+    click.echo(table(built, chosen or STRATEGIES, sizes or (1, 2, 8), precisions, optimizer))
 
 
 def describe(name: str, model: nn.Module, note: str = "") -> str:

@@ -116,17 +116,27 @@ def command(
     path (package.module:Class), a local Hugging Face folder, or a config.json. The model is built on the meta device,
     which takes no memory, and no rank is started. What fit refuses is refused here, in the same words.
     """
-    layout = _filled(Layout(dp_replicate, dp_shard, tp), ranks)
-    entries = None if plan is None else load_object(plan)
-    if entries is not None and not isinstance(entries, Mapping):
-        raise ConfigurationError(f"--plan {plan} is {kind_of(entries)}: give a dict of pattern: style.")
+    layout = filled(Layout(dp_replicate, dp_shard, tp), ranks)
+    entries = load_plan(plan)
     built, _ = load_model(model, parse_arguments(arguments), download)
     rows = placed(built, layout, entries)
     click.echo(table(rows if each else list(collapsed(rows))))
     click.echo(f"\n{summary(rows, layout)}")
 
 
-def _filled(layout: Layout, ranks: int | None) -> Layout:
+def load_plan(name: str | None) -> PlanLike | None:
+    """The plan of a script or module; None for no name.
+
+    Raises:
+        ConfigurationError: if it is none.
+    """
+    found = None if name is None else load_object(name)
+    if found is not None and not isinstance(found, Mapping):
+        raise ConfigurationError(f"--plan {name} is {kind_of(found)}: give a dict of pattern: style.")
+    return found
+
+
+def filled(layout: Layout, ranks: int | None) -> Layout:
     """The layout for a number of ranks; without one, of as few as its sizes make up."""
     if ranks is not None and ranks < 1:
         raise ConfigurationError(f"--ranks {ranks}: give a number of ranks from 1.")

@@ -1,0 +1,207 @@
+"""`leyden estimate --tp …`: the memory that each layout of a mesh takes on a rank, with a traced step's activations."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.sharding import local
+from leyden.strategies.mesh.layout import Layout, layouts_of
+from leyden.strategies.mesh.plan import PlanLike
+from leyden.strategies.precision import find_precision
+from leyden.trainer.cli.estimate import OPTIMIZERS, Memory
+from leyden.trainer.cli.placements import filled, load_plan
+from leyden.trainer.cli.traced_step import TracedBatch, find_batch, step_of
+from leyden.trainer.engine.schedulers import parse
+from leyden.trainer.format.text import aligned, size_of
+from leyden.trainer.module import TrainModule
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a rank of a layout takes.
+
+    Attributes:
+        layout: the sizes of the mesh.
+        precision: the precision's full name.
+        memory: without activations; `passing` is what FSDP gathers.
+        activations: bytes that a step keeps for its backward; None if it could not be traced.
+        notes: why a column is empty, or is not the model's own.
+    """
+
+    layout: Layout
+    precision: str
+    memory: Memory
+    activations: int | None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained in every layout.
+
+    Attributes:
+        model: on any device; it is copied.
+        plan: which layers are split; None for the model's own.
+        batch: of a data rank.
+        optimizer: one of `OPTIMIZERS`; None for the module's own.
+    """
+
+    model: nn.Module
+    plan: PlanLike | None
+    batch: TracedBatch
+    optimizer: str | None = None
+
+    def on(self, layout: Layout, precision: str) -> Row:
+        """Runs a step on a simulated rank, the first, whose shards are the largest.
+
+        Raises:
+            ConfigurationError: where a fit would raise it.
+        """
+        from leyden.strategies.mesh.simulated import simulated
+        from leyden.strategies.mesh.traced import activations, group_sizes, shapes_only, state_size
+
+        model, notes = deepcopy(self.model), []
+        with simulated(layout, self.plan, precision=find_precision(precision)) as strategy:
+            strategy.setup_modules([model])
+            root, groups = group_sizes(model)
+            with shapes_only(model):
+                parameters = list(model.parameters())
+                trained = [parameter for parameter in parameters if parameter.requires_grad]
+                optimizers, reason = self._optimizers(model)
+                strategy.setup_optimizers([model], optimizers)
+                kept, why = None, self.batch.about
+                if self.batch.value is not None:
+                    try:
+                        kept = activations(strategy, step_of(model), self.batch.value)
+                    except Exception as error:
+                        why = f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})"
+                if kept is None:
+                    notes.append(f"no activations: {why}")
+                    for parameter in trained:
+                        parameter.grad = parameter.detach()
+                gradients = _size(p.grad for p in trained if p.grad is not None)
+                states = OPTIMIZERS[self.optimizer or "adamw"] * _size(trained)
+                if optimizers:
+                    try:
+                        states = state_size(optimizers)
+                    except Exception as error:
+                        reason = f"its own cannot be traced ({type(error).__name__}: {_first_line(error)})"
+                if reason:
+                    notes.append(f"optimizer is {self.optimizer or 'adamw'}: {reason}")
+            held = _size(parameters) + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+            # What is computed, what is prefetched, and the gradients of one group before they are sharded.
+            passing = root + sum(sorted(groups)[-2:]) + max([root, *groups])
+            return Row(layout, precision, Memory(held, gradients, states, passing), kept, tuple(notes))
+
+    def _optimizers(self, model: nn.Module) -> tuple[list[Optimizer], str]:
+        """The module's own optimizers; or none, and why."""
+        if self.optimizer is not None:
+            return [], ""
+        if not isinstance(model, TrainModule):
+            return [], f"{type(self.model).__name__} is no TrainModule"
+        try:
+            found, _ = parse(model.configure_optimizers(), model.automatic_optimization)
+        except Exception as error:
+            return [], f"configure_optimizers cannot be traced ({type(error).__name__}: {_first_line(error)})"
+        return found, "" if found else "configure_optimizers returns none"
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]
+
+
+# the table ------------------------------------------------------------------------------------------------------------
+def report(
+    model: nn.Module,
+    ranks: Sequence[int],
+    precisions: Sequence[str],
+    optimizer: str | None,
+    *,
+    dp_replicate: str,
+    dp_shard: str,
+    tp: str,
+    every: bool,
+    plan: str | None,
+    data: str | None,
+    batch_size: int | None,
+    seq_len: int | None,
+) -> str:
+    """Formats a row for each layout and precision, the batch before it and notes below. Arguments are the command's.
+
+    Raises:
+        ConfigurationError: if a layout that was asked for does not fit the model; those of `every` are left out.
+    """
+    sizes = [_sizes("dp_replicate", dp_replicate, 1), _sizes("dp_shard", dp_shard, -1), _sizes("tp", tp, 1)]
+    if every and (not ranks or dp_replicate or dp_shard or tp):
+        raise ConfigurationError("--layouts tries all sizes of --ranks: give --ranks, and no other size.")
+    training = Training(model, load_plan(plan), find_batch(model, data, batch_size, seq_len), optimizer)
+    left_out: list[tuple[str, str]] = []
+    rows: list[Row] = []
+    for layout in _every(ranks) if every else _combined(sizes, ranks):
+        try:
+            rows += [training.on(layout, precision) for precision in precisions]
+        except ConfigurationError as error:
+            if not every:
+                raise
+            left_out.append(("left out", f"{layout}: {_first_line(error)}"))
+    batch = [] if training.batch.value is None else [f"batch       {training.batch.about}; one for each data rank"]
+    notes = aligned([*_notes(rows), *left_out])
+    return "\n".join([*batch, "", *table(rows), *([""] if notes else []), *notes])
+
+
+def _sizes(name: str, text: str, default: int) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")] if text else [default]
+    except ValueError as error:
+        raise ConfigurationError(f"--{name} {text}: give sizes, such as 1,2,4.") from error
+
+
+def _combined(sizes: Iterable[Sequence[int]], ranks: Sequence[int]) -> list[Layout]:
+    """Every combination of the sizes, for each number of ranks; without one, for as many as the sizes make up."""
+    worlds: Sequence[int | None] = ranks or [None]
+    layouts = [filled(Layout(*chosen), world) for world in worlds for chosen in itertools.product(*sizes)]
+    return list(dict.fromkeys(layouts))
+
+
+def _every(ranks: Sequence[int]) -> list[Layout]:
+    return [layout for world in ranks for layout in layouts_of(world)]
+
+
+def _notes(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """The notes of all rows, each once, with the layouts that it is about if it is not about all."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        for note in row.notes:
+            found.setdefault(note, []).append(row)
+    return [
+        (
+            "note",
+            note if len(about) == len(rows) else f"{', '.join(dict.fromkeys(str(r.layout) for r in about))}: {note}",
+        )
+        for note, about in found.items()
+    ]
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """Formats a row for each."""
+    cells: list[tuple[str, ...]] = [
+        ("ranks", "layout", "precision", "weights", "gradients", "optimizer", "passing", "activations", "total")
+    ]
+    for row in rows:
+        memory, kept = row.memory, row.activations
+        parts = (memory.weights, memory.gradients, memory.optimizer, memory.passing)
+        total = size_of(memory.total) + " + activations" if kept is None else size_of(memory.total + kept)
+        names = (str(row.layout.size), str(row.layout), row.precision)
+        cells.append((*names, *map(size_of, parts), "-" if kept is None else size_of(kept), total))
+    return aligned(cells)
