@@ -83,6 +83,8 @@ def _become(words: list[str], folder: str, output: str, errors: str, variables: 
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
+    # Where spawned workers look for a script that was given by a relative path.
+    multiprocessing.process.ORIGINAL_DIR = folder  # type: ignore[attr-defined]
     import torch
 
     torch.set_num_threads(1)
