@@ -139,12 +139,13 @@ def _whole_bytes(group: Any, parameter: Any) -> int:
 
 
 def state_size(optimizers: Iterable[Optimizer]) -> int:
-    """Steps optimizers once in the context of `shapes_only`, and returns the bytes of the state that they keep."""
+    """Steps optimizers once by the gradients there are, in the context of `shapes_only`.
+
+    Returns:
+        Bytes of the state that they keep.
+    """
     found: dict[int, UntypedStorage] = {}
     for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         tensors = [value for state in optimizer.state.values() for value in state.values()]
         for value in tensors:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +22,9 @@ from leyden.trainer.cli.traced_step import TracedBatch, find_batch, step_of
 from leyden.trainer.engine.schedulers import parse
 from leyden.trainer.format.text import aligned, size_of
 from leyden.trainer.module import TrainModule
+
+if TYPE_CHECKING:
+    from leyden.strategies.mesh.simulated import SimulatedMesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,56 +69,76 @@ class Training:
             ConfigurationError: where a fit would raise it.
         """
         from leyden.strategies.mesh.simulated import simulated
-        from leyden.strategies.mesh.traced import activations, group_sizes, shapes_only, state_size
+        from leyden.strategies.mesh.traced import group_sizes, shapes_only
 
-        model, notes = deepcopy(self.model), []
+        model = deepcopy(self.model)
         with simulated(layout, self.plan, precision=find_precision(precision)) as strategy:
             strategy.setup_modules([model])
             root, groups = group_sizes(model)
             with shapes_only(model):
                 parameters = list(model.parameters())
-                trained = [parameter for parameter in parameters if parameter.requires_grad]
-                optimizers, reason = self._optimizers(model)
+                optimizers, own = self._optimizers(model)
                 strategy.setup_optimizers([model], optimizers)
-                kept, why = None, self.batch.about
-                if self.batch.value is not None:
-                    try:
-                        kept = activations(strategy, step_of(model), self.batch.value)
-                    except Exception as error:
-                        why = f"the step cannot be traced ({type(error).__name__}: {_first_line(error)})"
-                if kept is None:
-                    notes.append(f"no activations: {why}")
-                    for parameter in trained:
-                        parameter.grad = parameter.detach()
-                gradients = _size(p.grad for p in trained if p.grad is not None)
-                states = OPTIMIZERS[self.optimizer or "adamw"] * _size(trained)
-                if optimizers:
-                    try:
-                        states = state_size(optimizers)
-                    except Exception as error:
-                        reason = f"its own cannot be traced ({type(error).__name__}: {_first_line(error)})"
-                if reason:
-                    notes.append(f"optimizer is {self.optimizer or 'adamw'}: {reason}")
+                kept, traced = self._step(strategy, model, parameters)
+                gradients = _size(p.grad for p in parameters if p.grad is not None)
+                states, stepped = self._states(optimizers, parameters)
             held = _size(parameters) + sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
             # What is computed, what is prefetched, and the gradients of one group before they are sharded.
             passing = root + sum(sorted(groups)[-2:]) + max([root, *groups])
-            return Row(layout, precision, Memory(held, gradients, states, passing), kept, tuple(notes))
+            notes = tuple(note for note in (traced, own, stepped) if note)
+            return Row(layout, precision, Memory(held, gradients, states, passing), kept, notes)
+
+    def _step(
+        self, strategy: SimulatedMesh, model: nn.Module, parameters: Sequence[nn.Parameter]
+    ) -> tuple[int | None, str]:
+        """The activations of a step, which leaves gradients; or None, and why, with a gradient for each parameter."""
+        from leyden.strategies.mesh.traced import activations
+
+        why = self.batch.about
+        if self.batch.value is not None:
+            try:
+                return activations(strategy, step_of(model), self.batch.value), ""
+            except Exception as error:
+                why = f"the step cannot be traced ({_said(error)})"
+        # Those of before the step: one that failed has left some gathered in the module.
+        for parameter in parameters:
+            parameter.grad = parameter.detach() if parameter.requires_grad else None
+        return None, f"no activations: {why}"
+
+    def _states(self, optimizers: Sequence[Optimizer], parameters: Sequence[nn.Parameter]) -> tuple[int, str]:
+        """Bytes of the optimizers' state after a step, or of the one that stands for them, and why."""
+        from leyden.strategies.mesh.traced import state_size
+
+        why = ""
+        if optimizers:
+            try:
+                return state_size(optimizers), ""
+            except Exception as error:
+                why = self._stands_in(f"its own cannot be traced ({_said(error)})")
+        return OPTIMIZERS[self.optimizer or "adamw"] * _size(p for p in parameters if p.requires_grad), why
 
     def _optimizers(self, model: nn.Module) -> tuple[list[Optimizer], str]:
         """The module's own optimizers; or none, and why."""
         if self.optimizer is not None:
             return [], ""
         if not isinstance(model, TrainModule):
-            return [], f"{type(self.model).__name__} is no TrainModule"
+            return [], self._stands_in(f"{type(self.model).__name__} is no TrainModule")
         try:
             found, _ = parse(model.configure_optimizers(), model.automatic_optimization)
         except Exception as error:
-            return [], f"configure_optimizers cannot be traced ({type(error).__name__}: {_first_line(error)})"
-        return found, "" if found else "configure_optimizers returns none"
+            return [], self._stands_in(f"configure_optimizers cannot be traced ({_said(error)})")
+        return found, "" if found else self._stands_in("configure_optimizers returns none")
+
+    def _stands_in(self, why: str) -> str:
+        return f"optimizer is {self.optimizer or 'adamw'}: {why}"
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
     return sum(local(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {_first_line(error)}"
 
 
 def _first_line(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -181,11 +182,11 @@ def on_simulated_ranks() -> tuple[dict[str, tuple[int, ...]], int]:
     return found, counted.size
 
 
-def run_commands(folder: Path) -> dict[str, tuple[int, str]]:
+def run_commands(folder: Path, commands: dict[str, tuple[str, ...]]) -> dict[str, tuple[int, str]]:
     """Runs all commands in one process, which stands for ranks of one mesh after the other."""
     os.chdir(folder)
     done = {}
-    for name, arguments in COMMANDS.items():
+    for name, arguments in commands.items():
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             status = main(["estimate", *arguments, "--precision", "32-true"])
@@ -198,7 +199,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, st
     folder = tmp_path_factory.mktemp("layouts")
     (folder / "train.py").write_text(SCRIPT)
     (folder / "lonely.py").write_text(LONELY)
-    return run_world(1, run_commands, folder)[0]
+    return run_world(1, run_commands, folder, COMMANDS)[0]
 
 
 @pytest.mark.full
@@ -264,3 +265,19 @@ def test_an_empty_column_has_its_reason(printed: dict[str, tuple[int, str]], nam
 def test_mistakes_are_refused_with_a_fix(printed: dict[str, tuple[int, str]], name: str, words: str) -> None:
     status, text = printed[name]
     assert status == 2 and words in text, text
+
+
+def test_a_model_of_transformers_takes_a_batch_of_tokens(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 32}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **heads, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = ("--batch-size", "2", "--seq-len", "8")
+    commands = {"tokens": ("config.json", "--tp", "2", *tokens), "no tokens": ("config.json", "--tp", "2")}
+    done = run_world(1, run_commands, tmp_path, commands)[0]
+    status, text = done["tokens"]
+    assert status == 0 and "batch       int64 2 × 8" in text, text
+    assert rows(text)[0][7] != "-"
+    status, text = done["no tokens"]
+    assert status == 0 and "no activations: give --batch-size and --seq-len" in text, text
