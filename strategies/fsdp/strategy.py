@@ -391,7 +391,9 @@ class FSDPStrategy(ProcessGroupStrategy):
             others: tensors are gathered one at a time, so that no other rank holds more than one of them.
         """
         if not rank0_only:
-            return super().full_state_dict(module, rank0_only)
+            everywhere = module.state_dict()
+            everywhere.update({name: whole(t) for name, t in everywhere.items() if isinstance(t, Tensor)})
+            return everywhere
         state: dict[str, Tensor] = {}
         done: dict[int, Tensor] = {}
         for name, tensor in module.state_dict(keep_vars=True).items():

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from leyden.strategies.batch import map_tensors
-from leyden.strategies.fsdp.sharding import whole
+from leyden.strategies.mesh.styles import gathered
 
 
 def run_in_steps(module: nn.Module, step: Callable[[Any, bool], AbstractContextManager[None]]) -> None:
@@ -31,7 +31,7 @@ def run_in_steps(module: nn.Module, step: Callable[[Any, bool], AbstractContextM
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with step((args, kwargs), self.training):
             outputs = type(self).forward(self, *args, **kwargs) if own is None else own(*args, **kwargs)
-            return map_tensors(outputs, whole)
+            return map_tensors(outputs, gathered)
 
     forward._leyden_step = True  # type: ignore[attr-defined]
     # A method, so that a copy of the model has one of its own.

@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.fsdp.sharding import whole
 
 SEQUENCE = -2
 """The dimension of an activation that sequence parallelism shards: (…, tokens, features)."""
@@ -62,6 +63,38 @@ class Entrance:
     def clear(self) -> None:
         """Drops what is remembered: a step is over."""
         self._known = None
+
+
+class Exchange(torch.autograd.Function):
+    """Places a split layer's output anew, and gives this rank's plain tensor of it.
+
+    `redistribute` and `to_local` do the same in two steps, of which the second returns a view. FSDP warns of a view
+    where it is a group's output, since an operation in place would lose its backward hook.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: DTensor, after: Placement) -> Tensor:
+        [before] = output.placements
+        ctx.mesh, ctx.after = output.device_mesh, after
+        # The gradient of a sum is whole on each rank that has a part of it.
+        ctx.before = Replicate() if before.is_partial() else before
+        ctx.set_materialize_grads(False)
+        return output.redistribute(placements=[after]).to_local()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:  # type: ignore[override]
+        if grad is None:
+            return None, None
+        return DTensor.from_local(grad, ctx.mesh, [ctx.after], run_check=False).redistribute(
+            placements=[ctx.before]
+        ), None
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of an activation that is split over the ranks, or the tensor itself; every rank must call it."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.ndim > 1 or tensor.placements[0].is_replicate():
+        return whole(tensor)
+    return Exchange.apply(tensor, Replicate())  # type: ignore[no-untyped-call,no-any-return]
 
 
 @dataclass
@@ -133,11 +166,11 @@ class Colwise(Style):
         return self.entrance.enter(activation, mesh)
 
     def _output(self, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-        if self.gathers:
-            outputs = outputs.redistribute(placements=[Replicate()])
         if self.loss:
             return outputs
         self.draws(not self.gathers)
+        if self.gathers:
+            return Exchange.apply(outputs, Replicate())  # type: ignore[no-untyped-call]
         return outputs.to_local()
 
 
@@ -171,9 +204,8 @@ class Rowwise(Style):
         if self.sequence:
             check_sequence(outputs, mesh)
             after = Shard(outputs.ndim + SEQUENCE)
-        outputs = outputs.redistribute(placements=[after])
         self.draws(self.sequence)
-        return outputs.to_local()
+        return Exchange.apply(outputs, after)  # type: ignore[no-untyped-call]
 
 
 @dataclass

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +27,30 @@ from leyden.utils import ParallelismConfig
 GLOBAL_BATCH = 4
 
 
+class Heard(logging.Handler):
+    """Notes what torch logs of redistributions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
 def train(accelerator: Accelerator, kind: type[GPT]) -> dict[str, Any]:
+    """As `trained`, with what torch warned of meanwhile: views that FSDP gives, and collectives in a row."""
+    heard, logger = Heard(), logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addHandler(heard)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = trained(accelerator, kind)
+    logger.removeHandler(heard)
+    views = [str(warning.message) for warning in warned if "view tensor" in str(warning.message)]
+    return {**found, "warnings": heard.said + views}
+
+
+def trained(accelerator: Accelerator, kind: type[GPT]) -> dict[str, Any]:
     """Trains the GPT for two epochs, in windows of two batches."""
     torch.manual_seed(0)
     module = kind()
@@ -89,6 +114,7 @@ def check_like_one_process(ranks: list[dict[str, Any]], single: dict[str, Any]) 
     losses = [sum(column) / len(column) for column in zip(*(rank["losses"] for rank in readers.values()), strict=True)]
     assert losses == pytest.approx(single["losses"], abs=1e-5)
     for rank in ranks:
+        assert rank["warnings"] == []
         assert rank["seen"] == readers[rank["data_rank"]]["seen"], "ranks of a tp group have one batch"
         assert rank["norms"] == pytest.approx(single["norms"], abs=1e-5)
         for name, value in single["weights"].items():
