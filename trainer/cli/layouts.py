@@ -169,6 +169,11 @@ def report(
     sizes = [_sizes("dp_replicate", dp_replicate, 1), _sizes("dp_shard", dp_shard, -1), _sizes("tp", tp, 1)]
     if every and (not ranks or dp_replicate or dp_shard or tp):
         raise ConfigurationError("--layouts tries all sizes of --ranks: give --ranks, and no other size.")
+    if form := [precision for precision in precisions if precision in ("fp8", "transformer-engine")]:
+        raise ConfigurationError(
+            f"--precision {form[0]} replaces layers, which are not traced: give bf16-mixed, which holds as much "
+            "between operations, or leave out the sizes of the mesh."
+        )
     training = Training(model, load_plan(plan), find_batch(model, data, batch_size, seq_len), optimizer)
     left_out: list[tuple[str, str]] = []
     rows: list[Row] = []
