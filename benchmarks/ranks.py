@@ -1,6 +1,6 @@
 """Measures steps per second on several ranks, hand-written and by Leyden, in one interleaved run.
 
-    python benchmarks/ranks.py --ranks 2 --repeats 7 --steps 30      # DDP, FSDP and TP 2
+    python benchmarks/ranks.py --ranks 2 --repeats 7 --steps 30      # DDP, FSDP, TP 2 and PP 2 (1F1B)
     python benchmarks/ranks.py --ranks 4 --repeats 7 --steps 30      # DDP, FSDP and TP 2 × FSDP 2
 
 A small character GPT (examples/lm.py), AdamW, clipping by norm, CPU, gloo, one thread per rank. All contestants
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from character_gpt import character_gpt
 from peak import Peak
 from split_gpt import PLAN, split_by_hand, split_gpt
+from staged_gpt import MICRO_BATCHES, train_by_hand
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -168,6 +169,13 @@ def worker(args: argparse.Namespace) -> None:
             "tp by hand": (world // 2, lambda data: by_hand(split, args, data, tensor_parallel)),
             "tp leyden": (world // 2, lambda data: leyden(split, args, data, MeshStrategy(tp=2, plan=PLAN))),
         }
+    if world == 2:
+        stages = {"pp": 2, "microbatches": MICRO_BATCHES}
+        runs |= {
+            "pp by hand": (1, lambda data: train_by_hand(build(gpt, args), DataLoader(data, args.batch_size))),
+            "pp leyden": (1, lambda data: leyden(gpt, args, data, MeshStrategy(**stages))),
+        }
+    runs = {name: run for name, run in runs.items() if args.only in (None, name.split()[0])}
     speeds: dict[str, list[float]] = {name: [] for name in runs}
     peaks: dict[str, int] = {}
     with contextlib.redirect_stdout(io.StringIO()):
@@ -200,6 +208,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--only", help="one of ddp, fsdp, tp and pp; all of them if left out")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -4,6 +4,7 @@ python examples/llama.py                                                   one p
 torchrun --nproc-per-node 4 examples/llama.py --tp 2                       sharded over two pairs of ranks that split it
 torchrun --nproc-per-node 4 examples/llama.py --tp 2 --sequence            norms and loss are split, too
 torchrun --nproc-per-node 4 examples/llama.py --tp 2 --dp_replicate 2      a copy on each of two pairs
+torchrun --nproc-per-node 4 examples/llama.py --pp 2                       a pipeline of two stages, each sharded
 python examples/llama.py --devices 4 --tp 4                                starts its own ranks
 
 The loss printed is the same on every mesh: --batch-size is that of all ranks together.
@@ -98,6 +99,8 @@ def main() -> None:
     parser.add_argument("--dp_replicate", type=int, default=1, help="copies of the model (default: %(default)s)")
     parser.add_argument("--dp_shard", type=int, default=-1, help="ranks that shard each copy; -1: those that are left")
     parser.add_argument("--tp", type=int, default=1, help="ranks that split each layer (default: %(default)s)")
+    parser.add_argument("--pp", type=int, default=1, help="ranks that share out the layers (default: %(default)s)")
+    parser.add_argument("--schedule", default="1F1B", help="of the pipeline's micro-batches (default: %(default)s)")
     parser.add_argument("--sequence", action="store_true", help="split norms along the sequence, and the loss")
     parser.add_argument("--devices", default="auto", help="ranks on this machine (default: %(default)s)")
     parser.add_argument("--precision", default="32-true")
@@ -114,7 +117,12 @@ def main() -> None:
     data = Characters(PLAYS.read_text(encoding="ascii"), args.length)
     module = Llama(len(data.alphabet), args.width, args.depth)
     strategy = MeshStrategy(
-        args.dp_replicate, args.dp_shard, args.tp, plan=sequence_plan(module) if args.sequence else None
+        args.dp_replicate,
+        args.dp_shard,
+        args.tp,
+        args.pp,
+        plan=sequence_plan(module) if args.sequence else None,
+        schedule=args.schedule,
     )
     trainer = Trainer(
         strategy=strategy,

@@ -14,6 +14,7 @@ from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.master_weights import MasterWeights
+from leyden.strategies.outputs import StepOutputs
 from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
@@ -42,8 +43,8 @@ class Strategy:
     model little more than set-up and `forward_backward`; an engine that fuses passes also `clip` and `step`. It knows
     no Trainer, no module hook and no callback. docs/strategies.md shows how to write one.
 
-    It has four parts: `precision`, `ranks` (which process this is, and what ranks exchange), `master_weights` (what
-    optimizers step) and `own_loop` (what only a loop of the user's own needs).
+    It has five parts: `precision`, `ranks` (which process this is, and what ranks exchange), `outputs` (where steps
+    reach their end), `master_weights` (what optimizers step) and `own_loop` (what only a loop of the user's own needs).
 
     A fit calls these methods in this order, those in brackets only where they apply:
 
@@ -82,8 +83,6 @@ class Strategy:
     """False if tensors made in validation take part in a later backward (FSDP2): validation then runs under no_grad."""
     supports_closure: bool = True
     """False if an engine steps by itself, so that an optimizer such as LBFGS cannot evaluate the loss again."""
-    supports_compile: bool = True
-    """False if an engine compiles the whole step by itself, so that it takes no module of `torch.compile`."""
     drives_one: bool = False
     """True for an engine that trains one model with one optimizer; other models are only moved to the device."""
     replicates: bool = True
@@ -101,6 +100,7 @@ class Strategy:
 
     def __init__(self, precision: Precision | None = None, ranks: Ranks | None = None) -> None:
         self.ranks = ranks if ranks is not None else Ranks()
+        self.outputs = StepOutputs()
         self.master_weights = MasterWeights()
         self.own_loop = OwnLoop()
         self.precision = precision if precision is not None else Precision()
@@ -130,6 +130,11 @@ class Strategy:
     def data_ranks(self) -> list[int]:
         """The data rank of every rank. Where several share one, they are neighbours."""
         return [rank * self.data_size // self.ranks.world_size for rank in range(self.ranks.world_size)]
+
+    @property
+    def refuses_compiled(self) -> str | None:
+        """Why it takes no module of `torch.compile`, and what to give instead; None if it takes one."""
+        return None
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""

@@ -20,6 +20,8 @@ class Readers:
     Ranks that share their batches (tensor, sequence or pipeline parallel) have the same values, of which an exchange
     over all ranks takes one. Every rank must call the same exchanges in the same order.
 
+    In a pipeline only the ranks of its last stage have what steps return: of each data rank they are taken.
+
     Args:
         strategy: whose ranks these are.
 
@@ -31,12 +33,15 @@ class Readers:
     def __init__(self, strategy: Strategy) -> None:
         self._ranks = strategy.ranks
         of_all, own = strategy.data_ranks, strategy.ranks.global_rank
+        with_outputs = strategy.outputs.on_ranks(strategy.ranks)
         place = of_all[:own].count(of_all[own])
         members: dict[int, list[int]] = {}
         for rank, data_rank in enumerate(of_all):
-            members.setdefault(data_rank, []).append(rank)
-        self.ranks = [members[data_rank][place] for data_rank in sorted(members)]
+            if with_outputs[rank]:
+                members.setdefault(data_rank, []).append(rank)
+        self.ranks = [found[place % len(found)] for _, found in sorted(members.items())]
         self.is_first = place == 0
+        self._counted = {found[0] for found in members.values()}
         self._are_all = len(self.ranks) == len(of_all)
 
     def of(self, found: Sequence[T]) -> list[T]:
@@ -68,7 +73,8 @@ class Readers:
         group = self._ranks.host_group if on_host else None
         if self._are_all or reduction in ("max", "min"):
             return self._ranks.reduce(tensor, group, reduction)
-        total = self._ranks.reduce(tensor if self.is_first else torch.zeros_like(tensor), group, "sum")
+        counts = self._ranks.global_rank in self._counted
+        total = self._ranks.reduce(tensor if counts else torch.zeros_like(tensor), group, "sum")
         return total / len(self.ranks) if reduction in ("mean", "avg") else total
 
 

@@ -58,16 +58,29 @@ def clip_norm(parameters: Sequence[Tensor], value: float, norm_type: float = 2.0
     Returns:
         The norm before clipping, the same on every rank.
     """
-    kinds: dict[Any, list[Tensor]] = {}
-    for parameter in parameters:
-        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
-    if len(kinds) < 2:
+    if len(_by_mesh(parameters)) < 2:
         return whole(nn.utils.clip_grad_norm_(parameters, value, norm_type))
-    # torch cannot stack norms of different meshes.
-    norms = [
-        whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type)) for own in kinds.values()
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total = total_norm(parameters, norm_type)
     factor = (value / (total + 1e-6)).clamp(max=1.0)
     multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
     return total
+
+
+def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of the gradients of some parameters, over all shards and, beside them, whole parameters."""
+    # torch cannot stack norms of different meshes.
+    norms = [
+        whole(nn.utils.get_total_norm([p.grad for p in own if p.grad is not None], norm_type))
+        for own in _by_mesh(parameters).values()
+    ]
+    if len(norms) == 1:
+        return norms[0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def _by_mesh(parameters: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    kinds: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return kinds

@@ -34,7 +34,8 @@ class Sharding:
         source: the group in which rank 0's values are given to all; None leaves each rank its own.
         values: of the tensors on the meta device.
         before: called with each module and parameter name that has its values and is about to be sharded.
-        split: splits the layers of a group, whose values every rank has, over the ranks of another dimension.
+        split: splits the layers of a group, whose values every rank has, over the ranks of another dimension. It adds
+            to `ignored` what this rank has nothing of.
     """
 
     mesh: DeviceMesh | None
@@ -65,6 +66,8 @@ class Sharding:
                 self.before(module, name)
         if self.split is not None:
             self.split(slots)
+        if self._has_nothing(part):
+            return
         if self.mesh is None:
             # torch moves no DTensor that a weak reference knows, as Replaced has; hand-written code has placed its own.
             if any(tensor.device != self.device for tensor in (*part.parameters(), *part.buffers())):
@@ -78,6 +81,11 @@ class Sharding:
             offload_policy=self.offload,
             ignored_params=self.ignored or None,
         )
+
+    def _has_nothing(self, part: nn.Module) -> bool:
+        """True for a part whose parameters are held elsewhere: `split` has made them ignored."""
+        found = list(part.parameters())
+        return bool(found) and self.split is not None and all(parameter in self.ignored for parameter in found)
 
     def _check_dtypes(self, part: nn.Module, slots: list[Slot]) -> None:
         """Finds parameters of another dtype than the rest of their group, which travels as one message."""

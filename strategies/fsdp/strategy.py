@@ -229,7 +229,7 @@ class FSDPStrategy(ProcessGroupStrategy):
     def _shard_anew(
         self, module: nn.Module, roots: list[nn.Module], ignored: set[nn.Parameter], policy: MixedPrecisionPolicy
     ) -> None:
-        settings, split = self.settings, self.split_for(module)
+        settings, split = self.settings, self.split_for(module, ignored)
         if self.sync_batchnorm:
             nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
         self._values.remember(module)
@@ -267,8 +267,8 @@ class FSDPStrategy(ProcessGroupStrategy):
         self.record = ShardRecord.of(module, groups, checkpointed, policy, shape, form)
         module.__dict__["_leyden_record"] = self.record
 
-    def split_for(self, module: nn.Module) -> Callable[[list[Slot]], None] | None:
-        """What splits the layers of each group before it is sharded; None for nothing."""
+    def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
+        """What splits the layers of each group before it is sharded, and adds to `ignored`; None for nothing."""
         return None
 
     def _reshard_roots(self) -> None:

@@ -13,7 +13,7 @@ from leyden.strategies.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-LATER = {"pp": "pipeline", "cp": "context"}
+LATER = {"cp": "context"}
 """Dimensions that have a place in the mesh and nothing yet that runs them."""
 ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost, whose ranks are far apart, to the innermost, whose ranks are neighbours on one machine."""
@@ -29,7 +29,7 @@ class Layout:
         dp_replicate: copies of the model, whose gradients are averaged.
         dp_shard: ranks over which each copy is sharded, as FSDP does. -1 fills the world.
         tp: ranks over which layers are split, which share their batches.
-        pp: pipeline stages: 1 in this version.
+        pp: ranks over which the blocks of a model are dealt out, as stages of a pipeline. They share their batches.
         cp: ranks over which a sequence is split: 1 in this version.
 
     Raises:
@@ -80,7 +80,7 @@ class Layout:
         return self.dp_replicate * self.dp_shard
 
     def data_rank(self, rank: int) -> int:
-        """The number of a rank among those that see different samples; ranks of one tp group share it."""
+        """The number of a rank among those that see different samples; ranks of one pp or tp group share it."""
         return rank // (self.cp * self.tp) % self.data_size
 
     def filled(self, world: int) -> Layout:
@@ -100,7 +100,7 @@ class Layout:
         )
 
     def mesh(self, device: str) -> DeviceMesh:
-        """The DeviceMesh, with the names `dp_replicate`, `dp_shard` and `tp`; every rank must call it.
+        """The DeviceMesh, with the names `pp`, `dp_replicate`, `dp_shard` and `tp`; every rank must call it.
 
         A dimension of one rank is left out, but for dp_shard beside dp_replicate, which torch asks for.
         """
@@ -120,13 +120,12 @@ def _nearest(layout: Layout, world: int) -> str:
     """The sizes closest to those of a layout that make up the world, as arguments."""
 
     def distance(sizes: tuple[int, ...]) -> float:
-        pairs = zip(sizes, (layout.dp_replicate, layout.dp_shard, layout.tp), strict=True)
+        pairs = zip(sizes, (layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp), strict=False)
         return sum(abs(math.log(here / there)) for here, there in pairs if there != -1)
 
-    sizes = min(_factors(world), key=distance)
-    return "use " + ", ".join(
-        f"{name}={size}" for name, size in zip(("dp_replicate", "dp_shard", "tp"), sizes, strict=True)
-    )
+    names = ("dp_replicate", "dp_shard", "tp", *(("pp",) if layout.pp > 1 else ()))
+    sizes = min(_factors(world, len(names)), key=distance)
+    return "use " + ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
 def layouts_of(world: int) -> list[Layout]:
@@ -136,12 +135,12 @@ def layouts_of(world: int) -> list[Layout]:
         >>> [str(layout) for layout in layouts_of(2)]
         ['dp_shard 2', 'tp 2', 'dp_replicate 2']
     """
-    layouts = [Layout(*sizes) for sizes in _factors(world)]
+    layouts = [Layout(*sizes) for sizes in _factors(world, 3)]
     return sorted(layouts, key=lambda layout: (layout.dp_replicate, layout.tp))
 
 
-def _factors(world: int) -> Iterator[tuple[int, int, int]]:
+def _factors(world: int, count: int) -> Iterator[tuple[int, ...]]:
     divisors = [size for size in range(1, world + 1) if world % size == 0]
-    for replicas, shards in itertools.product(divisors, divisors):
-        if world % (replicas * shards) == 0:
-            yield replicas, shards, world // (replicas * shards)
+    for sizes in itertools.product(divisors, repeat=count - 1):
+        if world % math.prod(sizes) == 0:
+            yield *sizes, world // math.prod(sizes)

@@ -68,7 +68,7 @@ class ModelParallelStrategy(MeshStrategy):
         return self.ranks.local_size
 
     def make_mesh(self) -> DeviceMesh | None:
-        self.layout, self._splits_by_machine = self._filled, False
+        self.layout, self._splits_by_machine = self.filled, False
         sizes, names = (self.layout.dp_shard, self.layout.tp), ("data_parallel", "tensor_parallel")
         self.mesh = init_device_mesh(self.root_device.type, sizes, mesh_dim_names=names)
         # So that a norm over all gradients is one message: torch looks for a group of both dimensions.

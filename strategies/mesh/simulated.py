@@ -76,7 +76,8 @@ class SimulatedMesh(MeshStrategy):
         rank: int = 0,
         precision: Precision | None = None,
     ) -> None:
-        super().__init__(**layout.sizes, plan=plan, sync_module_states=False, precision=precision)
+        sizes: dict[str, Any] = dict(layout.sizes)
+        super().__init__(**sizes, plan=plan, sync_module_states=False, precision=precision)
         self.ranks: SimulatedRanks = SimulatedRanks(rank, layout.size)
         self._values = NoValues()
 

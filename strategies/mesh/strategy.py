@@ -1,4 +1,4 @@
-"""MeshStrategy: tensor and sequence parallel on plain modules, alone or within FSDP and HSDP."""
+"""MeshStrategy: tensor, sequence and pipeline parallel on plain modules, alone or with FSDP and HSDP."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.optim import Optimizer
 
+from leyden.strategies.base import ClipAlgorithm
 from leyden.strategies.batch import map_tensors
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.options import offload_of
-from leyden.strategies.fsdp.policy import WrapPolicy
+from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
@@ -23,7 +24,15 @@ from leyden.strategies.mesh.alike import check_alike, sum_partial
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
+from leyden.strategies.mesh.pipeline.checks import check_modules, check_stages
+from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
+from leyden.strategies.mesh.pipeline.outputs import PipelineOutputs
+from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
+from leyden.strategies.mesh.pipeline.state import StageWeights, places_to_load, state_to_save, whole_state
+from leyden.strategies.mesh.pipeline.steps import PipelineSteps
 from leyden.strategies.mesh.plan import Plan, PlanLike, TensorParallel, is_split, plan_of
+from leyden.strategies.saved_state import SavedState
+from leyden.strategies.weights import StateWriter, WeightReader, fill_weights
 from leyden.strategies.window import BackwardHooks, Window
 
 T = TypeVar("T")
@@ -32,18 +41,28 @@ DATA = ("dp_replicate", "dp_shard")
 
 
 class MeshStrategy(FSDPStrategy):
-    """A mesh of ranks: copies of the model, each sharded as FSDP does, with layers split over `tp` ranks.
+    """A mesh of ranks: copies of the model, each sharded as FSDP does, layers split over `tp`, stages over `pp` ranks.
 
-    The ranks of one tp group share their batches. One process's numbers hold: the same loss, the same weights.
+    The ranks of one tp group share their batches, and so do the stages of a pipeline. One process's numbers hold: the
+    same loss, the same weights.
 
     Args:
         dp_replicate: see `Layout`, like the next four.
         dp_shard: -1 fills the world.
         tp: over how many ranks layers are split; "auto" for those of a machine, or for two on a single machine.
-        pp: 1 in this version.
+        pp: over how many ranks the blocks of the model are dealt out, as stages of a pipeline.
         cp: 1 in this version.
         plan: which layers are split, and how: pattern → style (see `Plan`). Left out, the module's `parallel_plan()`,
             or the `tp_plan` of a `transformers` model in it.
+        schedule: the order in which a pipeline runs its micro-batches, by torch's names: "GPipe", "1F1B",
+            "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble" or "DualPipeV".
+        microbatches: into how many micro-batches a pipeline cuts each batch; 4 per stage if left out.
+        stages_per_rank: stages that a rank holds: 1 under GPipe and 1F1B, 2 if left out under the others.
+        pipeline_module: name of the list of blocks that is cut, or of a module with it; the largest if left out.
+        split: names of the blocks with which the second and each later stage begins; as even as can be if left out.
+        first_stage: names of modules or parameters beside the blocks that the first stage holds; if left out, what is
+            defined before the list of blocks.
+        last_stage: the same of the last stage; if left out, what is defined after it.
         auto_wrap_policy: as FSDPStrategy's.
         **kwargs: FSDPStrategy's other arguments.
 
@@ -64,6 +83,13 @@ class MeshStrategy(FSDPStrategy):
         cp: int = 1,
         *,
         plan: Plan | PlanLike | None = None,
+        schedule: str = "1F1B",
+        microbatches: int | None = None,
+        stages_per_rank: int | None = None,
+        pipeline_module: str | None = None,
+        split: Sequence[str] | None = None,
+        first_stage: Sequence[str] = (),
+        last_stage: Sequence[str] = (),
         auto_wrap_policy: WrapPolicy = "auto",
         **kwargs: Any,
     ) -> None:
@@ -81,6 +107,15 @@ class MeshStrategy(FSDPStrategy):
         self._plan = plan if isinstance(plan, Plan) or plan is None else Plan(plan)
         self._tensors: list[TensorParallel] = []
         self._has_run = False
+        self._schedule = (schedule, microbatches, stages_per_rank)
+        self._cut: dict[str, Any] = {
+            "pipeline_module": pipeline_module,
+            "split": split,
+            "first_stage": tuple(first_stage),
+            "last_stage": tuple(last_stage),
+        }
+        self._pipeline: PipelineSteps | None = None
+        self.outputs: PipelineOutputs = PipelineOutputs(self)
         self._checked: set[Optimizer] = set()
         """Optimizers whose first gradients were compared between the ranks of a tp group."""
 
@@ -106,19 +141,20 @@ class MeshStrategy(FSDPStrategy):
     # environment ------------------------------------------------------------------------------------------------------
     @property
     def data_rank(self) -> int:
-        return self._filled.data_rank(self.ranks.global_rank)
+        return self.filled.data_rank(self.ranks.global_rank)
 
     @property
     def data_size(self) -> int:
-        return self._filled.data_size
+        return self.filled.data_size
 
     @property
     def data_ranks(self) -> list[int]:
-        layout = self._filled
+        layout = self.filled
         return [layout.data_rank(rank) for rank in range(layout.size)]
 
     @property
-    def _filled(self) -> Layout:
+    def filled(self) -> Layout:
+        """The layout of the ranks that there are."""
         if self.mesh is not None:
             return self.layout
         layout = replace(self.layout, tp=self.tp_by_machine) if self._splits_by_machine else self.layout
@@ -136,6 +172,11 @@ class MeshStrategy(FSDPStrategy):
                 f"tp={self.layout.tp} splits layers, and precision {self.precision.form!r} replaces them by its own: "
                 "use precision='bf16-mixed', or tp=1."
             )
+        if self.layout.pp > 1 and self.precision.may_skip:
+            raise ConfigurationError(
+                f"pp={self.layout.pp} with precision={self.precision.name!r}: a gradient scaler would have to skip a "
+                "step on all stages together, which is not part of this version. Use precision='bf16-mixed'."
+            )
         if self.shard_mesh is None:
             self._check_unsharded()
 
@@ -145,12 +186,12 @@ class MeshStrategy(FSDPStrategy):
         for name, is_given in {"cpu_offload": offloads, "mp_policy": self.settings["mp_policy"] is not None}.items():
             if is_given:
                 raise ConfigurationError(
-                    f"{name} is for shards, and tp={self.layout.tp} on {self.ranks.world_size} ranks leaves none: give "
+                    f"{name} is for shards, and {self.layout} leaves none on {self.ranks.world_size} ranks: give "
                     f"dp_shard=2 or more its share of the ranks, or leave {name} out (precision sets the dtypes)."
                 )
 
     def make_mesh(self) -> DeviceMesh | None:
-        self.layout, self._splits_by_machine = self._filled, False
+        self.layout, self._splits_by_machine = self.filled, False
         self.mesh = self.layout.mesh(self.ranks.device.type)
         names = tuple(name for name in DATA if name in (self.mesh.mesh_dim_names or ()))
         if names and self.layout.tp > 1:
@@ -169,12 +210,20 @@ class MeshStrategy(FSDPStrategy):
         return self.mesh["tp"]
 
     def release(self) -> None:
+        self._leave_pipeline()
         self._tensors = []
         super().release()
 
     def teardown(self) -> None:
+        self._leave_pipeline()
         self._has_run, self._checked, self._tensors = False, set(), []
         super().teardown()
+
+    def _leave_pipeline(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.remove()
+            self._pipeline = None
+            self.outputs.come_from(None)
 
     @property
     def details(self) -> str:
@@ -184,18 +233,62 @@ class MeshStrategy(FSDPStrategy):
 
     # modules and optimizers -------------------------------------------------------------------------------------------
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
+        if self.layout.pp > 1:
+            raise ConfigurationError(
+                f"pp={self.layout.pp} in a loop of your own: a pipeline runs forward and backward together, which is "
+                "part of the Trainer alone in this version. Use a Trainer, or a mesh without pp."
+            )
         added = super().add_module(module, moves)
         if self._tensors:
             run_in_steps(added, self._step_of_own_loop)
         return added
 
-    def split_for(self, module: nn.Module) -> Callable[[list[Slot]], None] | None:
-        if self.layout.tp == 1:
-            return None
-        tensor = TensorParallel(self.plan_for(module), self.tensor_mesh, self.root_device)
-        tensor.begin(module)
-        module.__dict__["_leyden_tensor"] = tensor
-        return tensor.split
+    def split_for(self, module: nn.Module, ignored: set[nn.Parameter]) -> Callable[[list[Slot]], None] | None:
+        holdings = self._hold(module, ignored) if self.layout.pp > 1 else None
+        tensor = None
+        if self.layout.tp > 1:
+            tensor = TensorParallel(self.plan_for(module), self.tensor_mesh, self.root_device)
+            tensor.begin(module)
+            module.__dict__["_leyden_tensor"] = tensor
+
+        def split(slots: list[Slot]) -> None:
+            held = slots if holdings is None else holdings.drop(slots, self.root_device)
+            if tensor is not None:
+                tensor.split(held)
+
+        return None if holdings is None and tensor is None else split
+
+    def _hold(self, module: nn.Module, ignored: set[nn.Parameter]) -> Holdings:
+        """Decides what the stages of this rank hold of a module that is still whole.
+
+        Raises:
+            ConfigurationError: if it cannot be cut, or has parts that a pipeline cannot run.
+        """
+        schedule = self.schedule
+        cut = find_cut(module, schedule.stages, **self._cut)
+        check_stages(module, cut, choose(module, self.settings["auto_wrap_policy"], ignored).names)
+        holdings = Holdings(module, cut, schedule.stages_of(self.pipeline_mesh.get_local_rank()), ignored)
+        module.__dict__["_leyden_holdings"] = holdings
+        return holdings
+
+    @property
+    def pipeline_mesh(self) -> DeviceMesh:
+        """The dimension over which the stages of a pipeline are dealt out."""
+        assert self.mesh is not None
+        return self.mesh["pp"]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order in which the pipeline runs its micro-batches."""
+        name, count, stages_per_rank = self._schedule
+        ranks = self.filled.pp
+        schedule = Schedule(name, 4 * ranks if count is None else count, ranks, stages_per_rank)
+        if schedule.name in ZERO_BUBBLE and self.filled.size > ranks:
+            raise ConfigurationError(
+                f"schedule={schedule.name!r} computes the gradients of weights by themselves, which goes silently "
+                "wrong where they are sharded or split: use '1F1B' or 'Interleaved1F1B', or pp alone."
+            )
+        return schedule
 
     def plan_for(self, module: nn.Module) -> Plan:
         """What is split in a module; nothing more in one that is split already, by hand or as it was loaded.
@@ -220,9 +313,13 @@ class MeshStrategy(FSDPStrategy):
         return plan
 
     def setup_modules(self, modules: Sequence[nn.Module]) -> list[nn.Module]:
+        if self.layout.pp > 1:
+            check_modules(modules)
         super().setup_modules(modules)
         found = [module.__dict__.get("_leyden_tensor") for module in self.modules]
         self._tensors += [tensor for tensor in found if tensor is not None and tensor not in self._tensors]
+        if self.layout.pp > 1:
+            self._make_pipeline()
         return self.modules
 
     def explain(self, error: BaseException) -> str | None:
@@ -235,6 +332,23 @@ class MeshStrategy(FSDPStrategy):
             "tensor.to_local() for this rank's part or tensor.full_tensor() for the whole, and read parameters in "
             "their layers, within a step."
         )
+
+    def _make_pipeline(self) -> None:
+        [module] = self.modules
+        self._leave_pipeline()
+        for root in self._roots:
+            # torch does this in the first forward pass, in which it would find the blocks of one stage alone.
+            root._get_fsdp_state()._lazy_init()
+        group = self.pipeline_mesh.get_group()
+        holdings: Holdings = module.__dict__["_leyden_holdings"]
+        self.master_weights = StageWeights(group, holdings.absent)
+        self._pipeline = PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward)
+        self.outputs.come_from(self._pipeline)
+
+    def setup_step(self, step_fn: Callable[..., T], module: nn.Module) -> Callable[..., T]:
+        if self._pipeline is not None and module is self._pipeline.root:
+            step_fn = self._pipeline.pipeline.passages.around(step_fn)
+        return super().setup_step(step_fn, module)
 
     # the step ---------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -257,13 +371,50 @@ class MeshStrategy(FSDPStrategy):
     def forward_backward(
         self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...], window: Window, hooks: BackwardHooks
     ) -> Any:
+        if self._pipeline is not None:
+            return self._run_pipeline(step_fn, batch, extra, window, hooks)
         if not self._has_run:
             self._start(batch)
         with self.step_context():
             outputs = super().forward_backward(step_fn, batch, extra, window, hooks)
         return self._whole(outputs)
 
+    def _run_pipeline(
+        self,
+        step_fn: Callable[..., Any],
+        batch: Any,
+        extra: tuple[Any, ...],
+        window: Window,
+        hooks: BackwardHooks | None,
+        counts: bool = True,
+    ) -> Any:
+        assert self._pipeline is not None
+        if not self._has_run:
+            self._start(batch)
+            with self.step_context():
+                self._pipeline.start(step_fn, batch, extra)
+        self._follow_window(window)
+        try:
+            with self.step_context():
+                outputs = self._pipeline.forward_backward(step_fn, batch, extra, window, hooks, counts)
+        finally:
+            self._set_backward(True, window.closes)
+        return self._whole(outputs)
+
+    def _begin_backward(self, is_last: bool) -> None:
+        """A pipeline's backward pass begins: gradients are exchanged in the last one of a window, and not before."""
+        self._set_backward(is_last, is_last and self._syncs)
+
+    def _set_backward(self, is_last: bool, exchanges: bool) -> None:
+        for root in self._roots:
+            root.set_is_last_backward(is_last)
+            root.set_reshard_after_backward(is_last)
+            root.set_requires_gradient_sync(exchanges)
+
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T:
+        if self._pipeline is not None:
+            with self.step_context(trains=False):
+                return self._whole(self._pipeline.evaluate(step_fn, batch, extra))  # type: ignore[return-value]
         return self._whole(super().evaluate(step_fn, batch, extra))
 
     def _whole(self, outputs: T) -> T:
@@ -277,6 +428,14 @@ class MeshStrategy(FSDPStrategy):
             return super().forward(step_fn, batch, extra)
 
     def shadow_batch(self, step_fn: Callable[..., Any], filler: Any, extra: tuple[Any, ...], window: Window) -> None:
+        if self._pipeline is not None:
+            if filler is None:
+                raise ConfigurationError(
+                    "a rank without a single sample of its own cannot take part in a pipeline, which exchanges "
+                    "activations for each batch: use a larger data set, a smaller batch_size or fewer data ranks."
+                )
+            self._run_pipeline(step_fn, filler, extra, window, None, counts=False)
+            return
         with self.step_context():
             super().shadow_batch(step_fn, filler, extra, window)
 
@@ -304,6 +463,55 @@ class MeshStrategy(FSDPStrategy):
                 check_alike(self.tensor_mesh, self.modules, parameters)
                 self._checked.add(optimizer)
         super().before_step(optimizer)
+
+    def clip_parameters(
+        self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0
+    ) -> Tensor | None:
+        if self._pipeline is None or algorithm == "value":
+            return super().clip_parameters(parameters, value, algorithm, norm_type)
+        return self._pipeline.clip_norm(parameters, value, norm_type)
+
+    @property
+    def refuses_compiled(self) -> str | None:
+        if self.layout.pp == 1:
+            return super().refuses_compiled
+        return (
+            "a stage of a pipeline leaves the step where the next one begins. Give the module as it is, and "
+            "MeshStrategy(compile=True), which compiles the blocks"
+        )
+
+    # state ------------------------------------------------------------------------------------------------------------
+    def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
+        holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+        if holdings is None:
+            super().save(writer, module, optimizers)
+            return
+        writer.model(state_to_save(module, holdings.absent), replicated=[name for name, _ in module.named_parameters()])
+        if optimizers is not None:
+            writer.optimizers(optimizers)
+
+    def load_module(self, reader: WeightReader, module: nn.Module, strict: bool = True) -> None:
+        holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+        if holdings is None:
+            super().load_module(reader, module, strict)
+        else:
+            fill_weights(module, reader, strict, places_to_load(module, holdings.absent))
+
+    def state_dict(self) -> dict[str, Any]:
+        own = {} if self._pipeline is None else {"pipeline_batches": self._pipeline.draws.batches}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self._pipeline is not None and "pipeline_batches" in state:
+            self._pipeline.draws.batches = SavedState(state, "strategy").integer("pipeline_batches", least=0)
+
+    def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
+        holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+        if holdings is None:
+            return super().full_state_dict(module, rank0_only)
+        keeps = not rank0_only or self.ranks.is_global_zero
+        return whole_state(module, holdings, self.schedule, self.pipeline_mesh.get_group(), rank0_only, keeps)
 
 
 __all__ = ["MeshStrategy"]

@@ -88,8 +88,6 @@ class XLAStrategy(Strategy):
     supports_inference_mode = False
     # Each evaluation of the loss would be read back before the next one is known.
     supports_closure = False
-    # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, torch_xla 2.9).
-    supports_compile = False
     _kind: str | None = None
 
     def __init__(
@@ -151,6 +149,11 @@ class XLAStrategy(Strategy):
                 "would read a flag back from the device in every step. Use precision='bf16-mixed' or 'bf16-true'."
             )
         self.precision.check(self.root_device)
+
+    @property
+    def refuses_compiled(self) -> str | None:
+        # Inductor does not know the device, and what the backend "openxla" returns has no gradient (tried, 2.9).
+        return "its engine compiles the whole step by itself. Give the module as it is"
 
     @property
     def details(self) -> str:

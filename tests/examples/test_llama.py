@@ -23,7 +23,11 @@ def mean_loss(*command: str) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("options", [("--tp", "2"), ("--tp", "2", "--sequence", "--dp_replicate", "2")], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [("--tp", "2"), ("--tp", "2", "--sequence", "--dp_replicate", "2"), ("--pp", "2"), ("--pp", "2", "--tp", "2")],
+    ids=str,
+)
 def test_a_llama_on_four_ranks_has_the_loss_of_one_process(tmp_path: Path, options: tuple[str, ...]) -> None:
     pytest.importorskip("transformers", minversion="5")
     single = mean_loss(SCRIPT, *SMALL, "--root", str(tmp_path / "single"))

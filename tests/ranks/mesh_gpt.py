@@ -82,6 +82,9 @@ class GPT(TrainModule):
         return self(batch[0])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if outputs is None:
+            # Another stage of a pipeline has the loss.
+            return
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
         self.losses.append(float(loss))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ MESHES = {
     "tp 2": {"tp": 2},
     "tp × fsdp 4": {"dp_shard": 2, "tp": 2},
     "tp × hsdp 8": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
+    "pp 2": {"dp_shard": 1, "pp": 2},
+    "pp × fsdp 4": {"dp_shard": 2, "pp": 2},
+    "pp × tp × fsdp 8": {"dp_shard": 2, "pp": 2, "tp": 2},
 }
-WORLD = {"single": 1, "ddp": 2, "fsdp": 2, "tp 2": 2, "tp × fsdp 4": 4, "tp × hsdp 8": 8}
+WORLD = {"single": 1, "ddp": 2, "fsdp": 2, **{name: math.prod(sizes.values()) for name, sizes in MESHES.items()}}
 # 44 samples are five batches and one of 4, in each of three epochs; the save lies within the first.
 SAMPLES, GLOBAL_BATCH, SAVED_AT, NEXT = 44, 8, 3, 10
 # A run that is killed saves in the middle of each epoch, and ends in the middle of the third.
@@ -42,10 +46,11 @@ class Numbered(GPT):
         super().__init__(**sizes)
         self.seen: list[list[int]] = []
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[-1].tolist())
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        *batch, index = batch
-        self.seen.append(index.tolist())
-        return super().training_step(batch, batch_idx)
+        return super().training_step(batch[:2], batch_idx)
 
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters(), lr=1e-3)
@@ -58,16 +63,15 @@ class Doomed(Numbered):
         super().__init__(dropout=0.1)
         self.dies_at = dies_at
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.global_step == self.dies_at:
             kill_every_rank()
-        return loss
 
 
 def strategy_of(layout: str) -> Any:
     if layout in MESHES:
-        return MeshStrategy(**MESHES[layout], plan=PLAN, auto_wrap_policy={Block})
+        plan = PLAN if "tp" in layout else None
+        return MeshStrategy(**MESHES[layout], plan=plan, auto_wrap_policy={Block}, microbatches=2)
     return {"single": "single_device", "ddp": "ddp", "fsdp": FSDPStrategy(auto_wrap_policy={Block})}[layout]
 
 
@@ -110,9 +114,10 @@ def fits(jobs: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def together(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks of one run did as one process would have; those of a tp group did the same."""
+    """What the ranks of one run did as one process would have; those that share samples did the same."""
     readers: dict[int, dict[str, Any]] = {}
-    for rank in ranks:
+    # In a pipeline the last stage has the losses.
+    for rank in [rank for rank in ranks if rank["losses"]]:
         first = readers.setdefault(rank["data rank"], rank)
         assert (rank["losses"], rank["seen"]) == (first["losses"], first["seen"])
         assert rank["epoch loss"] == first["epoch loss"]
@@ -133,20 +138,21 @@ def check_same_run(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
     assert resumed["epoch loss"] == pytest.approx(whole["epoch loss"], abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["tp 2", "tp × fsdp 4"])
+@pytest.mark.parametrize("layout", ["tp 2", "tp × fsdp 4", "pp 2", pytest.param("pp × fsdp 4", marks=pytest.mark.full)])
 def test_a_mesh_resumes_bit_for_bit_and_goes_on_in_one_process(layout: str, tmp_path: Path) -> None:
     plain, dropped = str(tmp_path / "plain"), str(tmp_path / "dropped")
     jobs = [(layout, plain, False), (layout, dropped, False, 0.1), (layout, dropped, True, 0.1)]
     ranks = run_world(WORLD[layout], fits, jobs)
     for whole, uninterrupted, resumed in ranks:
         assert resumed == uninterrupted, "losses, weights and random numbers, to the last bit"
-        assert uninterrupted["losses"] != whole["losses"]
+        assert uninterrupted["weights"] != whole["weights"]
     whole = together([rank[0] for rank in ranks])
     first = [index for batch in whole["seen"][: 6 - SAVED_AT] for index in batch]
     assert len(set(first)) == len(first) == SAMPLES - SAVED_AT * GLOBAL_BATCH, "the rest of the epoch, each sample once"
     check_same_run(together([fit("single", plain, True)]), whole)
     manifest = CheckpointReader(plain).manifest
-    assert manifest.data_ranks == ((0, 0) if layout == "tp 2" else (0, 0, 1, 1)) and manifest.format == 2
+    groups = {"tp × fsdp 4": (0, 0, 1, 1), "pp × fsdp 4": (0, 1, 0, 1)}
+    assert manifest.data_ranks == groups.get(layout, (0, 0)) and manifest.format == 2
     check_written_once(CheckpointReader(plain))
 
 
@@ -168,8 +174,13 @@ def goes_on(layout: str, folder: str) -> list[dict[str, Any]]:
 # Killed in the step after a save, which is repeated; or two steps later, so that two more are.
 @pytest.mark.parametrize(
     ("layout", "deaths"),
-    [("tp 2", [10]), pytest.param("tp × fsdp 4", [4, 10], marks=[pytest.mark.full, pytest.mark.timeout(900)])],
-    ids=["tp 2", "tp × fsdp 4"],
+    [
+        ("tp 2", [10]),
+        ("pp 2", [10]),
+        pytest.param("tp × fsdp 4", [4, 10], marks=[pytest.mark.full, pytest.mark.timeout(900)]),
+        pytest.param("pp × tp × fsdp 8", [4], marks=[pytest.mark.full, pytest.mark.timeout(900)]),
+    ],
+    ids=["tp 2", "pp 2", "tp × fsdp 4", "pp × tp × fsdp 8"],
 )
 def test_a_mesh_that_is_killed_ends_as_if_it_had_not_been(layout: str, deaths: list[int], tmp_path: Path) -> None:
     ranks, killed = WORLD[layout], str(tmp_path / "killed")
@@ -180,7 +191,7 @@ def test_a_mesh_that_is_killed_ends_as_if_it_had_not_been(layout: str, deaths: l
         assert newest_step == step // EVERY * EVERY
     for resumed, whole in run_world(ranks, goes_on, layout, str(tmp_path)):
         for steps in ("losses", "seen"):
-            assert len(whole[steps]) == END
+            assert len(whole[steps]) in (END, 0) and (whole[steps] or "pp" in layout)
             assert resumed.pop(steps) == whole.pop(steps)[newest_step:]
         assert resumed == whole, "weights, the epoch's loss and random numbers, to the last bit"
 
@@ -224,14 +235,14 @@ def test_a_rank_of_a_mesh_reads_its_share(tmp_path: Path) -> None:
 def test_a_mesh_resumes_on_every_layout(layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     whole = together(run_world(WORLD[layout], fit, layout, path, False))
-    for other in dict.fromkeys((layout, "single", "ddp", "fsdp", "tp 2")):
+    for other in dict.fromkeys((layout, "single", "ddp", "fsdp", "tp 2", "pp 2")):
         check_same_run(together(run_world(WORLD[other], fit, other, path, True)), whole)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp", "tp 2"])
 def test_a_checkpoint_of_any_layout_resumes_on_a_mesh(layout: str, tmp_path: Path) -> None:
     path = str(tmp_path / "saved")
     whole = together(run_world(WORLD[layout], fit, layout, path, False))
-    for other in ("tp 2", "tp × fsdp 4"):
+    for other in ("tp 2", "tp × fsdp 4", "pp 2"):
         check_same_run(together(run_world(WORLD[other], fit, other, path, True)), whole)

@@ -49,11 +49,6 @@ def a_size_of_zero(module: GPT) -> MeshStrategy:
     return MeshStrategy(tp=0, plan=PLAN)
 
 
-@mistake("pp=2: pipeline parallelism is not part of this version. Leave pp out.")
-def pipeline_stages(module: GPT) -> MeshStrategy:
-    return MeshStrategy(pp=2, plan=PLAN)
-
-
 @mistake("cp=2: context parallelism is not part of this version. Leave cp out.")
 def context_parallel(module: GPT) -> MeshStrategy:
     return MeshStrategy(cp=2, plan=PLAN)
@@ -120,12 +115,12 @@ def layers_that_a_precision_replaces(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, precision=Float8Precision())
 
 
-@mistake("cpu_offload is for shards, and tp=2 on 2 ranks leaves none: give dp_shard=2 or more")
+@mistake("cpu_offload is for shards, and tp 2 leaves none on 2 ranks: give dp_shard=2 or more")
 def shards_that_wait_on_the_cpu_where_there_are_none(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, cpu_offload=True)
 
 
-@mistake("mp_policy is for shards, and tp=2 on 2 ranks leaves none")
+@mistake("mp_policy is for shards, and tp 2 leaves none on 2 ranks")
 def dtypes_of_shards_where_there_are_none(module: GPT) -> MeshStrategy:
     return TP2(plan=PLAN, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 

@@ -97,11 +97,9 @@ class Engine:
     # set-up -----------------------------------------------------------------------------------------------------------
     def check_compiled(self) -> None:
         """Raises ConfigurationError if the strategy does not run modules compiled by torch.compile."""
-        if not self.strategy.supports_compile:
-            raise ConfigurationError(
-                f"torch.compile with strategy={self.strategy.name!r}: its engine compiles the whole step by itself. "
-                "Give the module as it is."
-            )
+        reason = self.strategy.refuses_compiled
+        if reason is not None:
+            raise ConfigurationError(f"torch.compile with strategy={self.strategy.name!r}: {reason}.")
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """Brings the module to its device; its optimizers are made after that."""
@@ -126,7 +124,7 @@ class Engine:
         window = self.window
         count = window.index + 1
         if window.num_items is not None and window.first_items is not None:
-            if count > 1:
+            if count > 1 or self.strategy.outputs.are_in_parts:
                 self.strategy.scale_gradients(_ratio(window.first_items, mean_items(self.strategy, window.num_items)))
         elif count != window.length:
             self.strategy.scale_gradients(window.length / count)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -145,6 +147,17 @@ class Entry:
             return
         addend = value.to(sum_dtype(value)) * weight if isinstance(value, Tensor) else value * weight
         self.total = addend if total is None else total + addend
+
+    def of_batch(self, parts: Sequence[tuple[Value, float]]) -> tuple[Value, float]:
+        """The value of a batch whose micro-batches logged these, each with its weight; and the weight of all."""
+        values, weights = [value for value, _ in parts], [weight for _, weight in parts]
+        total = math.fsum(weights)
+        if self.reduce_fx == "sum":
+            return sum(values[1:], values[0]), total
+        if self.reduce_fx in ("max", "min"):
+            return reduce(partial(extreme, which=self.reduce_fx), values), total
+        shares = [weight / total if total else 1 / len(parts) for weight in weights]
+        return sum(value * share for value, share in zip(values, shares, strict=True)), total
 
     @property
     def is_empty(self) -> bool:

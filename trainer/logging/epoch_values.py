@@ -7,7 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from leyden.trainer.logging.values import Value, as_number, read_back
 if TYPE_CHECKING:
     from leyden.trainer.logging.entries import Entry
 
+T = TypeVar("T")
 HEADER = 4
 """Numbers before the values of a message: data rank, digest of the keys, length, bytes of metric states."""
 FIRST_CAPACITY = 1024
@@ -90,6 +91,12 @@ class EpochValues:
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._capacity = FIRST_CAPACITY
+        self._output_ranks = strategy.outputs.on_ranks(strategy.ranks)
+        self._counts = self._output_ranks[strategy.ranks.global_rank]
+
+    def of_outputs(self, values: T) -> T:
+        """What the last stage of this rank's pipeline has; what is given, elsewhere."""
+        return self._strategy.outputs.share(values)
 
     def reduce(
         self, entries: Sequence[Entry], idle: frozenset[int]
@@ -106,6 +113,9 @@ class EpochValues:
         Raises:
             ConfigurationError: on every rank, if one of them logged other names.
         """
+        if not self._counts:
+            # On the other stages of a pipeline the hooks of epochs log, too, but of what their steps have not seen.
+            entries = ()
         shared = [entry for entry in entries if entry.sync_dist is not False]
         own = dict(sorted(((Key.of(entry), entry) for entry in shared), key=lambda pair: pair[0]))
         ranks, alike = self._exchange(own, idle)
@@ -125,13 +135,15 @@ class EpochValues:
         alike = all(row[1] == digest for row in rows)
         if not alike:
             gathered = strategy.ranks.all_gather_object((keys, of_metrics, idle))
-            _check([(keys, idle) for keys, _, idle in gathered])
+            counted = zip(gathered, self._output_ranks, strict=True)
+            _check([(keys, idle) for (keys, _, idle), counts in counted if counts])
             names = [(keys, of_metrics) for keys, of_metrics, _ in gathered]
         messages = _gather_bytes(strategy, states, [int(row[3]) for row in rows])
         ranks: list[Rank] = []
         for index, (row, message, (keys, of_metrics)) in enumerate(zip(rows, messages, names, strict=True)):
             states_by_key = dict(zip(of_metrics, metrics.unpack(message), strict=True))
-            ranks.append(Rank(index, int(row[0]), _by_key(keys, row[HEADER:]), states_by_key))
+            if self._output_ranks[index]:
+                ranks.append(Rank(index, int(row[0]), _by_key(keys, row[HEADER:]), states_by_key))
         return ranks, alike
 
     def _gather(self, message: list[float]) -> list[list[float]]:
@@ -176,8 +188,8 @@ class EpochValues:
 
 
 def over_ranks(strategy: Strategy) -> EpochValues | None:
-    """What reduces epoch values under a strategy; None where all data goes to one rank."""
-    return EpochValues(strategy) if strategy.data_size > 1 else None
+    """What reduces epoch values under a strategy; None where all data goes to one rank, to which all returns."""
+    return EpochValues(strategy) if strategy.data_size > 1 or strategy.outputs.are_in_parts else None
 
 
 def combined(entry: Entry, logged: Sequence[list[float]]) -> Value | None:

@@ -46,11 +46,15 @@ class Logs:
         self._idle: set[tuple[str, int]] = set()
         """Stage and index of loaders (-1 for an only one) of which this rank had no batch in the pass that runs."""
         self._discards = False
+        self._parts: list[tuple[Entry, Value, float]] | None = None
+        """What the micro-batches of a batch have logged; None where steps run for whole batches."""
         self._ranks = ranks
         self._apart = -1
         self.nans = Nans()
         self._entries: dict[tuple[str, str], Entry] = {}
         self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
+        self._of_others: dict[str, Value] = {}
+        """What the current step has logged on the last stage of a pipeline, of which this rank has another."""
 
     # where the run stands ---------------------------------------------------------------------------------------------
     def begin_loader(self, index: int | None) -> None:
@@ -95,6 +99,41 @@ class Logs:
         finally:
             self._discards = before
 
+    @contextmanager
+    def by_micro_batch(self) -> Iterator[None]:
+        """Within the block a step runs for each of a batch's micro-batches, whose values are one value together."""
+        whole, self._parts = self.batch, []
+        try:
+            yield
+            parts, self._parts = self._parts, None
+            for entry in dict.fromkeys(entry for entry, _, _ in parts):
+                own = [(value, size) for other, value, size in parts if other is entry]
+                value, size = entry.of_batch(own)
+                entry.record(value, self._tick)
+                if entry.on_epoch:
+                    entry.add(value, size)
+        finally:
+            self.batch, self._parts = whole, None
+
+    def begin_part(self, batch: Any) -> None:
+        """What is logged from here on belongs to a micro-batch, if steps run for those."""
+        if self._parts is not None:
+            self.batch = batch
+
+    def share_step(self) -> None:
+        """Gives every rank of a pipeline what the step has logged where it reached its end."""
+        if self._ranks is None:
+            return
+        values = {
+            entry.step_name: (float(entry.value), entry.logger, entry.prog_bar)
+            for entry in self._entries.values()
+            if entry.tick == self._tick and entry.on_step and entry.value is not None
+        }
+        shared = self._ranks.of_outputs(values)
+        if shared is not values:
+            self._of_others = {name: value for name, (value, logger, _) in shared.items() if logger}
+            self._epoch_values.update(shared)
+
     # recording --------------------------------------------------------------------------------------------------------
     def record(
         self,
@@ -131,6 +170,10 @@ class Logs:
             value = self._unusual(entry, value)
             if value is None:
                 return
+        if self._parts is not None and entry.metric is None:
+            size = self._batch_size(entry) if batch_size is None else batch_size
+            self._parts.append((entry, value, size))
+            return
         entry.record(value, self._tick)
         if entry.on_epoch and entry.metric is None:
             if batch_size is None:
@@ -219,7 +262,7 @@ class Logs:
 
     def step_values(self, group: str) -> dict[str, Value]:
         """What loggers are given for the current batch."""
-        return {
+        own = {
             entry.step_name: entry.value
             for entry in self._entries.values()
             if entry.tick == self._tick
@@ -228,6 +271,8 @@ class Logs:
             and entry.logger
             and entry.value is not None
         }
+        others, self._of_others = self._of_others, {}
+        return {**others, **own} if others else own
 
     def names_since(self, group: str, tick: int) -> set[str]:
         """The names of epoch values logged with a batch numbered above `tick`."""
@@ -258,8 +303,20 @@ class Logs:
             if entry.on_step and entry.fresh and entry.value is not None and (forks or result is None):
                 self._epoch_values[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
         if not keep:
+            self._reset_of_others(entries)
             self.forget(group)
         return values, logged
+
+    def _reset_of_others(self, entries: Sequence[Entry]) -> None:
+        """Resets the metrics that the last stage of a pipeline has logged, on the ranks with other stages too."""
+        if self._ranks is None:
+            return
+        names = {id(part): name for name, part in self._module.named_modules()}
+        logged = [names[id(entry.metric)] for entry in entries if id(entry.metric) in names]
+        elsewhere = self._ranks.of_outputs(logged)
+        if elsewhere is not logged:
+            for name in elsewhere:
+                self._module.get_submodule(name).reset()  # type: ignore[operator]
 
     def _results(
         self, group: str, entries: Sequence[Entry]

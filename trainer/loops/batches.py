@@ -93,12 +93,17 @@ def check_drawing(run: Run) -> None:
     """Refuses what cannot be done with batches that are only known once they have been drawn.
 
     Raises:
-        ConfigurationError: with several ranks of data, or accumulation.
+        ConfigurationError: with several ranks of data, a pipeline, or accumulation.
     """
     if run.strategy.data_size > 1:
         raise ConfigurationError(
             "training_step(dataloader_iter) draws its own batches, so ranks cannot weigh them or end together: take "
             "the batch as an argument, or run on one device."
+        )
+    if run.strategy.outputs.are_in_parts:
+        raise ConfigurationError(
+            "training_step(dataloader_iter) draws its own batches, so a pipeline cannot cut them into micro-batches: "
+            "take the batch as an argument, or use a strategy without pp."
         )
     if run.accumulation is not None:
         raise ConfigurationError(

@@ -19,6 +19,7 @@ from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.metric_states import MetricStates
 from leyden.trainer.logging.values import Value, read_back
 from leyden.trainer.loops.agreement import Pass
+from leyden.trainer.loops.micro_batches import MicroBatches
 from leyden.trainer.loops.user_step import step_arguments, without_trace
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.rows import StepRows
@@ -46,6 +47,8 @@ class EvaluationLoop:
         self.logs = run.logs
         self.step_name = f"{stage}_step"
         self.step = run.step_function(self.step_name)
+        if run.strategy.outputs.are_in_parts:
+            self.step = MicroBatches(run).step(self.step)
         own = getattr(run.module, self.step_name)
         self._done = 0
         """Batches done, in fit those of former passes too: the step under which loggers are given the values of one."""

@@ -16,6 +16,7 @@ from leyden.strategies.window import read_loss
 from leyden.trainer.engine.engine import needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 from leyden.trainer.events.hooks import overrides
+from leyden.trainer.loops.micro_batches import MicroBatches
 from leyden.trainer.loops.user_step import step_arguments, without_trace
 from leyden.trainer.module import TrainModule
 
@@ -115,6 +116,11 @@ class AutomaticStep(Step):
         """Nothing but `optimizer.step()` belongs to a step."""
         self.hooks_step = self.hooks.listens("on_before_optimizer_step")
         self.engine.begin_automatic()
+        self.forward_backward = self.strategy.forward_backward
+        if self.strategy.outputs.are_in_parts:
+            micro_batches = MicroBatches(run)
+            self.forward_backward = micro_batches.forward_backward
+            self.training_step = micro_batches.step(training_step)
         self.prepared = self.engine.prepared_optimizers
         self.optimizers = self.engine.optimizers
         self.closure_optimizer = next((o for o in self.optimizers if needs_closure(o)), None)
@@ -155,7 +161,7 @@ class AutomaticStep(Step):
         # Not `hooks.inside`: two calls less in every batch.
         hooks.current = "training_step"
         extra = (batch_idx,) if self.takes_index else ()
-        outputs = self.strategy.forward_backward(self.training_step, batch, extra, window, hooks)
+        outputs = self.forward_backward(self.training_step, batch, extra, window, hooks)
         hooks.current = ""
         if window.closes:
             self.outputs = outputs

@@ -14,6 +14,7 @@ from leyden.trainer.format.text import size_of
 from leyden.trainer.given import in_known_names
 
 if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run.state import Run
 
@@ -164,13 +165,15 @@ def _hint(error: BaseException) -> str | None:
     return None
 
 
-def checked_for_nan(training_step: Callable[..., Any], progress: Progress) -> Callable[..., Any]:
+def checked_for_nan(training_step: Callable[..., Any], progress: Progress, strategy: Strategy) -> Callable[..., Any]:
     """The training step, followed by a look at its loss, which waits for the device: for detect_anomaly alone."""
 
     def checked(*args: Any) -> Any:
         outputs = training_step(*args)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
+        # A step that a pipeline has left has no loss, and a rehearsal no effect.
+        counts = strategy.outputs.are_here and not strategy.outputs.are_rehearsed
+        if counts and isinstance(loss, Tensor) and not bool(torch.isfinite(loss).all()):
             raise LeydenError(
                 f"the loss is {loss.detach().tolist()} in epoch {progress.epoch}, batch {progress.batch}, step "
                 f"{progress.global_step}: look at that batch, lower the learning rate, or clip (gradient_clip_val)."

@@ -183,7 +183,7 @@ class Run:
             function = self.compiled.dynamo_ctx(function)
         function = self.strategy.setup_step(function, self.module)
         if self.arguments.detect_anomaly and name == "training_step":
-            function = checked_for_nan(function, self.progress)
+            function = checked_for_nan(function, self.progress, self.strategy)
         return function if self.profiler is None else self.profiler.wrap(name, function)
 
     # set-up and tear-down ---------------------------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""Micro-batches: a batch is cut into parts of its samples, and what a step returned for each is put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from leyden.strategies.batch import batch_size_of
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A part of a batch.
+
+    Attributes:
+        batch: the samples, as the batch has them.
+        rows: how many there are; 0 for one that only fills the schedule, with the batch's first sample.
+        share: of the batch's samples.
+    """
+
+    batch: Any
+    rows: int
+    share: float
+
+
+def cut(batch: Any, count: int) -> list[MicroBatch]:
+    """Cuts a batch into micro-batches whose sizes differ by one at most.
+
+    Tensors and lists of as many entries as the batch has samples are cut along their first dimension; everything else
+    is the same in each part. A batch with fewer samples than parts is filled up with parts that do not count.
+
+    Args:
+        batch: any nested structure.
+        count: of the micro-batches.
+
+    Example:
+        >>> [(part.batch.tolist(), part.rows) for part in cut(torch.arange(5), 3)]
+        [([0, 1], 2), ([2, 3], 2), ([4], 1)]
+    """
+    rows = batch_size_of(batch)
+    sizes = [rows // count + (place < rows % count) for place in range(count)]
+    parts, start = [], 0
+    for size in sizes:
+        begin, end = (start, start + size) if size else (0, 1)
+        parts.append(MicroBatch(_rows(batch, rows, begin, end), size, size / rows))
+        start += size
+    return parts
+
+
+def _rows(batch: Any, rows: int, begin: int, end: int) -> Any:
+    def part(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return item[begin:end] if item.ndim and item.shape[0] == rows else item
+        return item[begin:end]
+
+    def is_leaf(item: Any) -> bool:
+        """A list of one entry for each sample, as of strings."""
+        return isinstance(item, (list, tuple)) and len(item) == rows and not any(isinstance(i, Tensor) for i in item)
+
+    leaves, spec = tree_flatten(batch, is_leaf=is_leaf)
+    return tree_unflatten([part(leaf) if isinstance(leaf, Tensor) or is_leaf(leaf) else leaf for leaf in leaves], spec)
+
+
+def signature(batch: Any) -> tuple[Any, ...]:
+    """What the shapes that pass between stages depend on."""
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in tree_flatten(batch)[0]
+    )
+
+
+def together(outputs: Sequence[Any], parts: Sequence[MicroBatch], loss: Tensor) -> Any:
+    """What the step would have returned for the whole batch.
+
+    Args:
+        outputs: of the micro-batches.
+        parts: the micro-batches.
+        loss: of the whole batch.
+
+    Returns:
+        The loss; or a dict with it, in which tensors with an entry for each sample are put together, numbers are means,
+        `num_items` is a sum, and of anything else there is a list with an entry for each micro-batch.
+    """
+    if not isinstance(outputs[0], dict):
+        return loss
+    counted = [(output, part) for output, part in zip(outputs, parts, strict=True) if part.rows]
+    found: dict[Any, Any] = {}
+    for key in outputs[0]:
+        values = [output[key] for output, _ in counted]
+        sizes = [part.rows for _, part in counted]
+        if key == "loss":
+            found[key] = loss
+        elif key == "num_items":
+            found[key] = sum(values[1:], values[0])
+        elif all(isinstance(value, Tensor) and value.ndim for value in values) and [len(v) for v in values] == sizes:
+            found[key] = torch.cat(values)
+        elif all(isinstance(value, (int, float)) or (isinstance(value, Tensor) and not value.ndim) for value in values):
+            found[key] = sum(value * part.share for value, (_, part) in zip(values, counted, strict=True))
+        else:
+            found[key] = values
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Shape and dtype of a tensor that passes between two stages."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, leaf: Any) -> Any:
+        """Those of a tensor; anything else as it is."""
+        return cls(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+class Form:
+    """What passes between two stages, as a structure of shapes.
+
+    Args:
+        passed: any nested structure of tensors, or of their shapes.
+    """
+
+    def __init__(self, passed: Any) -> None:
+        self.tree = tree_map(Shape.of, passed)
+        self._leaves, self._spec = tree_flatten(self.tree)
+
+    @property
+    def tensors(self) -> list[Shape]:
+        """Shape and dtype of each tensor."""
+        return [leaf for leaf in self._leaves if isinstance(leaf, Shape)]
+
+    def room(self, device: torch.device) -> list[Tensor]:
+        """Memory for the tensors."""
+        return [torch.empty(found.shape, dtype=found.dtype, device=device) for found in self.tensors]
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """The structure, with these tensors, of which each may be larger than it is to be."""
+        rest = iter(tensors)
+        leaves = [_cut_to(next(rest), leaf.shape) if isinstance(leaf, Shape) else leaf for leaf in self._leaves]
+        return tree_unflatten(leaves, self._spec)
+
+
+def largest(forms: Sequence[Form]) -> tuple[Shape, ...]:
+    """For each tensor the smallest shape in which those of all forms have room."""
+    columns = zip(*(form.tensors for form in forms), strict=True)
+    return tuple(
+        Shape(torch.Size(max(sizes) for sizes in zip(*(found.shape for found in column), strict=True)), column[0].dtype)
+        for column in columns
+    )
+
+
+def padded(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor with zeros after its end in each dimension, up to a shape."""
+    if tensor.shape == shape:
+        return tensor
+    missing = [wanted - here for here, wanted in zip(tensor.shape, shape, strict=True)]
+    return torch.nn.functional.pad(tensor, [size for gap in reversed(missing) for size in (0, gap)])
+
+
+def _cut_to(tensor: Tensor, shape: torch.Size) -> Tensor:
+    return tensor if tensor.shape == shape else tensor[tuple(slice(size) for size in shape)]
+
+
+def detached(tree: Any) -> Any:
+    """A structure whose tensors have no graph."""
+    return tree_map(lambda item: item.detach() if isinstance(item, Tensor) else item, tree)
+
+
+def has_nan(tree: Any) -> bool:
+    """True if a structure has a tensor of floats with a nan in it."""
+    return any(
+        isinstance(leaf, Tensor) and leaf.is_floating_point() and bool(leaf.isnan().any()) for leaf in tree_leaves(tree)
+    )
+
+
+__all__ = ["Form", "MicroBatch", "Shape", "cut", "detached", "has_nan", "largest", "padded", "signature", "together"]

@@ -1,0 +1,56 @@
+"""PipelineOutputs: the outputs of steps that run through a pipeline, which only its last stage has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from leyden.strategies.outputs import StepOutputs
+
+if TYPE_CHECKING:
+    from leyden.strategies.mesh.pipeline.steps import PipelineSteps
+    from leyden.strategies.mesh.strategy import MeshStrategy
+    from leyden.strategies.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class PipelineOutputs(StepOutputs):
+    """What the steps of a mesh return and log; where it has no pipeline, every rank has all of it.
+
+    Args:
+        strategy: whose steps these are.
+    """
+
+    def __init__(self, strategy: MeshStrategy) -> None:
+        self._strategy = strategy
+        self._steps: PipelineSteps | None = None
+
+    def come_from(self, steps: PipelineSteps | None) -> None:
+        """Follows the steps of a pipeline; None when it is left."""
+        self._steps = steps
+
+    @property
+    def are_in_parts(self) -> bool:
+        return self._strategy.filled.pp > 1
+
+    @property
+    def are_here(self) -> bool:
+        return self._steps is None or self._steps.pipeline.on_last
+
+    @property
+    def are_rehearsed(self) -> bool:
+        return self._steps is not None and self._steps.pipeline.is_rehearsing
+
+    def on_ranks(self, ranks: Ranks) -> list[bool]:
+        layout = self._strategy.filled
+        if layout.pp == 1:
+            return super().on_ranks(ranks)
+        schedule = self._strategy.schedule
+        last = schedule.rank_of(schedule.stages - 1)
+        return [rank // (layout.size // layout.pp) == last for rank in range(layout.size)]
+
+    def share(self, obj: T) -> T:
+        return obj if self._steps is None else self._steps.from_last(obj)
+
+
+__all__ = ["PipelineOutputs"]

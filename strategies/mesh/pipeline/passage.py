@@ -1,0 +1,229 @@
+"""Passage: one micro-batch runs through one stage of a pipeline, within the user's own step."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.pipeline.checks import refuse_records
+from leyden.strategies.mesh.pipeline.cut import Cut
+from leyden.strategies.mesh.pipeline.draws import StageDraws
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Left(BaseException):
+    """The step has come to a block of the next stage. No `except Exception` of the user's keeps it."""
+
+
+class Passages:
+    """Runs the user's step on the parts of a model that single stages hold.
+
+    Every stage runs the whole step of a micro-batch, in which blocks of other stages do nothing. Those before its own
+    return nan, but the last of them, which returns what the stage before has sent. At the first block of the next stage
+    the step is left, and what the block before it returned is sent there. So what a step computes beside the blocks,
+    such as masks and positions, each stage computes by itself; and a value that another stage should have computed
+    is nan, and so is the loss that depends on it.
+
+    Args:
+        root: the model, whole.
+        cut: where it is cut.
+        stages: those of this rank.
+        draws: random numbers of the stages.
+    """
+
+    def __init__(self, root: nn.Module, cut: Cut, stages: tuple[int, ...], draws: StageDraws) -> None:
+        self._root, self._cut, self._draws = root, cut, draws
+        self.stage = 0
+        """The stage that runs, or ran last."""
+        self._received: Any = None
+        self._output: Any = None
+        self._entered = 0
+        self._is_left = False
+        self._whole: dict[nn.Module, dict[str, nn.Module | None]] = {}
+        self._of_stage: dict[int, dict[nn.Module, dict[str, nn.Module | None]]] = {}
+        self._handles: list[Any] = []
+        self._zeros = False
+        self._not_zero: str | None = None
+        list_of_blocks = root.get_submodule(cut.container)
+        self._blocks = list(list_of_blocks.children())
+        for stage in stages:
+            self._of_stage[stage] = {list_of_blocks: self._blocks_seen(list_of_blocks, stage)}
+            for full in (*cut.before, *cut.after):
+                owner, _, own = full.rpartition(".")
+                parent = root.get_submodule(owner)
+                if own in parent._modules and cut.stage_of(full) != stage:
+                    seen = self._of_stage[stage].setdefault(parent, dict(parent._modules))
+                    seen[own] = _stand_in(parent.get_submodule(own), self._elsewhere(full))
+        for parents in self._of_stage.values():
+            self._whole |= {parent: parent._modules for parent in parents}
+        self._listen(stages)
+        self._handles += refuse_records(root, cut)
+
+    def _blocks_seen(self, container: nn.Module, stage: int) -> dict[str, nn.Module | None]:
+        """The blocks as a stage sees them: its own, and stand-ins for the others."""
+        own = self._cut.blocks_of(stage)
+        return {
+            name: block if place in own else _stand_in(block, self._other_block(name, place, own))
+            for place, (name, block) in enumerate(container.named_children())
+        }
+
+    def _other_block(self, name: str, place: int, own: range) -> Callable[..., Any]:
+        full = f"{self._cut.container}.{name}"
+
+        def forward(*_: Any, **__: Any) -> Any:
+            if place >= own.stop:
+                self._is_left = True
+                raise Left
+            if place < own.start - 1:
+                return tree_map(lambda leaf: _filled_like(leaf, self._filler(full)), self._received)
+            self._entered += 1
+            if self._entered > 1:
+                raise ConfigurationError(
+                    f"the step runs the blocks of {self._cut.container!r} more than once, and a pipeline passes each "
+                    "batch through them once: call the model once per step, or leave out pp."
+                )
+            return self._received
+
+        return forward
+
+    def _elsewhere(self, name: str) -> Callable[..., Any]:
+        """What stands for a module beside the blocks that another stage holds."""
+
+        def forward(*_: Any, **__: Any) -> Any:
+            if self.stage == 0:
+                raise ConfigurationError(
+                    f"{name!r} is used before the blocks of {self._cut.container!r}, and the last stage of the "
+                    f"pipeline holds it: give MeshStrategy(first_stage=({name!r},))."
+                )
+            floats = [leaf for leaf in tree_leaves(self._received) if _is_float(leaf)]
+            return _filled_like(floats[0], self._filler(name))
+
+        return forward
+
+    def _filler(self, name: str) -> float:
+        """What stands for a value that a module of another stage would have computed."""
+        return 0.0 if self._zeros and name != self._not_zero else math.nan
+
+    @contextmanager
+    def zeros_but(self, name: str | None) -> Iterator[None]:
+        """In this context 0 stands where nan does otherwise, but for one module."""
+        self._zeros, self._not_zero = True, name
+        try:
+            yield
+        finally:
+            self._zeros, self._not_zero = False, None
+
+    def _listen(self, stages: tuple[int, ...]) -> None:
+        """Notes what the last block of each stage returns, and switches random numbers around what a stage holds."""
+        for stage in stages:
+            own = self._cut.blocks_of(stage)
+            first, last = self._blocks[own.start], self._blocks[own.stop - 1]
+            self._handles += [
+                first.register_forward_pre_hook(lambda *_: self._draws.switch(True), prepend=True),
+                last.register_forward_hook(self._note),
+            ]
+            for full in (*self._cut.before, *self._cut.after):
+                owner, _, name = full.rpartition(".")
+                held = self._root.get_submodule(owner)._modules.get(name)
+                if held is not None and self._cut.stage_of(full) == stage:
+                    self._handles += [
+                        held.register_forward_pre_hook(lambda *_: self._draws.switch(True), prepend=True),
+                        held.register_forward_hook(lambda *_: self._draws.switch(False)),
+                    ]
+
+    def _note(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._output = output
+        self._draws.switch(False)
+
+    def run(self, stage: int, step: Callable[[], Any], received: Any = None, micro_batch: int | None = None) -> Any:
+        """Runs a step on one stage.
+
+        Args:
+            stage: which one.
+            step: the user's, of a micro-batch.
+            received: what the last block of the stage before returned.
+            micro_batch: its number in the batch; None leaves random numbers as they are.
+
+        Returns:
+            What the step returned on the last stage; what is to be sent on the others.
+
+        Raises:
+            ConfigurationError: if the step does not run through the blocks once.
+        """
+        self.stage, self._received, self._entered, self._is_left = stage, received, 0, False
+        draws = nullcontext() if micro_batch is None else self._draws.of_stage(stage, micro_batch)
+        with self._seen_by(stage), draws:
+            outputs = step()
+        is_last = stage == self._cut.stages - 1
+        if self._is_left is is_last or (stage > 0 and not self._entered):
+            raise ConfigurationError(
+                f"the step did not run through the blocks of {self._cut.container!r}, which the pipeline cuts: name "
+                "the list of blocks that it does run as MeshStrategy(pipeline_module=…)."
+            )
+        if is_last:
+            return outputs
+        output, self._output, self._received = self._output, None, None
+        return output
+
+    def around(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A step function that ends where the stage does. It belongs within FSDP's hooks of the root."""
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return step_fn(*args, **kwargs)
+            except Left:
+                return self._output
+
+        return step
+
+    @contextmanager
+    def _seen_by(self, stage: int) -> Iterator[None]:
+        for parent, seen in self._of_stage[stage].items():
+            parent.__dict__["_modules"] = seen
+        try:
+            yield
+        finally:
+            for parent, whole in self._whole.items():
+                parent.__dict__["_modules"] = whole
+
+    def remove(self) -> None:
+        """Leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+def _stand_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    """A module with all attributes of another one, and another forward."""
+    kind = type(module)
+    # FSDP's class builds the one that it has extended.
+    made: Any = object.__new__(kind.__mro__[2] if isinstance(module, FSDPModule) else kind)
+    made.__dict__.update(module.__dict__)
+    for name in HOOKS:
+        made.__dict__[name] = OrderedDict()
+    # A block that is compiled in place would run in the stead of this forward.
+    made.__dict__["_compiled_call_impl"] = None
+    made.__dict__["forward"] = forward
+    return made  # type: ignore[no-any-return]
+
+
+def _is_float(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.is_floating_point()
+
+
+def _filled_like(item: Any, value: float) -> Any:
+    """A number in the shape of a tensor, in the memory of one; what is no tensor of floats stays."""
+    return torch.full((), value, dtype=item.dtype, device=item.device).expand(item.shape) if _is_float(item) else item
+
+
+__all__ = ["Left", "Passages"]

@@ -1,0 +1,43 @@
+"""StepOutputs: on which ranks the user's steps reach their end, and return and log something."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from leyden.strategies.ranks import Ranks
+
+T = TypeVar("T")
+
+
+class StepOutputs:
+    """What the user's steps return and log, seen from one rank. Here every step reaches its end on every rank.
+
+    In a pipeline only the last stage has outputs. A strategy that runs one has a subclass as `strategy.outputs`.
+    """
+
+    @property
+    def are_in_parts(self) -> bool:
+        """True where a batch runs as several micro-batches, and the step once for each of them."""
+        return False
+
+    @property
+    def are_here(self) -> bool:
+        """False while a step runs that does not reach its end on this rank: what it logs does not count."""
+        return True
+
+    @property
+    def are_rehearsed(self) -> bool:
+        """True while a step runs only to show what passes between the stages: it leaves no trace."""
+        return False
+
+    def on_ranks(self, ranks: Ranks) -> list[bool]:
+        """For every rank, whether steps reach their end there."""
+        return [True] * ranks.world_size
+
+    def share(self, obj: T) -> T:
+        """Returns the object of the rank where this one's steps reach their end; all ranks of a pipeline call it."""
+        return obj
+
+
+__all__ = ["StepOutputs"]

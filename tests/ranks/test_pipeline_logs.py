@@ -1,0 +1,118 @@
+"""What a pipeline logs is what one process logs, on every rank: by steps and epochs, metrics, and monitored values."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import QUIET
+from ranks.mesh_gpt import GPT, VOCABULARY, data
+from ranks.world import run_world
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from leyden import Trainer
+from leyden.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from leyden.callbacks.csv_logger import CSVLogger
+from leyden.strategies import MeshStrategy
+
+
+class Logged(GPT):
+    """Logs by step and by epoch, in every way, and counts a metric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.train_right = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, labels = batch
+        logits = self(tokens).flatten(0, 1)
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-100)
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("tokens", (labels != -100).sum().float(), reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("largest", logits.detach().max(), reduce_fx="max", on_epoch=True)
+        self.train_right.update(logits, labels.flatten())
+        self.log("train_right", self.train_right, on_step=False, on_epoch=True)
+        return {"loss": loss, "first": tokens[:, 0]}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        tokens, labels = batch
+        logits = self(tokens).flatten(0, 1)
+        self.right.update(logits, labels.flatten())
+        self.log("val", F.cross_entropy(logits, labels.flatten(), ignore_index=-100))
+        self.log("right", self.right)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("right_again", self.right.compute())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if outputs is not None:
+            assert (outputs["first"] == batch[0][:, 0]).all(), "outputs are those of the whole batch"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.3)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=0.2)
+        by_step = {
+            "scheduler": plateau,
+            "monitor": "loss_step",
+            "interval": "step",
+            "frequency": 2,
+            "reduce_on_plateau": True,
+        }
+        return {"optimizer": optimizer, "lr_scheduler": by_step}
+
+
+def train(sizes: dict[str, Any] | None, folder: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = Logged()
+    strategy: Any = "single_device" if sizes is None else MeshStrategy(**sizes)
+    best = ModelCheckpoint(monitor="val", save_top_k=1, filename="{epoch}")
+    callbacks = [best, EarlyStopping("val", patience=1, min_delta=0.05), LearningRateMonitor("step")]
+    settings = {**QUIET, "enable_checkpointing": True, "callbacks": callbacks, "default_root_dir": folder}
+    settings["logger"] = CSVLogger(folder, name="logs", version="only")
+    trainer = Trainer(strategy=strategy, max_epochs=6, log_every_n_steps=1, **settings)
+    readers = trainer.strategy.data_size
+    trainer.fit(module, DataLoader(data(39), 8 // readers), DataLoader(data(20), 8 // readers))
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {
+        "metrics": found,
+        "epochs": trainer.current_epoch,
+        "best": Path(best.best_model_path).name,
+        "rates": [group["lr"] for group in trainer.optimizers[0].param_groups],
+    }
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with open(folder / "logs" / "only" / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.full)], ids=str)
+def test_every_rank_knows_what_one_process_logs(sizes: dict[str, int], tmp_path: Path) -> None:
+    world = 2 * sizes.get("dp_shard", 1)
+    single = train(None, str(tmp_path / "single"))
+    ranks = run_world(world, train, {**sizes, "microbatches": 2}, str(tmp_path / "ranks"))
+    names = single["metrics"].keys()
+    if world > 2:
+        # Step values are a rank's own.
+        names = {name for name in names if not name.endswith("_step")}
+    for rank in ranks:
+        assert rank["metrics"].keys() >= names
+        for name in names:
+            assert rank["metrics"][name] == pytest.approx(single["metrics"][name], rel=1e-4, abs=1e-5), name
+        assert (rank["epochs"], rank["best"]) == (single["epochs"], single["best"])
+        assert rank["rates"] == ranks[0]["rates"]
+    if world == 2:
+        assert ranks[0]["rates"] == single["rates"]
+        ours, theirs = rows(tmp_path / "ranks"), rows(tmp_path / "single")
+        assert len(ours) == len(theirs) and ours[0].keys() == theirs[0].keys()
+        for row, expected in zip(ours, theirs, strict=True):
+            for name, value in expected.items():
+                assert (row[name] == "") == (value == ""), (name, expected["step"])
+                assert value == "" or float(row[name]) == pytest.approx(float(value), rel=1e-3, abs=1e-4), name
