@@ -1,0 +1,124 @@
+"""Where a model is cut, how batches are, and what passes between stages: all that needs no ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
+from leyden.strategies.mesh.pipeline.micro_batches import Form, Shape, cut, largest, padded, signature, together
+from leyden.strategies.mesh.pipeline.schedule import Schedule
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 5) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.embedding = nn.Embedding(4, 2)
+        self.inner = nn.Module()
+        self.inner.first = nn.Linear(2, 2)
+        self.inner.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(depth))
+        self.inner.norm = nn.LayerNorm(2)
+        self.head = nn.Linear(2, 4)
+
+
+def test_a_model_is_cut_evenly_and_what_stands_around_belongs_to_the_ends() -> None:
+    found = find_cut(Model(), 2)
+    assert (found.container, found.starts) == ("inner.blocks", (0, 3))
+    assert [list(found.blocks_of(stage)) for stage in range(2)] == [[0, 1, 2], [3, 4]]
+    assert found.before == ("scale", "embedding", "inner.first") and found.after == ("head", "inner.norm")
+    stages = {name: found.stage_of(name) for name, _ in Model().named_parameters()}
+    assert stages["scale"] == stages["embedding.weight"] == stages["inner.blocks.2.weight"] == 0
+    assert stages["inner.blocks.3.bias"] == stages["inner.norm.weight"] == stages["head.bias"] == 1
+
+
+def test_blocks_may_be_split_by_name_and_parts_moved() -> None:
+    found = find_cut(Model(), 3, "inner", ["inner.blocks.1", "inner.blocks.4"], ("head",), ("scale",))
+    assert found.starts == (0, 1, 4)
+    assert (found.stage_of("head.weight"), found.stage_of("scale"), found.stage_of("inner.blocks.3.weight")) == (
+        0,
+        2,
+        1,
+    )
+
+
+def test_a_rank_keeps_its_stage_and_has_nan_for_the_others() -> None:
+    model = Model()
+    model.head.weight = model.embedding.weight
+    absent: set[nn.Parameter] = set()
+    holdings = Holdings(model, find_cut(model, 2), [1], absent)
+    slots = [(module, name) for module in model.modules() for name in module._parameters]
+    left = holdings.drop(slots, torch.device("cpu"))
+    dropped = {name for name, p in model.named_parameters() if p in absent}
+    assert dropped == {"scale", "inner.first.weight", "inner.first.bias"} | {
+        f"inner.blocks.{block}.{name}" for block in range(3) for name in ("weight", "bias")
+    }
+    assert len(left) + len(dropped) == len(slots)
+    first = model.inner.first.weight
+    assert first.shape == (2, 2) and first.isnan().all() and first.untyped_storage().nbytes() == 4
+    assert model.head.weight is model.embedding.weight, "both ends hold what they share"
+    assert [name for _, name in holdings.shared_slots()] == ["weight"]
+
+
+SCHEDULES: list[tuple[dict[str, Any], str]] = [
+    ({"name": "1F1C"}, "schedule='1F1C' is unknown. Did you mean '1F1B'?"),
+    ({"micro_batches": 1}, "microbatches=1: the schedule 1F1B over 2 ranks needs 2 at least"),
+    ({"micro_batches": 0}, "microbatches=0: give a number from 1."),
+    ({"stages_per_rank": 2}, "stages_per_rank=2: the schedule 1F1B has 1."),
+    ({"name": "DualPipeV", "stages_per_rank": 3}, "stages_per_rank=3: the schedule DualPipeV has 2."),
+    ({"name": "interleaved1f1b", "micro_batches": 5}, "microbatches=5: the schedule Interleaved1F1B runs them in 2"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), SCHEDULES)
+def test_a_schedule_that_cannot_be_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        Schedule(**{"name": "1F1B", "micro_batches": 4, "ranks": 2, **arguments})
+    assert str(error.value).startswith(message)
+
+
+def test_stages_are_dealt_out_in_turns_or_back_and_forth() -> None:
+    looped, folded = Schedule("LoopedBFS", 4, 3), Schedule("ZBVZeroBubble", 4, 3)
+    assert [looped.stages_of(rank) for rank in range(3)] == [(0, 3), (1, 4), (2, 5)]
+    assert [folded.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+def test_everything_that_has_a_sample_is_cut_and_nothing_else() -> None:
+    batch = {"x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0), "mode": "test"}
+    parts = cut(batch, 2)
+    assert [part.rows for part in parts] == [2, 1] and sum(part.share for part in parts) == 1
+    assert [part.batch["names"] for part in parts] == [["a", "b"], ["c"]]
+    assert [part.batch["x"].tolist() for part in parts] == [[[0, 1], [2, 3]], [[4, 5]]]
+    assert all(part.batch["scale"] == 2 and part.batch["mode"] == "test" for part in parts)
+    assert signature(parts[0].batch) != signature(parts[1].batch)
+
+
+def test_a_batch_of_fewer_samples_is_filled_with_parts_that_do_not_count() -> None:
+    parts = cut(torch.arange(2), 3)
+    assert [(part.rows, part.share, len(part.batch)) for part in parts] == [(1, 0.5, 1), (1, 0.5, 1), (0, 0.0, 1)]
+
+
+def test_outputs_of_micro_batches_are_those_of_the_batch() -> None:
+    parts = cut(torch.arange(3), 2)
+    outputs = [
+        {"loss": torch.tensor(1.0), "rows": part.batch * 2, "mean": float(place), "num_items": part.rows, "note": "n"}
+        for place, part in enumerate(parts)
+    ]
+    found = together(outputs, parts, torch.tensor(5.0))
+    assert found.pop("rows").tolist() == [0, 2, 4]
+    assert found == {"loss": torch.tensor(5.0), "mean": pytest.approx(1 / 3), "num_items": 3, "note": ["n", "n"]}
+    assert together([o["loss"] for o in outputs], parts, torch.tensor(5.0)) == 5.0
+
+
+def test_smaller_micro_batches_are_padded_on_their_way_and_cut_on_arrival() -> None:
+    forms = [Form((torch.zeros(2, 3), None)), Form((torch.zeros(1, 3), None))]
+    room = largest(forms)
+    assert room == (Shape(torch.Size([2, 3]), torch.float32),)
+    sent = padded(torch.ones(1, 3), room[0].shape)
+    assert sent.tolist() == [[1.0] * 3, [0.0] * 3]
+    tensor, nothing = forms[1].filled([sent])
+    assert tensor.tolist() == [[1.0] * 3] and nothing is None
