@@ -76,7 +76,7 @@ def accelerate_variables(settings: Settings, launched: LaunchSettings, accelerat
         found |= _deepspeed(settings.section("deepspeed_config"), launched)
     if settings.kind == "MEGATRON_LM":
         found |= _megatron(settings.section("megatron_lm_config"))
-    if launched.strategy == "mesh":
+    elif launched.strategy == "mesh":
         found["ACCELERATE_USE_PARALLELISM_CONFIG"] = True
         axes = {**settings.section("parallelism_config"), **launched.options}
         found |= {name.upper(): value for name, value in axes.items() if name.startswith("parallelism_config_")}

@@ -240,7 +240,11 @@ MEGATRON: tuple[ConfigKey, ...] = (
         for name in ("tp", "pp", "cp", "ep")
     ),
     ConfigKey("megatron_lm_num_micro_batches", int, "micro-batches per batch of a pipeline", least=1),
-    ConfigKey("megatron_lm_sequence_parallelism", bool, "shard activations over the tensor ranks"),
+    ConfigKey(
+        "megatron_lm_sequence_parallelism",
+        bool,
+        without="the model's plan says what is split along the sequence, by the style 'sequence'.",
+    ),
     ConfigKey("megatron_lm_recompute_activations", bool, "recompute activations in backward"),
     ConfigKey("megatron_lm_use_distributed_optimizer", bool, "shard optimizer state"),
     ConfigKey("megatron_lm_gradient_clipping", float, "largest norm of the gradients", least=0),

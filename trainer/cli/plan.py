@@ -16,13 +16,14 @@ from leyden.strategies.mesh.layout import Layout
 from leyden.trainer.cli.accelerate_variables import accelerate_variables
 from leyden.trainer.cli.keys import FP8, PRECISIONS
 from leyden.trainer.cli.machine import Machine
+from leyden.trainer.cli.megatron import mesh_of
 from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.cli.zero import StrategyChoice, zero_of
 from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
-MESH = ("dp_replicate", "dp_shard", "tp")
+MESH = ("dp_replicate", "dp_shard", "tp", "pp")
 """The dimensions of a mesh that a launch lays out."""
 Meeting: TypeAlias = tuple[int | None, str, int, str]
 """The number of this machine, and the address, port and backend of the rendezvous."""
@@ -460,8 +461,7 @@ def _fp8(settings: Settings) -> dict[str, Any]:
 def _strategy(settings: Settings, ranks: int) -> StrategyChoice:
     """Chooses any strategy but DeepSpeed's."""
     if settings.kind == "MEGATRON_LM":
-        options = settings.section("megatron_lm_config")
-        return StrategyChoice("megatron", options, norm=options.get("megatron_lm_gradient_clipping"))
+        return mesh_of(settings, ranks)
     if settings.kind == "XLA":
         # One rank drives all devices of its machine.
         return StrategyChoice("xla" if ranks == 1 else "xla_ddp")
@@ -469,7 +469,7 @@ def _strategy(settings: Settings, ranks: int) -> StrategyChoice:
     options = settings.effective("fsdp_config") if settings.kind == "FSDP" else {}
     is_whole = settings.kind != "FSDP" or options.get("fsdp_sharding_strategy") == "NO_SHARD"
     layout = _layout(settings, ranks, is_whole)
-    if layout is not None and (layout.tp > 1 or layout.dp_shard > 1):
+    if layout is not None and max(layout.tp, layout.pp, layout.dp_shard) > 1:
         sizes = {f"parallelism_config_{name}_size": size for name, size in layout.sizes.items() if name in MESH}
         return StrategyChoice("mesh", {**options, **sizes})
     if settings.kind == "FSDP":
@@ -489,7 +489,7 @@ def _layout(settings: Settings, ranks: int, is_whole: bool) -> Layout | None:
         ConfigurationError: for sizes that do not make up the ranks, and dimensions that this version does not have.
     """
     section = settings.section("parallelism_config")
-    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "pp", "cp", "sp")}
+    sizes = {name: section.get(f"parallelism_config_{name}_size") for name in (*MESH, "cp", "sp")}
     given = {name: size for name, size in sizes.items() if size is not None}
     if math.prod(given.values()) == 1:
         return None

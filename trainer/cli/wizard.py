@@ -23,7 +23,7 @@ SPREADS = {
     "fsdp": ("fsdp", "parameters are sharded over the ranks"),
     "deepspeed": ("deepspeed", "DeepSpeed's ZeRO"),
     "parallel": ("mesh", "layers are split (tensor parallel), within FSDP or replicas"),
-    "megatron": ("megatron", "Megatron-LM"),
+    "megatron": ("mesh", "layers are split and blocks dealt out, by Megatron-LM's settings"),
 }
 """Choices, each with the strategy that it needs to be offered, and its meaning."""
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")

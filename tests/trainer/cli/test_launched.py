@@ -90,11 +90,9 @@ def test_a_section_of_the_file_makes_the_strategy(monkeypatch: pytest.MonkeyPatc
     settings = {name: made.settings[name] for name in ("auto_wrap_policy", "reshard_after_forward", "cpu_offload")}
     assert settings == {"auto_wrap_policy": {"Block", "Head"}, "reshard_after_forward": False, "cpu_offload": True}
     # The Trainer refuses what this version does not have, in its words.
-    for name, value in (
-        LaunchSettings("file", strategy="megatron", options={"megatron_lm_tp_degree": 2}).variables().items()
-    ):
+    for name, value in LaunchSettings("file", strategy="horovod", options={"tree": 2}).variables().items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match="'megatron' is not known in this version"):
+    with pytest.raises(ConfigurationError, match="'horovod' is not known in this version"):
         Trainer(logger=False)
 
 

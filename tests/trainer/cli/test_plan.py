@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -185,9 +186,10 @@ def test_scripts_get_their_settings_through_variables() -> None:
 
 
 def test_what_this_version_does_not_have_is_said_before_the_start() -> None:
-    lines = plan({"use_megatron_lm": True, "mixed_precision": "fp8"}).lines("a")
-    said = [line for line in lines.splitlines() if line.startswith("beware")]
-    assert ["no strategy megatron" in line for line in said] == [True]
+    made = plan({"num_processes": 2, "mixed_precision": "fp8"})
+    launched = dataclasses.replace(made.launched, strategy="horovod")
+    said = [line for line in dataclasses.replace(made, launched=launched).lines("a").splitlines() if "beware" in line]
+    assert ["no strategy horovod" in line for line in said] == [True]
     assert "beware" not in plan({"use_fsdp": True, "mixed_precision": "bf16", "num_processes": 2}).lines("a")
 
 

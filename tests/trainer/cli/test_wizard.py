@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from leyden.trainer.cli import wizard
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.settings import Settings, parse
 from leyden.trainer.cli.wizard import Wizard
@@ -52,7 +51,7 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
             ("How many machines [1]", "none"),
             ("Error: 'none' is not a whole number", None),
             ("How many machines [1]", ""),
-            ("How is the model distributed (ddp, fsdp, deepspeed, parallel) [ddp]", ""),
+            ("How is the model distributed (ddp, fsdp, deepspeed, parallel, megatron) [ddp]", ""),
             ("Check the operands of each collective", "yes"),
             ("Compile the model", "y"),
             ("Which backend (inductor, eager, aot_eager, cudagraphs) [inductor]", ""),
@@ -89,7 +88,7 @@ MACHINES: dict[str, tuple[list[str], list[tuple[str, str]], dict[str, Any], str]
         [
             ("How many machines [1]", ""),
             ("How many ranks [1]", "2"),
-            ("How is the model distributed (ddp, fsdp, deepspeed, parallel) [ddp]", "1"),
+            ("How is the model distributed (ddp, fsdp, deepspeed, parallel, megatron) [ddp]", "1"),
             ("  1 FULL_SHARD   2 SHARD_GRAD_OP   3 NO_SHARD", None),
             ("What is sharded (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) [FULL_SHARD]", "2"),
             ("How are modules grouped", ""),
@@ -266,7 +265,7 @@ def test_what_the_machine_shows_is_not_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_the_trainer_would_refuse_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     _, asked = answered(Machine(gpus=4), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
-    assert "How is the model distributed (ddp, fsdp, deepspeed, parallel)" in asked
+    assert "How is the model distributed (ddp, fsdp, deepspeed, parallel, megatron)" in asked
     assert [text for text in asked if "HYBRID_SHARD" in text]
     _, asked = answered(Machine(gpus=2), ["gpu", "all", "1", "fsdp"], Settings(), monkeypatch)
     # Two ranks have no two replicas of several.
@@ -294,7 +293,6 @@ def test_axes_that_do_not_make_up_the_ranks_are_asked_again(monkeypatch: pytest.
 
 
 def test_the_answers_of_before_stand_in_brackets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wizard, "NAMES", (*wizard.NAMES, "megatron"))
     before = parse(
         {
             "num_processes": 2,
