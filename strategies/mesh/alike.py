@@ -31,7 +31,8 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
     if ranks.differing("; ".join(seen), mesh.get_group()):
         raise ConfigurationError(
             "the ranks of a tp group were given different batches, and they share one model: let the Trainer shard the "
-            "loader, or deal samples to strategy.data_size readers, of which this rank is strategy.data_rank."
+            "loader, or deal samples to strategy.data_size readers, of which this rank is strategy.data_rank. Where "
+            "samples are drawn at random, call seed_everything() first."
         )
 
 

@@ -20,7 +20,7 @@ from leyden.strategies.fsdp.policy import WrapPolicy, choose
 from leyden.strategies.fsdp.sharding import whole
 from leyden.strategies.fsdp.strategy import MIXED, FSDPStrategy
 from leyden.strategies.fsdp.values import Slot
-from leyden.strategies.mesh.alike import check_alike, sum_partial
+from leyden.strategies.mesh.alike import check_alike, check_batch, sum_partial
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
@@ -452,6 +452,8 @@ class MeshStrategy(FSDPStrategy):
 
     def _start(self, batch: Any) -> None:
         self._has_run = True
+        if self._pipeline is not None:
+            check_batch(self.ranks, self.pipeline_mesh, batch)
         for tensor in self._tensors:
             tensor.start(self.ranks, batch)
 
@@ -486,7 +488,7 @@ class MeshStrategy(FSDPStrategy):
         if holdings is None:
             super().save(writer, module, optimizers)
             return
-        writer.model(state_to_save(module, holdings.absent), replicated=[name for name, _ in module.named_parameters()])
+        writer.model(state_to_save(module, holdings), replicated=list(module.state_dict(keep_vars=True)))
         if optimizers is not None:
             writer.optimizers(optimizers)
 

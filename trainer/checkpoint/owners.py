@@ -121,7 +121,8 @@ class Unclaimed:
 
 
 # the states that ranks have of their own ------------------------------------------------------------------------------
-OF_SAMPLES = ("loader", "loaders", "logs", "metrics")
+OF_OUTPUTS = ("logs", "metrics")
+OF_SAMPLES = ("loader", "loaders", *OF_OUTPUTS)
 """What belongs to samples: the first of the ranks that share them writes it for all. All else is each rank's own."""
 
 
@@ -137,6 +138,9 @@ def collect_rank(owners: RankOwners) -> dict[str, Any]:
 
 def write_rank(writer: CheckpointWriter, strategy: Strategy, states: Mapping[str, Any]) -> None:
     """Writes the states of this rank to its file."""
+    if strategy.outputs.are_in_parts:
+        # Where steps reach their end, there are sums and metrics.
+        states = {**states, **strategy.outputs.share({name: states[name] for name in OF_OUTPUTS if name in states})}
     shares = not Readers(strategy).is_first
     own = {name: state for name, state in states.items() if not (shares and name in OF_SAMPLES)}
     writer.state(rank_file(strategy.ranks.global_rank), own, of_rank=True)

@@ -86,13 +86,16 @@ class EpochValues:
 
     Args:
         strategy: whose ranks these are.
+
+    Attributes:
+        counts: steps reach their end on this rank, which has what they log.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._capacity = FIRST_CAPACITY
         self._output_ranks = strategy.outputs.on_ranks(strategy.ranks)
-        self._counts = self._output_ranks[strategy.ranks.global_rank]
+        self.counts = self._output_ranks[strategy.ranks.global_rank]
 
     def of_outputs(self, values: T) -> T:
         """What the last stage of this rank's pipeline has; what is given, elsewhere."""
@@ -113,7 +116,7 @@ class EpochValues:
         Raises:
             ConfigurationError: on every rank, if one of them logged other names.
         """
-        if not self._counts:
+        if not self.counts:
             # On the other stages of a pipeline the hooks of epochs log, too, but of what their steps have not seen.
             entries = ()
         shared = [entry for entry in entries if entry.sync_dist is not False]

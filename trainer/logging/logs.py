@@ -110,7 +110,7 @@ class Logs:
                 own = [(value, size) for other, value, size in parts if other is entry]
                 value, size = entry.of_batch(own)
                 entry.record(value, self._tick)
-                if entry.on_epoch:
+                if entry.on_epoch and entry.metric is None:
                     entry.add(value, size)
         finally:
             self.batch, self._parts = whole, None
@@ -129,6 +129,9 @@ class Logs:
             for entry in self._entries.values()
             if entry.tick == self._tick and entry.on_step and entry.value is not None
         }
+        for entry in tuple(self._entries.values()):
+            if entry.step_name in values and entry.name not in values:
+                values[entry.name] = (values[entry.step_name][0], False, False)
         shared = self._ranks.of_outputs(values)
         if shared is not values:
             self._of_others = {name: value for name, (value, logger, _) in shared.items() if logger}
@@ -170,7 +173,8 @@ class Logs:
             value = self._unusual(entry, value)
             if value is None:
                 return
-        if self._parts is not None and entry.metric is None:
+        if self._parts is not None:
+            # Of a metric this is the value of the step: the mean over micro-batches, weighted by their samples.
             size = self._batch_size(entry) if batch_size is None else batch_size
             self._parts.append((entry, value, size))
             return
@@ -371,6 +375,10 @@ class Logs:
             if metric in parts:
                 entry.attach(parts[metric])
             self._entries[entry.event, entry.name] = entry
+        if self._ranks is not None and not self._ranks.counts:
+            # The sums are for the rank on which steps reach their end.
+            self._epoch_values = {name: (value, logger, bar) for name, value, logger, bar in self._current()}
+            self._entries.clear()
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> dict[str, Any] | None:
         """Rank 0 continues with the sums of all ranks; the others begin with sums that add nothing."""

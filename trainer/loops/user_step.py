@@ -35,14 +35,16 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers()]
     metrics, undo = MetricStates(module), undoing()
     accumulated = metrics.state_dict()
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for buffer, value, version in buffers:
+                # Backward may still need those that nobody has changed.
+                if buffer._version != version:
+                    buffer.copy_(value)
         metrics.load_state_dict(accumulated)
         undo()

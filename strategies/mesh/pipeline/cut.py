@@ -48,6 +48,12 @@ class Cut:
             return max(stage for stage, start in enumerate(self.starts) if start <= block)
         return self.stages - 1 if _is_within(name, self.after) else 0
 
+    def stage_of_buffer(self, name: str) -> int:
+        """The stage whose buffer of a name counts: the last one runs the code around the blocks to its end."""
+        if name.startswith(f"{self.container}.") or _is_within(name, self.before):
+            return self.stage_of(name)
+        return self.stages - 1
+
 
 def find_cut(
     root: nn.Module,

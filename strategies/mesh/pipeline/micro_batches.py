@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from leyden.strategies.batch import batch_size_of
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.saved_state import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,15 @@ def cut(batch: Any, count: int) -> list[MicroBatch]:
         batch: any nested structure.
         count: of the micro-batches.
 
+    Raises:
+        ConfigurationError: for a list of tensors of several lengths, as of a sample each.
+
     Example:
         >>> [(part.batch.tolist(), part.rows) for part in cut(torch.arange(5), 3)]
         [([0, 1], 2), ([2, 3], 2), ([4], 1)]
     """
     rows = batch_size_of(batch)
+    _check_lists(batch)
     sizes = [rows // count + (place < rows % count) for place in range(count)]
     parts, start = [], 0
     for size in sizes:
@@ -50,6 +56,20 @@ def cut(batch: Any, count: int) -> list[MicroBatch]:
         parts.append(MicroBatch(_rows(batch, rows, begin, end), size, size / rows))
         start += size
     return parts
+
+
+def _check_lists(batch: Any) -> None:
+    """Refuses a list of samples of several lengths, of which the first would be cut instead of the list."""
+    for item in (batch, *batch.values()) if isinstance(batch, dict) else (batch,):
+        if not isinstance(item, (list, tuple)):
+            continue
+        lengths = {len(tensor) for tensor in item if isinstance(tensor, Tensor) and tensor.ndim}
+        if len(lengths) > 1:
+            raise ConfigurationError(
+                f"a batch has a list of tensors of the lengths {sorted(lengths)}, and a pipeline cuts batches by "
+                "samples: have the loader's collate_fn put samples of several lengths into one padded tensor, and give "
+                "what all samples share a name in a dict."
+            )
 
 
 def _rows(batch: Any, rows: int, begin: int, end: int) -> Any:
@@ -128,6 +148,26 @@ class Form:
     def __init__(self, passed: Any) -> None:
         self.tree = tree_map(Shape.of, passed)
         self._leaves, self._spec = tree_flatten(self.tree)
+
+    def check(self, passed: Any) -> None:
+        """Checks that another micro-batch of the same sizes passes the same.
+
+        Raises:
+            ConfigurationError: for another shape, or another value of what is no tensor.
+        """
+        leaves, spec = tree_flatten(passed)
+        same = spec == self._spec
+        for leaf, known in zip(leaves, self._leaves, strict=False):
+            found = Shape.of(leaf)
+            if found is not known and not (type(found) is type(known) and bool(found == known)):
+                same = False
+        if not same:
+            raise ConfigurationError(
+                f"a block returned {brief(tree_map(Shape.of, passed))} for a micro-batch, and {brief(self.tree)} for "
+                "one of the same sizes: the stages of a pipeline agree on shapes, and on what is no tensor, in "
+                "advance. Let blocks return tensors whose shapes follow from the batch's, and numbers that change as "
+                "tensors."
+            )
 
     @property
     def tensors(self) -> list[Shape]:

@@ -39,7 +39,9 @@ class PipelineOutputs(StepOutputs):
 
     @property
     def are_rehearsed(self) -> bool:
-        return self._steps is not None and self._steps.pipeline.is_rehearsing
+        if self._steps is None:
+            return False
+        return self._steps.pipeline.is_rehearsing or self._steps.pipeline.is_filling
 
     def on_ranks(self, ranks: Ranks) -> list[bool]:
         layout = self._strategy.filled

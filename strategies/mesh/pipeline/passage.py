@@ -129,13 +129,14 @@ class Passages:
             own = self._cut.blocks_of(stage)
             first, last = self._blocks[own.start], self._blocks[own.stop - 1]
             self._handles += [
-                first.register_forward_pre_hook(lambda *_: self._draws.switch(True), prepend=True),
+                first.register_forward_pre_hook(lambda *_: self._draws.enter_blocks(), prepend=True),
                 last.register_forward_hook(self._note),
             ]
-            for full in (*self._cut.before, *self._cut.after):
+            # The last stage draws by itself from its first block on.
+            for full in self._cut.before:
                 owner, _, name = full.rpartition(".")
                 held = self._root.get_submodule(owner)._modules.get(name)
-                if held is not None and self._cut.stage_of(full) == stage:
+                if held is not None and stage == 0:
                     self._handles += [
                         held.register_forward_pre_hook(lambda *_: self._draws.switch(True), prepend=True),
                         held.register_forward_hook(lambda *_: self._draws.switch(False)),
@@ -143,7 +144,8 @@ class Passages:
 
     def _note(self, block: nn.Module, args: Any, output: Any) -> None:
         self._output = output
-        self._draws.switch(False)
+        if self.stage < self._cut.stages - 1:
+            self._draws.switch(False)
 
     def run(self, stage: int, step: Callable[[], Any], received: Any = None, micro_batch: int | None = None) -> Any:
         """Runs a step on one stage.
@@ -170,10 +172,8 @@ class Passages:
                 f"the step did not run through the blocks of {self._cut.container!r}, which the pipeline cuts: name "
                 "the list of blocks that it does run as MeshStrategy(pipeline_module=…)."
             )
-        if is_last:
-            return outputs
         output, self._output, self._received = self._output, None, None
-        return output
+        return outputs if is_last else output
 
     def around(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
         """A step function that ends where the stage does. It belongs within FSDP's hooks of the root."""

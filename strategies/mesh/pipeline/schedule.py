@@ -167,6 +167,8 @@ class Pipeline:
         """The stage of this rank that `relay` has come to."""
         self.is_rehearsing = False
         """A batch runs only to see what passes between the stages."""
+        self.is_filling = False
+        """A micro-batch without a sample runs, to fill the schedule."""
         self.on_last = False
         """The step that runs reaches its end on this rank."""
         self.nan_stages: set[int] = set()
@@ -188,13 +190,14 @@ class Pipeline:
         return (parameter for name, parameter in named if self.cut.stage_of(name) == stage)
 
     # one after the other ----------------------------------------------------------------------------------------------
-    def relay(self, step: Callable[[Any], Any], batch: Any, key: Any = None) -> Any:
+    def relay(self, step: Callable[[Any], Any], batch: Any, key: Any = None, draws: bool = False) -> Any:
         """Runs a batch forward through one stage after the other.
 
         Args:
             step: the user's, of a batch.
             batch: the whole of it.
             key: under which to keep what passes between the stages; None keeps nothing.
+            draws: random numbers are those of the stages.
 
         Returns:
             What the step returned, on the rank with the last stage; None on the others.
@@ -203,7 +206,7 @@ class Pipeline:
         for stage in self.stages:
             self._relayed = stage
             received = here if stage and self._is_here(stage - 1) else self._receive(stage, key)
-            passed = self._pass(stage, step, batch, received)
+            passed = self._pass(stage, step, batch, received, 0 if draws else None)
             if stage == self.cut.stages - 1:
                 outputs = passed
             else:
@@ -217,10 +220,10 @@ class Pipeline:
                     self._send(stage, passed)
         return outputs
 
-    def _pass(self, stage: int, step: Callable[[Any], Any], batch: Any, received: Any) -> Any:
+    def _pass(self, stage: int, step: Callable[[Any], Any], batch: Any, received: Any, micro_batch: int | None) -> Any:
         self.on_last = stage == self.cut.stages - 1
         try:
-            passed = self.passages.run(stage, lambda: step(batch), received)
+            passed = self.passages.run(stage, lambda: step(batch), received, micro_batch)
         finally:
             self.on_last = False
         if self.is_rehearsing and has_nan(passed):
@@ -359,17 +362,18 @@ class Pipeline:
         assert job is not None
         key, part = job.signatures[index], job.parts[index]
         form = self._received.get((key, stage))
-        self.on_last = stage == self.cut.stages - 1 and part.rows > 0
+        self.on_last, self.is_filling = stage == self.cut.stages - 1 and part.rows > 0, not part.rows
         try:
             passed = self.passages.run(
                 stage, lambda: job.step(part.batch), form.filled(received) if form is not None else None, index
             )
         finally:
-            self.on_last = False
+            self.on_last = self.is_filling = False
         if stage == self.cut.stages - 1:
             loss = job.to_loss(passed, part)
             job.outputs[index] = detached(passed)
             return loss
+        self._sent[key, stage].check(passed)
         tensors = [leaf for leaf in tree_leaves(passed) if isinstance(leaf, Tensor)]
         return tuple(
             padded(tensor, room.shape).contiguous() for tensor, room in zip(tensors, job.shapes[stage + 1], strict=True)

@@ -29,16 +29,23 @@ def _all_of(tensor: Tensor) -> Tensor:
     return tensor if isinstance(tensor, (DTensor, Fragment)) else Fragment(tensor.reshape(-1), tensor.shape)
 
 
-def state_to_save(module: nn.Module, absent: set[nn.Parameter]) -> dict[str, Any]:
-    """The state of a module, in which parameters are what this rank has of them."""
+def state_to_save(module: nn.Module, holdings: Holdings) -> dict[str, Any]:
+    """The state of a module, in which parameters and buffers are what this rank has of them."""
+    absent = holdings.absent
     made: dict[int, Tensor] = {}
     for parameter in module.parameters():
         content = parameter.detach()
         made[id(parameter)] = _nothing_of(content) if parameter in absent else _all_of(content)
-    return {
-        name: made[id(value)] if isinstance(value, nn.Parameter) else value
-        for name, value in module.state_dict(keep_vars=True).items()
-    }
+    state: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            state[name] = made[id(value)]
+        elif isinstance(value, Tensor):
+            counts = holdings.cut.stage_of_buffer(name) in holdings.stages
+            state[name] = _all_of(value.detach()) if counts else _nothing_of(value.detach())
+        else:
+            state[name] = value
+    return state
 
 
 def places_to_load(module: nn.Module, absent: set[nn.Parameter]) -> dict[str, Any]:
@@ -66,8 +73,10 @@ def whole_state(
     done: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
     for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and id(value) not in done:
-            owner = schedule.rank_of(holdings.cut.stage_of(name))
+        if isinstance(value, Tensor) and id(value) not in done:
+            cut = holdings.cut
+            stage = cut.stage_of(name) if isinstance(value, nn.Parameter) else cut.stage_of_buffer(name)
+            owner = schedule.rank_of(stage)
             is_here = owner == dist.get_rank(group)
             empty = partial(torch.empty, value.shape, dtype=value.dtype, device=local(value).device)
             content = whole(value.detach()) if is_here else empty()

@@ -58,6 +58,7 @@ class PipelineSteps:
         """What losses that are sums over items are divided by on their way back: a power of two, near their number."""
         self._counts_items = False
         self._items: Tensor | float = 0
+        self._agreed = False
 
     @property
     def cut(self) -> Cut:
@@ -67,13 +68,17 @@ class PipelineSteps:
     # a batch ----------------------------------------------------------------------------------------------------------
     def start(self, step_fn: Callable[..., Any], batch: Any, extra: tuple[Any, ...]) -> None:
         """Begins a run with its first batch. Every rank of the run calls it."""
-        self.draws.agree()
+        self._agree()
         seen = self._rehearse(step_fn, cut(batch, self.pipeline.schedule.micro_batches), extra)
         items = [found for found in self._strategy.ranks.all_gather_object(seen) if found]
         numbers = [number for found in items for number in found if number is not None]
         self._counts_items = bool(numbers)
         # A power of two changes no bit of a gradient, so runs that begin with other batches are alike.
         self._divisor = 2.0 ** round(math.log2(max(1.0, *numbers))) if numbers else 1.0
+
+    def _agree(self) -> None:
+        self.draws.agree()
+        self._agreed = True
 
     def _rehearse(
         self, step_fn: Callable[..., Any], parts: Sequence[MicroBatch], extra: tuple[Any, ...]
@@ -186,7 +191,7 @@ class PipelineSteps:
     def _sum_ends(self, parameter: nn.Parameter | None) -> None:
         """Adds the gradients that the first and the last stage have of one parameter."""
         first, last = self.pipeline.schedule.rank_of(0), self.pipeline.last_rank
-        if parameter is None or first == last or self.pipeline.rank not in (first, last):
+        if parameter is None or not parameter.requires_grad or first == last or self.pipeline.rank not in (first, last):
             return
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
@@ -207,7 +212,10 @@ class PipelineSteps:
 
     def evaluate(self, step_fn: Callable[..., T], batch: Any, extra: tuple[Any, ...]) -> T | None:
         """Runs a step forward, with the whole batch at once: while one stage runs it, the one before runs the next."""
-        outputs: T | None = self.pipeline.relay(self._step(step_fn, extra), batch)
+        if not self._agreed:
+            self._agree()
+        with self.draws.of_batch(trains=False):
+            outputs: T | None = self.pipeline.relay(self._step(step_fn, extra), batch, draws=True)
         return outputs
 
     # gradients --------------------------------------------------------------------------------------------------------
@@ -215,13 +223,17 @@ class PipelineSteps:
         """Clips gradients to a total norm over all stages; returns the norm before, the same on every rank."""
         counted = self._counted_here(parameters)
         device = self._strategy.root_device
+        # Stages may have other dtypes, or no gradient at all.
         norm = total_norm(counted, norm_type).to(device) if counted else torch.zeros((), device=device)
+        own = norm.dtype
+        norm = norm.to(torch.float32 if device.type == "mps" else torch.float64)
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group=self._group)
         else:
             norm = norm**norm_type
             dist.all_reduce(norm, group=self._group)
             norm = norm ** (1.0 / norm_type)
+        norm = norm.to(own)
         factor = (value / (norm + 1e-6)).clamp(max=1.0)
         multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
         return norm
