@@ -506,7 +506,7 @@ class MeshStrategy(FSDPStrategy):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         if self._pipeline is not None and "pipeline_batches" in state:
-            self._pipeline.draws.batches = SavedState(state, "strategy").integer("pipeline_batches", least=0)
+            self._pipeline.draws.resume(SavedState(state, "strategy").integer("pipeline_batches", least=0))
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
         holdings: Holdings | None = module.__dict__.get("_leyden_holdings")

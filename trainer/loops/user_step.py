@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from leyden.trainer.data.rng import undoing
@@ -35,16 +34,14 @@ def step_arguments(step: Callable[..., Any], several: bool = False) -> tuple[boo
 @contextmanager
 def without_trace(module: nn.Module) -> Iterator[None]:
     """A step in this block, which shadows the other ranks, leaves no buffer, metric state or random number behind."""
-    buffers = [(buffer, buffer.clone(), buffer._version) for buffer in module.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics, undo = MetricStates(module), undoing()
     accumulated = metrics.state_dict()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value, version in buffers:
-                # Backward may still need those that nobody has changed.
-                if buffer._version != version:
-                    buffer.copy_(value)
+        for buffer, value in buffers:
+            # Not the buffer itself, which backward may still need: it would count as changed.
+            buffer.data.copy_(value)
         metrics.load_state_dict(accumulated)
         undo()

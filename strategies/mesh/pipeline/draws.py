@@ -47,6 +47,10 @@ class StageDraws:
         """The common state at the stage's first block, from which every stage continues."""
         self._is_active, self._place = False, ""
 
+    def resume(self, batches: int) -> None:
+        """Continues after so many batches."""
+        self.batches = batches
+
     def agree(self) -> None:
         """Every stage continues with the first one's state."""
         for generator in self._generators:
