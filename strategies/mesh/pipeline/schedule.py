@@ -128,6 +128,11 @@ class _Job:
     outputs: list[Any]
     backwards: int
 
+    def begin_backward(self) -> bool:
+        """Counts a backward pass down; returns whether it is the last one on this rank."""
+        self.backwards -= 1
+        return self.backwards == 0
+
 
 class Pipeline:
     """The stages of one model on the ranks of a pipeline, seen from one of them.
@@ -382,8 +387,7 @@ class Pipeline:
     def begin_backward(self) -> None:
         """The next backward pass begins; called by the schedule."""
         assert self._job is not None
-        self._job.backwards -= 1
-        self._before_backward(self._job.backwards == 0)
+        self._before_backward(self._job.begin_backward())
 
     def remove(self) -> None:
         """Leaves the model as it was."""
