@@ -75,7 +75,13 @@ class Net(TrainModule):
 
 
 class Drawing(Net):
-    """Draws before the blocks and after them; what it drew before them is noted."""
+    """Draws before the blocks, among them and after them; what it drew before them is noted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x + torch.rand_like(x) + random.random() + np.random.rand())
+        return self.last(x)
 
     def draw(self, batch: Any) -> Tensor:
         x = batch[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,36 +16,39 @@ import torch.distributed as dist
 class StageDraws:
     """Switches this rank's random numbers (torch's, Python's and NumPy's) within a step.
 
-    Every stage runs the code of a step before and between the blocks (noise, augmentation, masks), which must draw the
-    same on all of them: the ranks of a pipeline begin with one state, and that code draws from it. What only one stage
-    runs draws from a seed of its own for each micro-batch, so that the common state stays the same on all: its blocks,
-    and on the last stage everything after them.
+    Every stage runs the code of a step before the blocks (noise, augmentation, masks), which must draw the same on all
+    of them: the ranks of a pipeline begin with one state, and that code draws from it. From the first block on each
+    stage gets through other code, and draws from a seed of its own for each micro-batch. So does a module before the
+    blocks that only the first stage holds.
 
     Args:
         group: the ranks of the pipeline.
         device: whose random numbers are switched beside the CPU's.
         data_rank: of these ranks, which keeps them apart from the other pipelines.
+        stages: of this rank.
 
     Attributes:
         batches: how many batches have begun: a part of every seed, which a checkpoint holds.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, data_rank: int) -> None:
-        self._group, self._device, self._data_rank = group, device, data_rank
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = device.index if device.index is not None else torch.cuda.current_device()
-            self._generators.append(torch.cuda.default_generators[index])
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, data_rank: int, stages: Sequence[int] = (0,)
+    ) -> None:
+        self._group, self._device, self._data_rank, self._stages = group, device, data_rank, tuple(stages)
+        self._numbers = _Generators(device)
         self.batches = 0
         self._evaluated = 0
         """Batches since then that ran forward alone."""
-        self._before: list[Any] = []
-        self._after: dict[int, list[Any]] = {}
-        self._common: list[Any] | None = None
-        self._own: list[Any] | None = None
-        self._entry: list[Any] | None = None
-        """The common state at the stage's first block, from which every stage continues."""
-        self._is_active, self._place = False, ""
+        self._common: dict[int, Any] = {}
+        """Where further stages of this rank stand in what all stages draw."""
+        self._place = ""
+        """Batch, micro-batch and stage of the passage that runs, as a part of its seeds; empty outside of one."""
+        self._turns = 0
+        """How often the passage has begun to draw by itself."""
+        self._left: Any = None
+        """Where the passage left what all stages draw; None before its blocks."""
+        self._held: Any = None
+        """The same while a module runs that the stage holds beside its blocks."""
 
     def resume(self, batches: int) -> None:
         """Continues after so many batches."""
@@ -53,101 +56,134 @@ class StageDraws:
 
     def agree(self) -> None:
         """Every stage continues with the first one's state."""
-        for generator in self._generators:
-            state = generator.get_state().to(self._device)
-            dist.broadcast(state, group=self._group, group_src=0)
-            generator.set_state(state.cpu())
-        box = [_of_host()]
+        box = [self._numbers.states()]
         dist.broadcast_object_list(box, group=self._group, group_src=0, device=self._device)
-        _set_host(box[0])
+        self._numbers.set_states(box[0])
 
-    @contextmanager
-    def of_batch(self, trains: bool = True) -> Iterator[None]:
-        """In this context the micro-batches of a batch run.
+    def begin_batch(self, trains: bool = True) -> None:
+        """The micro-batches of another batch follow.
 
         Args:
             trains: False for one that runs forward alone.
         """
         self._evaluated = 0 if trains else self._evaluated + 1
         self.batches += trains
-        self._before, self._after = self._states(), {}
-        try:
-            yield
-        finally:
-            for states in self._after.values():
-                self._set(states)
+        if len(self._stages) > 1:
+            start = self._numbers.states()
+            self._common = dict.fromkeys(self._stages[1:], start)
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
         """In this context random numbers are drawn that leave no trace."""
-        before = self._states()
+        before = self._numbers.states()
         try:
             yield
         finally:
-            self._set(before)
+            self._numbers.set_states(before)
 
     @contextmanager
     def of_stage(self, stage: int, micro_batch: int) -> Iterator[None]:
         """In this context a micro-batch runs through a stage."""
-        self._set(self._after.get(stage, self._before))
+        own = self._common.get(stage)
+        others = None if own is None else self._numbers.states()
+        if own is not None:
+            self._numbers.set_states(own)
         batch = f"{self.batches}.{self._evaluated}"
-        self._place = f"{torch.initial_seed()} {batch} {micro_batch} {stage} {self._data_rank}"
-        self._is_active, self._own, self._entry = True, None, None
+        self._place, self._turns = f"{torch.initial_seed()} {batch} {micro_batch} {stage} {self._data_rank}", 0
         try:
             yield
         finally:
-            self.switch(False)
-            self._is_active = False
-            self._after[stage] = self._states() if self._entry is None else self._entry
+            self.end_held()
+            if self._left is not None:
+                self._numbers.come_back(self._left)
+            self._place, self._left = "", None
+            if others is not None:
+                self._common[stage] = self._numbers.states()
+                self._numbers.set_states(others)
 
     def enter_blocks(self) -> None:
-        """The stage's first block begins."""
-        if self._is_active and self._entry is None:
-            self._entry = self._states() if self._common is None else self._common
-        self.switch(True)
+        """The step has come to the blocks: from here on the stage draws by itself."""
+        if self._place and self._left is None:
+            self._left = self._numbers.leave()
+            self._seed()
 
-    def switch(self, own: bool) -> None:
-        """From here on the stage draws by itself, or what all stages draw."""
-        if not self._is_active or own is (self._common is not None):
-            return
-        if not own:
-            assert self._common is not None
-            self._own = self._states()
-            self._set(self._common)
-            self._common = None
-            return
-        self._common = self._states()
-        if self._own is not None:
-            self._set(self._own)
-            return
-        digest = hashlib.blake2b(self._place.encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1
-        for generator in self._generators:
+    def begin_held(self) -> None:
+        """A module that the stage holds beside its blocks begins: it draws by itself."""
+        if self._place and self._left is None and self._held is None:
+            self._held = self._numbers.leave()
+            self._seed()
+
+    def end_held(self) -> None:
+        """The module has ended: all stages draw the same again."""
+        if self._held is not None:
+            self._numbers.come_back(self._held)
+            self._held = None
+
+    def _seed(self) -> None:
+        self._turns += 1
+        digest = hashlib.blake2b(f"{self._place} {self._turns}".encode(), digest_size=8).digest()
+        self._numbers.seed(int.from_bytes(digest, "little") >> 1)
+
+
+class _Generators:
+    """The generators that code draws from if it names none: torch's, Python's and NumPy's.
+
+    NumPy's state takes 60 µs to read and as long to write, so another generator is put in its place meanwhile.
+
+    Args:
+        device: whose generator there is beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._torch = [torch.default_generator]
+        if device.type == "cuda":
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            self._torch.append(torch.cuda.default_generators[index])
+        self._spare: Any = None
+
+    def states(self) -> list[Any]:
+        """The states of all of them, NumPy's only if something has imported it."""
+        numpy = sys.modules.get("numpy.random")
+        return [None if numpy is None else numpy.get_state(), *self._quick_states()]
+
+    def set_states(self, states: Sequence[Any]) -> None:
+        """Continues from states."""
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None and states[0] is not None:
+            numpy.set_state(states[0])
+        self._set_quick_states(states[1:])
+
+    def leave(self) -> list[Any]:
+        """Leaves the sequence that is drawn from, for `seed`; returns what `come_back` continues with."""
+        numpy = sys.modules.get("numpy.random")
+        generator = None if numpy is None else numpy.get_bit_generator()
+        if numpy is not None:
+            if self._spare is None:
+                self._spare = numpy.MT19937(0)
+            numpy.set_bit_generator(self._spare)
+        return [generator, *self._quick_states()]
+
+    def come_back(self, left: Sequence[Any]) -> None:
+        """Continues where a sequence was left."""
+        if left[0] is not None:
+            sys.modules["numpy.random"].set_bit_generator(left[0])
+        self._set_quick_states(left[1:])
+
+    def seed(self, seed: int) -> None:
+        """Begins a new sequence."""
+        for generator in self._torch:
             generator.manual_seed(seed)
         random.seed(seed)
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed(seed % 2**32)
 
-    def _states(self) -> list[Any]:
-        return [_of_host(), *(generator.get_state() for generator in self._generators)]
+    def _quick_states(self) -> list[Any]:
+        return [random.getstate(), *(generator.get_state() for generator in self._torch)]
 
-    def _set(self, states: list[Any]) -> None:
-        _set_host(states[0])
-        for generator, state in zip(self._generators, states[1:], strict=True):
+    def _set_quick_states(self, states: Sequence[Any]) -> None:
+        random.setstate(states[0])
+        for generator, state in zip(self._torch, states[1:], strict=True):
             generator.set_state(state)
-
-
-def _of_host() -> tuple[Any, Any]:
-    """The states of Python's generator and of NumPy's, if something has imported it."""
-    numpy = sys.modules.get("numpy.random")
-    return random.getstate(), None if numpy is None else numpy.get_state()
-
-
-def _set_host(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None and states[1] is not None:
-        numpy.set_state(states[1])
 
 
 __all__ = ["StageDraws"]

@@ -84,6 +84,7 @@ class Passages:
             if place >= own.stop:
                 self._is_left = True
                 raise Left
+            self._draws.enter_blocks()
             if place < own.start - 1:
                 return tree_map(lambda leaf: _filled_like(leaf, self._filler(full)), self._received)
             self._entered += 1
@@ -132,20 +133,17 @@ class Passages:
                 first.register_forward_pre_hook(lambda *_: self._draws.enter_blocks(), prepend=True),
                 last.register_forward_hook(self._note),
             ]
-            # The last stage draws by itself from its first block on.
             for full in self._cut.before:
                 owner, _, name = full.rpartition(".")
                 held = self._root.get_submodule(owner)._modules.get(name)
                 if held is not None and stage == 0:
                     self._handles += [
-                        held.register_forward_pre_hook(lambda *_: self._draws.switch(True), prepend=True),
-                        held.register_forward_hook(lambda *_: self._draws.switch(False)),
+                        held.register_forward_pre_hook(lambda *_: self._draws.begin_held(), prepend=True),
+                        held.register_forward_hook(lambda *_: self._draws.end_held()),
                     ]
 
     def _note(self, block: nn.Module, args: Any, output: Any) -> None:
         self._output = output
-        if self.stage < self._cut.stages - 1:
-            self._draws.switch(False)
 
     def run(self, stage: int, step: Callable[[], Any], received: Any = None, micro_batch: int | None = None) -> Any:
         """Runs a step on one stage.

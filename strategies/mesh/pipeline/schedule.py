@@ -355,8 +355,8 @@ class Pipeline:
         count = len(parts)
         self._job = _Job(step, to_loss, parts, signatures, shapes, [None] * count, count * len(self.stages))
         try:
-            with self.draws.of_batch():
-                line.run(count)
+            self.draws.begin_batch()
+            line.run(count)
             return self._job.outputs
         finally:
             self._job = None

@@ -51,7 +51,7 @@ class PipelineSteps:
     ) -> None:
         self._strategy, self.root, self.holdings, self._group = strategy, root, holdings, group
         device = strategy.root_device
-        self.draws = StageDraws(group, device, strategy.data_rank)
+        self.draws = StageDraws(group, device, strategy.data_rank, holdings.stages)
         self.pipeline = Pipeline(root, holdings.cut, schedule, group, device, self.draws, before_backward)
         self._shared = holdings.shared_slots()
         self._divisor = 1.0
@@ -214,8 +214,8 @@ class PipelineSteps:
         """Runs a step forward, with the whole batch at once: while one stage runs it, the one before runs the next."""
         if not self._agreed:
             self._agree()
-        with self.draws.of_batch(trains=False):
-            outputs: T | None = self.pipeline.relay(self._step(step_fn, extra), batch, draws=True)
+        self.draws.begin_batch(trains=False)
+        outputs: T | None = self.pipeline.relay(self._step(step_fn, extra), batch, draws=True)
         return outputs
 
     # gradients --------------------------------------------------------------------------------------------------------
