@@ -75,6 +75,7 @@ argument("clip nan", r"gradient_clip_val=nan: use a number", gradient_clip_val=f
 argument("clip algorithm", r"'nrom' is not known\. Did you mean 'norm'\?", gradient_clip_algorithm="nrom")
 argument("profiler unknown", r"'simpel' is not known\. Did you mean 'simple'\?", profiler="simpel")
 argument("profiler of no kind", r"profiler=3: use 'simple'", profiler=3)
+argument("resume", r"resume='last': use 'auto', or None.*fit\(ckpt_path=…\)", resume="last")
 argument("deterministic", r"deterministic='yes': use True, False or 'warn'", deterministic="yes")
 argument("a word for a bool", r"detect_anomaly='no': use True or False", detect_anomaly="no")
 argument("logger a word", r"logger='csv': use True, False, or loggers such as CSVLogger\(\)", logger="csv")

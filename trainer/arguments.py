@@ -79,6 +79,7 @@ class Arguments:
     global_batch_size: int | None = None
     sample_rng: bool = False
     allow_replay: bool = False
+    resume: str | None = None
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -131,6 +132,7 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
         limits = [name for name in LIMITS if name.startswith("limit_")]
         implied |= dict.fromkeys(("max_steps", *limits), int(arguments.fast_dev_run))
         implied |= {"max_epochs": 1, "max_time": None, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+        implied["resume"] = None
         implied |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
     if arguments.overfit_batches:
         implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
@@ -212,6 +214,11 @@ def _check_choices(arguments: Arguments) -> None:
         raise ConfigurationError(f"deterministic={arguments.deterministic!r}: use True, False or 'warn'.")
     if arguments.benchmark not in (None, True, False):
         raise ConfigurationError(f"benchmark={arguments.benchmark!r}: use True or False.")
+    if arguments.resume not in (None, "auto"):
+        raise ConfigurationError(
+            f"resume={arguments.resume!r}: use 'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other "
+            "words."
+        )
     if isinstance(arguments.profiler, str) and arguments.profiler not in PROFILERS:
         raise ConfigurationError(
             f"profiler={arguments.profiler!r} is not known. {nearest(arguments.profiler, PROFILERS)}"

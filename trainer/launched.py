@@ -17,7 +17,12 @@ SOURCE = "LEYDEN_LAUNCHED_FROM"
 """Where the settings come from: the path of a file, or "flags". The other variables count only beside it."""
 PRECISION = "LEYDEN_PRECISION"
 DEBUG = "LEYDEN_DEBUG"
-TEXTS = {"accelerator": "LEYDEN_ACCELERATOR", "strategy": "LEYDEN_STRATEGY", "precision": PRECISION}
+TEXTS = {
+    "accelerator": "LEYDEN_ACCELERATOR",
+    "strategy": "LEYDEN_STRATEGY",
+    "precision": PRECISION,
+    "resume": "LEYDEN_RESUME",
+}
 """Setting → variable. It holds the text itself."""
 VALUES = {
     "options": "LEYDEN_STRATEGY_OPTIONS",
@@ -44,6 +49,7 @@ class LaunchSettings:
         compile: arguments of torch.compile.
         fp8: the recipe of fp8, by the keys of the configuration file.
         debug: compare what ranks put into collectives.
+        resume: as of the Trainer.
     """
 
     source: str
@@ -56,6 +62,7 @@ class LaunchSettings:
     compile: Mapping[str, Any] = field(default_factory=dict)
     fp8: Mapping[str, Any] = field(default_factory=dict)
     debug: bool = False
+    resume: str | None = None
 
     def fill(
         self, values: Mapping[str, Any], owned: Collection[str], environ: Mapping[str, str] | None = None
@@ -112,7 +119,7 @@ def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None
     settings = read_launched(environ)
     if settings is None:
         return {}
-    names = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val")
+    names = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val", "resume")
     return settings.fill({name: getattr(settings, name) for name in names}, _owned(given), environ)
 
 

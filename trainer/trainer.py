@@ -111,6 +111,8 @@ class Trainer(TrainerView):
         global_batch_size: samples of a training batch on all ranks together, in place of batch_size × ranks.
         sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly.
         allow_replay: let a resume load and drop what cannot be sought.
+        resume: "auto" continues the same run from its newest whole checkpoint, or begins it, so that the same command
+            may be started again and again: what `fit(ckpt_path=…)` is where it is left out. None begins anew.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -168,6 +170,7 @@ class Trainer(TrainerView):
         global_batch_size: int | None = None,
         sample_rng: bool = False,
         allow_replay: bool = False,
+        resume: str | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.arguments, self.given = resolve(given)
@@ -217,7 +220,8 @@ class Trainer(TrainerView):
         max_steps: int | None = None,
         **unknown: Never,
     ) -> None:
-        """Trains. Begins anew each time, with the weights as they are, unless `ckpt_path` says otherwise.
+        """Trains. Begins anew each time, with the weights as they are, unless `ckpt_path` or `Trainer(resume=…)` says
+        otherwise.
 
         Args:
             model: what to train.
@@ -226,7 +230,7 @@ class Trainer(TrainerView):
             datamodule: gives loaders in place of the two.
             ckpt_path: a checkpoint's path; "last", the newest whole one in the run's folder; "best"; "auto", the last
                 if there is one and this run saved it (see `TrainModule.run_identity`), else anew; "current", where this
-                Trainer's own last fit ended.
+                Trainer's own last fit ended. None means the Trainer's `resume`.
             weights_only: for pickle files of other trainers alone: True reads them by torch's safe loader, which runs
                 no code; False in full if need be, as `trust=True`. Leyden's own checkpoints hold no pickle.
             restore: "all", "weights", or a set of `weights, optimizers, progress, rng, callbacks, loaders`.
@@ -252,6 +256,7 @@ class Trainer(TrainerView):
                 "trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
+        ckpt_path = self.arguments.resume if ckpt_path is None else ckpt_path
         goal = resuming.Goal(ckpt_path, resuming.wanted_parts(restore), trust, same_run, weights_only)
         self._carry_out("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 

@@ -141,6 +141,7 @@ TOP: tuple[ConfigKey, ...] = (
     ConfigKey("gpu_ids", str, "GPUs of this machine: all, or their numbers, such as 0,1"),
     ConfigKey("enable_cpu_affinity", bool, "bind each rank to the CPUs beside its GPU (NUMA)"),
     ConfigKey("max_restarts", int, "how often to restart all ranks when one fails; Leyden's own key", least=0),
+    ConfigKey("resume", ("auto", "no"), "auto: a Trainer continues its run, or begins it; Leyden's own key"),
     ConfigKey("num_cpu_threads_per_process", int, "OMP_NUM_THREADS of each rank; Leyden's own key", least=1),
     ConfigKey("same_network", bool, without="the main address is used as given."),
     ConfigKey("main_training_function", str, without="the script is run as it is."),

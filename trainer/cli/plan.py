@@ -168,6 +168,7 @@ class LaunchPlan:
         found += [f"fp8{_listed(launched.fp8)}"] if launched.fp8 else []
         found += [f"torch.compile{_listed(launched.compile)}"] if launched.compile else []
         found += [f"GPUs {self.settings.get('gpu_ids')}"] if "CUDA_VISIBLE_DEVICES" in self.variables() else []
+        found += ["resume auto"] if launched.resume else []
         found += ["CPUs bound to GPUs"] if self.binds_cpus else []
         return found + (["debug checks"] if launched.debug else [])
 
@@ -442,6 +443,7 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
         compile=compiled,
         fp8=_fp8(settings) if precision == "fp8" else {},
         debug=bool(settings.get("debug", False)),
+        resume="auto" if settings.get("resume") == "auto" else None,
     )
 
 

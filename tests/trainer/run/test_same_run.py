@@ -238,3 +238,41 @@ def test_a_run_that_has_nothing_left_to_do_says_so(tmp_path: Path, capsys: pytes
         "nothing is left to do: the run is at epoch 0, step 3, and has reached max_epochs=1" in capsys.readouterr().out
     )
     assert (module.steps, trainer.global_step) == (0, 3)
+
+
+# Trainer(resume="auto") ----------------------------------------------------------------------------------------------
+def resumed(folder: Path, module: Net, epochs: int, ckpt_path: Any = None, **arguments: Any) -> Trainer:
+    settings = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, **arguments}
+    trainer = Trainer(max_epochs=epochs, default_root_dir=folder, resume="auto", **settings)
+    trainer.fit(module, [torch.ones(1, 2)] * 3, ckpt_path=ckpt_path)
+    return trainer
+
+
+def test_a_trainer_that_resumes_begins_a_run_and_then_continues_it(tmp_path: Path) -> None:
+    first, second, third = Net(), Net(), Net()
+    assert resumed(tmp_path, first, 1).global_step == 3
+    trainer = resumed(tmp_path, second, 2)
+    assert (trainer.global_step, second.steps) == (6, 3)
+    # Each fit of it continues the run.
+    trainer.fit(second, [torch.ones(1, 2)] * 3, max_epochs=3)
+    assert (trainer.global_step, second.steps) == (9, 6)
+    resumed(tmp_path, third, 3)
+    assert third.steps == 0
+    with pytest.raises(ConfigurationError, match="saved by another run"):
+        resumed(tmp_path, Net(rate=1), 3)
+
+
+def test_what_fit_is_given_stands_before_the_trainers_resume(tmp_path: Path) -> None:
+    trainer = resumed(tmp_path, Net(), 1)
+    again = Net()
+    resumed(tmp_path, again, 2, ckpt_path=trainer.last_checkpoint)
+    assert again.steps == 3
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        resumed(tmp_path / "empty", Net(), 1, ckpt_path="last")
+
+
+def test_a_trial_run_resumes_nothing(tmp_path: Path) -> None:
+    resumed(tmp_path, Net(), 1)
+    trial = Net()
+    resumed(tmp_path, trial, 1, fast_dev_run=True)
+    assert trial.steps == 1
