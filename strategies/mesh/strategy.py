@@ -24,7 +24,7 @@ from leyden.strategies.mesh.alike import check_alike, check_batch, sum_partial
 from leyden.strategies.mesh.checks import check_loaded
 from leyden.strategies.mesh.layout import ORDER, Layout
 from leyden.strategies.mesh.own_loop import run_in_steps
-from leyden.strategies.mesh.pipeline.checks import check_modules, check_stages
+from leyden.strategies.mesh.pipeline.checks import check_again, check_modules, check_stages
 from leyden.strategies.mesh.pipeline.cut import Holdings, find_cut
 from leyden.strategies.mesh.pipeline.outputs import PipelineOutputs
 from leyden.strategies.mesh.pipeline.schedule import ZERO_BUBBLE, Schedule
@@ -264,6 +264,11 @@ class MeshStrategy(FSDPStrategy):
         Raises:
             ConfigurationError: if it cannot be cut, or has parts that a pipeline cannot run.
         """
+        if ignored:
+            raise ConfigurationError(
+                f"ignored_modules with pp={self.layout.pp}: their gradients are averaged over all ranks, and a stage "
+                "of the pipeline has only its own. Leave them out, or use a mesh without pp."
+            )
         schedule = self.schedule
         cut = find_cut(module, schedule.stages, **self._cut)
         check_stages(module, cut, choose(module, self.settings["auto_wrap_policy"], ignored).names)
@@ -318,9 +323,21 @@ class MeshStrategy(FSDPStrategy):
         super().setup_modules(modules)
         found = [module.__dict__.get("_leyden_tensor") for module in self.modules]
         self._tensors += [tensor for tensor in found if tensor is not None and tensor not in self._tensors]
+        self._check_cut()
         if self.layout.pp > 1:
             self._make_pipeline()
         return self.modules
+
+    def _check_cut(self) -> None:
+        """Checks that models are cut as this run cuts them, which an earlier run may have set up."""
+        for module in self.modules:
+            holdings: Holdings | None = module.__dict__.get("_leyden_holdings")
+            if self.layout.pp > 1:
+                schedule = self.schedule
+                found = find_cut(module, schedule.stages, **self._cut)
+                check_again(holdings, found, schedule.stages_of(self.pipeline_mesh.get_local_rank()))
+            elif holdings is not None:
+                check_again(holdings, None, ())
 
     def explain(self, error: BaseException) -> str | None:
         if MIXED not in str(error) or self.layout.tp == 1:
@@ -341,6 +358,7 @@ class MeshStrategy(FSDPStrategy):
             root._get_fsdp_state()._lazy_init()
         group = self.pipeline_mesh.get_group()
         holdings: Holdings = module.__dict__["_leyden_holdings"]
+        holdings.watch(module)
         self.master_weights = StageWeights(group, holdings.absent)
         self._pipeline = PipelineSteps(self, module, holdings, self.schedule, group, self._begin_backward)
         self.outputs.come_from(self._pipeline)

@@ -114,6 +114,11 @@ def a_group_of_all_blocks(module: GPT) -> MeshStrategy:
     return PP2(auto_wrap_policy={"Sequential"})
 
 
+@mistake("ignored_modules with pp=2: their gradients are averaged over all ranks")
+def modules_that_stay_whole(module: GPT) -> MeshStrategy:
+    return PP2(ignored_modules=[module.norm])
+
+
 # the schedule ---------------------------------------------------------------------------------------------------------
 @mistake("schedule='1f1c' is unknown. Did you mean '1F1B'?")
 def an_unknown_schedule(module: GPT) -> MeshStrategy:

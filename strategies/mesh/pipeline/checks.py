@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.mesh.pipeline.cut import Cut
+from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
 
 RECORDS = ("output_router_logits", "output_hidden_states", "output_attentions")
 """Options of `transformers` models that take something from every layer."""
@@ -65,6 +65,33 @@ def check_stages(root: nn.Module, cut: Cut, groups: Iterable[str]) -> None:
             )
 
 
+def check_again(holdings: Holdings | None, cut: Cut | None, stages: Sequence[int]) -> None:
+    """Checks a model that an earlier run has set up.
+
+    Args:
+        holdings: what that run has left of it on this rank; None if it was not cut.
+        cut: where this run cuts it; None if it does not.
+        stages: those of this rank.
+
+    Raises:
+        ConfigurationError: if it was cut otherwise, so that a part of it is elsewhere.
+    """
+    before = None if holdings is None else holdings.cut
+    if before == cut and (holdings is None or holdings.stages == tuple(stages)):
+        return
+    raise ConfigurationError(
+        f"the module was {_told(before)} by an earlier run, and is to be {_told(cut)} by this one: use the same pp, "
+        "schedule and split, or a new module that loads the checkpoint."
+    )
+
+
+def _told(cut: Cut | None) -> str:
+    if cut is None:
+        return "left without pipeline stages"
+    starts = ", ".join(f"{cut.container}.{cut.blocks[start]}" for start in cut.starts)
+    return f"cut into {cut.stages} pipeline stages at {starts}"
+
+
 def refuse_records(root: nn.Module, cut: Cut) -> list[RemovableHandle]:
     """Refuses the same options where a step gives them as arguments of a model's forward.
 
@@ -93,4 +120,4 @@ def _refuse_records(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
             )
 
 
-__all__ = ["check_modules", "check_stages", "refuse_records"]
+__all__ = ["check_again", "check_modules", "check_stages", "refuse_records"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.mesh.pipeline.guard import Guard
 
 LISTS = (nn.ModuleList, nn.Sequential)
 
@@ -43,8 +44,9 @@ class Cut:
 
     def stage_of(self, name: str) -> int:
         """The stage that holds a parameter, by its full name."""
-        if name.startswith(f"{self.container}."):
-            block = self.blocks.index(name[len(self.container) + 1 :].partition(".")[0])
+        own = name.removeprefix(f"{self.container}.").partition(".")[0]
+        if name.startswith(f"{self.container}.") and own in self.blocks:
+            block = self.blocks.index(own)
             return max(stage for stage, start in enumerate(self.starts) if start <= block)
         return self.stages - 1 if _is_within(name, self.after) else 0
 
@@ -162,6 +164,7 @@ def _sides(root: nn.Module, container: str) -> tuple[list[str], list[str]]:
             elif any(True for _ in child.parameters()):
                 side.append(f"{prefix}{name}")
         module, prefix = module.get_submodule(own), f"{prefix}{own}."
+    before += [f"{prefix}{name}" for name, p in module._parameters.items() if p is not None]
     return before, after
 
 
@@ -177,6 +180,9 @@ class Holdings:
         cut: where it is cut.
         stages: those of this rank.
         absent: takes what stands in the place of parameters that other ranks hold.
+
+    Attributes:
+        guard: has the model run in steps of the pipeline alone.
     """
 
     def __init__(self, root: nn.Module, cut: Cut, stages: Sequence[int], absent: set[nn.Parameter]) -> None:
@@ -195,6 +201,7 @@ class Holdings:
             if parameter is not None
         }
         self._made: dict[int, nn.Parameter] = {}
+        self.guard = Guard()
         self._check_ties()
 
     def _check_ties(self) -> None:
@@ -242,6 +249,19 @@ class Holdings:
                 self.absent.add(self._made[key])
             module._parameters[name] = self._made[key]
         return left
+
+    def watch(self, root: nn.Module) -> None:
+        """Has every part of the model that lacks parameters, or contains the blocks, run in steps alone."""
+        cut = self.cut
+        above = cut.container.split(".")
+        partial = {".".join(above[:count]) for count in range(len(above) + 1)}
+        here = {place for stage in self.stages for place in cut.blocks_of(stage)}
+        partial |= {f"{cut.container}.{name}" for place, name in enumerate(cut.blocks) if place not in here}
+        self.guard.watch(
+            (name, module)
+            for name, module in root.named_modules()
+            if name in partial or any(p in self.absent for p in module._parameters.values() if p is not None)
+        )
 
 
 def _placeholder(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

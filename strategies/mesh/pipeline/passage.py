@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.checks import refuse_records
-from leyden.strategies.mesh.pipeline.cut import Cut
+from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -36,13 +36,13 @@ class Passages:
 
     Args:
         root: the model, whole.
-        cut: where it is cut.
-        stages: those of this rank.
+        holdings: what the stages of this rank hold of it.
         draws: random numbers of the stages.
     """
 
-    def __init__(self, root: nn.Module, cut: Cut, stages: tuple[int, ...], draws: StageDraws) -> None:
-        self._root, self._cut, self._draws = root, cut, draws
+    def __init__(self, root: nn.Module, holdings: Holdings, draws: StageDraws) -> None:
+        cut, stages = holdings.cut, holdings.stages
+        self._root, self._cut, self._guard, self._draws = root, cut, holdings.guard, draws
         self.stage = 0
         """The stage that runs, or ran last."""
         self._received: Any = None
@@ -162,7 +162,7 @@ class Passages:
         """
         self.stage, self._received, self._entered, self._is_left = stage, received, 0, False
         draws = nullcontext() if micro_batch is None else self._draws.of_stage(stage, micro_batch)
-        with self._seen_by(stage), draws:
+        with self._guard.step(), self._seen_by(stage), draws:
             outputs = step()
         is_last = stage == self._cut.stages - 1
         if self._is_left is is_last or (stage > 0 and not self._entered):

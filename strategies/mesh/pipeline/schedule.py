@@ -14,7 +14,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.utils._pytree import tree_leaves
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, nearest
-from leyden.strategies.mesh.pipeline.cut import Cut
+from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
 from leyden.strategies.mesh.pipeline.micro_batches import (
     Form,
@@ -139,7 +139,7 @@ class Pipeline:
 
     Args:
         root: the model.
-        cut: where it is cut.
+        holdings: what the stages of this rank hold of it.
         schedule: in which order micro-batches run.
         group: the ranks of the pipeline.
         device: of this rank.
@@ -150,18 +150,18 @@ class Pipeline:
     def __init__(
         self,
         root: nn.Module,
-        cut: Cut,
+        holdings: Holdings,
         schedule: Schedule,
         group: dist.ProcessGroup,
         device: torch.device,
         draws: StageDraws,
         before_backward: Callable[[bool], None],
     ) -> None:
-        self._root, self.cut, self.schedule, self.group, self.device = root, cut, schedule, group, device
+        self._root, self.cut, self.schedule, self.group, self.device = root, holdings.cut, schedule, group, device
         self.rank = dist.get_rank(group)
-        self.stages = schedule.stages_of(self.rank)
+        self.stages = holdings.stages
         self.draws, self._before_backward = draws, before_backward
-        self.passages = Passages(root, cut, self.stages, draws)
+        self.passages = Passages(root, holdings, draws)
         self._received: dict[tuple[Any, int], Form] = {}
         """By the signature of a micro-batch and the stage that receives."""
         self._sent: dict[tuple[Any, int], Form] = {}

@@ -52,7 +52,7 @@ class PipelineSteps:
         self._strategy, self.root, self.holdings, self._group = strategy, root, holdings, group
         device = strategy.root_device
         self.draws = StageDraws(group, device, strategy.data_rank, holdings.stages)
-        self.pipeline = Pipeline(root, holdings.cut, schedule, group, device, self.draws, before_backward)
+        self.pipeline = Pipeline(root, holdings, schedule, group, device, self.draws, before_backward)
         self._shared = holdings.shared_slots()
         self._divisor = 1.0
         """What losses that are sums over items are divided by on their way back: a power of two, near their number."""

@@ -36,6 +36,13 @@ def test_a_model_is_cut_evenly_and_what_stands_around_belongs_to_the_ends() -> N
     assert stages["inner.blocks.3.bias"] == stages["inner.norm.weight"] == stages["head.bias"] == 1
 
 
+def test_a_parameter_of_the_list_itself_belongs_to_the_first_stage() -> None:
+    model = Model()
+    model.inner.blocks.offset = nn.Parameter(torch.zeros(2))
+    found = find_cut(model, 2)
+    assert "inner.blocks.offset" in found.before and found.stage_of("inner.blocks.offset") == 0
+
+
 def test_blocks_may_be_split_by_name_and_parts_moved() -> None:
     found = find_cut(Model(), 3, "inner", ["inner.blocks.1", "inner.blocks.4"], ("head",), ("scale",))
     assert found.starts == (0, 1, 4)
