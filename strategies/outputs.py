@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 class StepOutputs:
@@ -38,6 +39,10 @@ class StepOutputs:
     def share(self, obj: T) -> T:
         """Returns the object of the rank where this one's steps reach their end; all ranks of a pipeline call it."""
         return obj
+
+    def share_numbers(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
+        """Returns what `share` would of both; quicker while the description stays the same from call to call."""
+        return described, numbers
 
 
 __all__ = ["StepOutputs"]

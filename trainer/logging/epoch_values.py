@@ -101,6 +101,10 @@ class EpochValues:
         """What the last stage of this rank's pipeline has; what is given, elsewhere."""
         return self._strategy.outputs.share(values)
 
+    def numbers_of_outputs(self, described: T, numbers: list[float]) -> tuple[T, list[float]]:
+        """The same of numbers and their description, which seldom changes."""
+        return self._strategy.outputs.share_numbers(described, numbers)
+
     def reduce(
         self, entries: Sequence[Entry], idle: frozenset[int]
     ) -> tuple[dict[int, Value | None], list[tuple[Key, Value]]]:

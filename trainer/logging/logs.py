@@ -124,18 +124,22 @@ class Logs:
         """Gives every rank of a pipeline what the step has logged where it reached its end."""
         if self._ranks is None:
             return
-        values = {
-            entry.step_name: (float(entry.value), entry.logger, entry.prog_bar)
+        entries = {
+            entry.step_name: entry
             for entry in self._entries.values()
             if entry.tick == self._tick and entry.on_step and entry.value is not None
         }
-        for entry in tuple(self._entries.values()):
-            if entry.step_name in values and entry.name not in values:
-                values[entry.name] = (values[entry.step_name][0], False, False)
-        shared = self._ranks.of_outputs(values)
-        if shared is not values:
-            self._of_others = {name: value for name, (value, logger, _) in shared.items() if logger}
-            self._epoch_values.update(shared)
+        described = [(name, entry.name, entry.logger, entry.prog_bar) for name, entry in entries.items()]
+        own = [float(entry.value) for entry in entries.values() if entry.value is not None]
+        shared, numbers = self._ranks.numbers_of_outputs(described, own)
+        if shared is described:
+            return
+        values: dict[str, tuple[float, bool, bool]] = {}
+        for (step_name, name, logger, prog_bar), number in zip(shared, numbers, strict=True):
+            values[step_name] = (number, logger, prog_bar)
+            values.setdefault(name, (number, False, False))
+        self._of_others = {name: value for name, (value, logger, _) in values.items() if logger}
+        self._epoch_values.update(values)
 
     # recording --------------------------------------------------------------------------------------------------------
     def record(

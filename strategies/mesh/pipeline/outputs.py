@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from leyden.strategies.ranks import Ranks
 
 T = TypeVar("T")
+D = TypeVar("D")
 
 
 class PipelineOutputs(StepOutputs):
@@ -53,6 +54,9 @@ class PipelineOutputs(StepOutputs):
 
     def share(self, obj: T) -> T:
         return obj if self._steps is None else self._steps.from_last(obj)
+
+    def share_numbers(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
+        return (described, numbers) if self._steps is None else self._steps.numbers_from_last(described, numbers)
 
 
 __all__ = ["PipelineOutputs"]
