@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from leyden.strategies.ranks import Ranks
 
 T = TypeVar("T")
@@ -43,6 +45,15 @@ class StepOutputs:
     def share_numbers(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
         """Returns what `share` would of both; quicker while the description stays the same from call to call."""
         return described, numbers
+
+    def share_scalar(self, scalar: Tensor | None) -> Tensor:
+        """Returns a 0-d tensor of the rank where this one's steps reach their end; None elsewhere. No device waits."""
+        assert scalar is not None
+        return scalar
+
+    def share_tensors(self, tree: T) -> T:
+        """Returns what `share` would; tensors of a nested structure stay on their device."""
+        return tree
 
 
 __all__ = ["StepOutputs"]

@@ -4,6 +4,11 @@ from leyden.strategies.batch import batch_size_of as find_batch_size
 from leyden.trainer.accelerator.absent import lacking
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from leyden.trainer.accelerator.fp8_recipes import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from leyden.trainer.accelerator.megatron import (
+    MegatronLMDummyScheduler,
+    MegatronLMPlugin,
+    avg_losses_across_data_parallel_group,
+)
 from leyden.trainer.accelerator.memory import find_executable_batch_size, release_memory
 from leyden.trainer.accelerator.parallel import ParallelismConfig, TorchTensorParallelConfig, TorchTensorParallelPlugin
 from leyden.trainer.accelerator.plugins import (
@@ -61,6 +66,8 @@ __all__ = [
     "KwargsHandler",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronLMDummyScheduler",
+    "MegatronLMPlugin",
     "ParallelismConfig",
     "PrecisionType",
     "ProfileKwargs",
@@ -70,6 +77,7 @@ __all__ = [
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
+    "avg_losses_across_data_parallel_group",
     "broadcast",
     "broadcast_object_list",
     "convert_to_fp32",

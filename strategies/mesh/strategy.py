@@ -234,10 +234,13 @@ class MeshStrategy(FSDPStrategy):
     # modules and optimizers -------------------------------------------------------------------------------------------
     def add_module(self, module: nn.Module, moves: bool = True) -> nn.Module:
         if self.layout.pp > 1:
-            raise ConfigurationError(
-                f"pp={self.layout.pp} in a loop of your own: a pipeline runs forward and backward together, which is "
-                "part of the Trainer alone in this version. Use a Trainer, or a mesh without pp."
-            )
+            check_modules([*self.modules, module])
+            if not moves:
+                raise ConfigurationError(
+                    f"device_placement=False leaves a model as it is, and pp={self.layout.pp} leaves on each rank what "
+                    "its stages hold: let prepare move it, or use a mesh without pp."
+                )
+            return super().add_module(module)
         added = super().add_module(module, moves)
         if self._tensors:
             run_in_steps(added, self._step_of_own_loop)

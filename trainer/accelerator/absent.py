@@ -34,9 +34,9 @@ INSTEAD = {
     "quantise by transformers' from_pretrained(..., quantization_config=BitsAndBytesConfig(…)), or torchao": (
         "BnbQuantizationConfig load_and_quantize_model has_4bit_bnb_layers"
     ),
-    "Megatron-LM is not part of this version; strategy='fsdp' or DeepSpeed train big models": (
-        "MegatronLMPlugin MegatronLMDummyDataLoader MegatronLMDummyScheduler AbstractTrainStep BertTrainStep "
-        "GPTTrainStep T5TrainStep avg_losses_across_data_parallel_group add_model_config_to_megatron_parser"
+    "models and data are the script's own, and accelerator.pipeline_step(model, batch, step=…) runs a step of yours": (
+        "MegatronLMDummyDataLoader AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep "
+        "add_model_config_to_megatron_parser"
     ),
     "context parallelism and Ulysses are not part of this version; ParallelismConfig(tp_size=…) splits layers": (
         "TorchContextParallelConfig DeepSpeedSequenceParallelConfig"

@@ -39,6 +39,7 @@ from leyden.trainer.accelerator.plugins import (
 from leyden.trainer.accelerator.preparing import Preparing, unwrap
 from leyden.trainer.accelerator.ranks import AcceleratorState, DistributedType, PartialState
 from leyden.trainer.accelerator.scheduler import PreparedScheduler
+from leyden.trainer.accelerator.staged import Step, call_with_batch
 from leyden.trainer.accelerator.stepping import Stepping
 from leyden.trainer.accelerator.tracking import GeneralTracker, Trackers
 from leyden.trainer.engine import debugging
@@ -67,7 +68,7 @@ class Accelerator:
         deepspeed_plugin: trains by DeepSpeed's ZeRO: a `DeepSpeedPlugin`.
         fsdp_plugin: shards models: a `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: a `TorchTensorParallelPlugin`: the same as `ParallelismConfig(tp_size=…)`.
-        megatron_lm_plugin: refused in this version.
+        megatron_lm_plugin: a `MegatronLMPlugin`: layers are split and blocks dealt out, on a mesh of Leyden's own.
         rng_types: "torch", "cuda", "numpy", "python": set to rank 0's at the start of each pass. "generator" needs
             nothing: all ranks share one order of samples.
         log_with: trackers: "tensorboard", "wandb", "csv", "comet_ml", "mlflow", "all", a logger of Leyden's, an object
@@ -259,7 +260,11 @@ class Accelerator:
     def state(self) -> AcceleratorState:
         """Ranks, device, precision and plugins alone."""
         return AcceleratorState(
-            self.strategy, self.mixed_precision, self.options.deepspeed, self.options.fsdp_in_use(self.strategy)
+            self.strategy,
+            self.mixed_precision,
+            self.options.deepspeed,
+            self.options.fsdp_in_use(self.strategy),
+            self.options.megatron,
         )
 
     @property
@@ -502,6 +507,8 @@ class Accelerator:
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
         """Backward of a loss, divided by the window's length and scaled for the precision.
 
+        The loss of a model that is cut into stages has gone backward already, and is taken as it is.
+
         Args:
             loss: a mean; or a sum, with `num_items`.
             num_items: what the loss is a sum of (tokens, samples): the gradient is divided by their total over the
@@ -509,6 +516,30 @@ class Accelerator:
             **kwargs: of `Tensor.backward`: `retain_graph`, `create_graph`, `inputs`.
         """
         self._stepping.backward(loss, num_items, **kwargs)
+
+    def pipeline_step(self, model: nn.Module, batch: Any, step: Step = call_with_batch) -> Tensor:
+        """Runs forward and backward of a batch through a model that is cut into stages (`MeshStrategy(pp=…)`). Ours.
+
+        It takes the place of the model's call and of `backward`; optimizers step after it as ever. Every rank calls it.
+
+        Args:
+            model: as `prepare` returned it.
+            batch: of a prepared loader. It is cut into micro-batches, and the step runs for each.
+            step: `step(model, batch)` returns the loss, a dict with `loss` (a sum) and `num_items`, or an output with a
+                `loss`; left out, the model is called with the batch.
+
+        Returns:
+            The loss of the whole batch, on every rank.
+
+        Raises:
+            ConfigurationError: without stages, and for a step that returns no loss.
+        """
+        if not self.strategy.outputs.are_in_parts:
+            raise ConfigurationError(
+                "pipeline_step runs a model that is cut into stages, and this one is whole: call it, and "
+                "accelerator.backward(loss), or give Accelerator(strategy=MeshStrategy(pp=…))."
+            )
+        return self._stepping.staged_step(self.unwrap_model(model), batch, step)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips gradients to a total norm, at their true scale and over all shards.

@@ -15,6 +15,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.strategies.precision import MixedPrecision, Precision, find_precision
 from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin, accumulation_of, plugin_for, plugin_of
 from leyden.trainer.accelerator.fp8_recipes import recipe_of
+from leyden.trainer.accelerator.megatron import MegatronLMPlugin
 from leyden.trainer.accelerator.parallel import ParallelismConfig, TorchTensorParallelPlugin
 from leyden.trainer.accelerator.plugins import (
     AutocastKwargs,
@@ -43,12 +44,8 @@ class Options:
     """
 
     def __init__(self, **given: Any) -> None:
-        if given["megatron_lm_plugin"] is not None:
-            raise ConfigurationError(
-                "Accelerator(megatron_lm_plugin=…): Megatron-LM is not part of this version: leave it out, and give "
-                "ParallelismConfig(tp_size=…) for layers that are split."
-            )
         _tensor_plugin(given)
+        _megatron_plugin(given)
         _compile_plugin(given)
         _fill(given)
         self.device_placement: bool = given["device_placement"]
@@ -63,7 +60,8 @@ class Options:
         self.backend = _backend(given["dynamo_backend"])
         self.compile_options: dict[str, Any] = given.get("compile_options", {})
         """Further arguments of torch.compile, from a plugin or a launch."""
-        self._clips_to: float | None = given.get("clips_to")
+        self.megatron: MegatronLMPlugin | None = given["megatron_lm_plugin"]
+        self.clips_to: float | None = given.get("clips_to")
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)
@@ -135,14 +133,19 @@ class Options:
         check_started(strategy)
         if self.mesh is not None:
             self.mesh.check(strategy.ranks.world_size)
-        if self._clips_to is not None:
-            strategy.own_loop.clip_each_step(self._clips_to)
+        if self.clips_to is not None:
+            strategy.own_loop.clip_each_step(self.clips_to)
         if self.deepspeed is None:
             self.deepspeed = plugin_for(strategy)
         if self.accumulation.sync_each_batch and strategy.drives_one:
             raise ConfigurationError(
                 f"sync_each_batch=True cannot go with {strategy.name}, whose engine decides when gradients are sent: "
                 "leave it out."
+            )
+        if self.accumulation.sync_each_batch and strategy.outputs.are_in_parts:
+            raise ConfigurationError(
+                "sync_each_batch=True cannot go with a pipeline, which exchanges gradients as its window closes: leave "
+                "it out."
             )
         autocast, precision = self.handlers.get(AutocastKwargs), strategy.precision
         if autocast is not None and isinstance(precision, MixedPrecision):
@@ -163,7 +166,7 @@ def _fill(given: dict[str, Any]) -> None:
     launched = read_launched()
     if launched is None:
         return
-    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "parallelism_config")
+    plugins = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "parallelism_config")
     accumulates = given["gradient_accumulation_steps"] != 1 or given["gradient_accumulation_plugin"] is not None
     # The launch's value, and whether the script gives its own.
     offers: dict[str, tuple[Any, bool]] = {
@@ -180,7 +183,8 @@ def _fill(given: dict[str, Any]) -> None:
     filled = launched.fill(values, {name for name, (_, is_own) in offers.items() if is_own})
     if "dynamo_backend" in filled:
         given["compile_options"] = {name: value for name, value in launched.compile.items() if name != "backend"}
-    given["clips_to"] = launched.gradient_clip_val if "strategy" in filled else None
+    if "strategy" in filled:
+        given["clips_to"] = launched.gradient_clip_val
     if "strategy" in filled and launched.strategy == "mesh":
         # Its sizes are in the launcher's variables.
         given["launched_mesh"] = ParallelismConfig()
@@ -212,6 +216,20 @@ def _tensor_plugin(given: dict[str, Any]) -> None:
     if given["parallelism_config"] is not None:
         raise ConfigurationError("torch_tp_plugin and parallelism_config were both given: give parallelism_config.")
     given["parallelism_config"] = plugin.config()
+
+
+def _megatron_plugin(given: dict[str, Any]) -> None:
+    """Has each step clipped as a MegatronLMPlugin says."""
+    plugin = given["megatron_lm_plugin"]
+    if plugin is None:
+        return
+    if not isinstance(plugin, MegatronLMPlugin):
+        raise ConfigurationError(
+            f"Accelerator(megatron_lm_plugin=…) was given {kind_of(plugin)}: give a MegatronLMPlugin."
+        )
+    if given["parallelism_config"] is not None:
+        raise ConfigurationError("megatron_lm_plugin and parallelism_config were both given: give one of them.")
+    given["clips_to"] = plugin.gradient_clipping
 
 
 def _data(given: dict[str, Any]) -> DataLoaderConfiguration:
@@ -280,7 +298,11 @@ def _strategy(given: dict[str, Any], deepspeed: DeepSpeedPlugin | None) -> str |
             other = "deepspeed_plugin" if deepspeed is not None else "strategy"
             raise ConfigurationError(f"parallelism_config and {other} were both given: give one of them.")
         return mesh.build(given["fsdp_plugin"])
-    named = {"fsdp_plugin": given["fsdp_plugin"], "deepspeed_plugin": deepspeed}
+    named = {
+        "fsdp_plugin": given["fsdp_plugin"],
+        "deepspeed_plugin": deepspeed,
+        "megatron_lm_plugin": given["megatron_lm_plugin"],
+    }
     plugins = {name: plugin for name, plugin in named.items() if plugin is not None}
     both = [*plugins, *(["strategy"] if given["strategy"] != "auto" else [])]
     if len(both) > 1:

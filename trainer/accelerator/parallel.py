@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from leyden.strategies.base import Strategy
 
-SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
 NOT_YET = {
     "cp_size": "context parallelism is not part of this version. Leave it out.",
     "sp_size": "DeepSpeed's Ulysses is not part of this version: leave it out, and let tp_size split activations along "
@@ -95,6 +95,7 @@ class ParallelismConfig:
         tp_handler: a `TorchTensorParallelConfig`.
         cp_handler: without effect while cp_size is 1.
         sp_handler: without effect while sp_size is 1.
+        pp_size: ranks over which the blocks are dealt out, as stages of a pipeline (`Accelerator.pipeline_step`). Ours.
 
     Raises:
         ConfigurationError: for a size below 1, and for one that this version does not have.
@@ -115,6 +116,7 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: Any = None
     sp_handler: Any = None
+    pp_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in SIZES:
@@ -130,7 +132,7 @@ class ParallelismConfig:
     @property
     def layout(self) -> Layout:
         """The sizes as those of a mesh."""
-        return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1)
+        return Layout(self.dp_replicate_size or 1, self.dp_shard_size or 1, self.tp_size or 1, self.pp_size or 1)
 
     @property
     def replicas(self) -> int:
@@ -155,7 +157,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Ranks that share their samples."""
-        return self.layout.tp
+        return self.layout.tp * self.layout.pp
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -168,6 +170,10 @@ class ParallelismConfig:
     @property
     def tp_enabled(self) -> bool:
         return self.layout.tp > 1
+
+    @property
+    def pp_enabled(self) -> bool:
+        return self.layout.pp > 1
 
     @property
     def cp_enabled(self) -> bool:
@@ -186,7 +192,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """The dimensions over which samples are the same."""
-        return ["tp"] if self.tp_enabled else []
+        return [name for name in ("pp", "tp") if getattr(self.layout, name) > 1]
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -244,11 +250,11 @@ class ParallelismConfig:
                 "fsdp_plugin shards, and ParallelismConfig has dp_shard_size=1: give the ranks that share a model."
             )
         layout = self.layout
-        if self.tp_enabled:
+        if self.tp_enabled or self.pp_enabled:
             from leyden.strategies.mesh.strategy import MeshStrategy
 
             plugin = {} if fsdp_plugin is None else fsdp_plugin.arguments()
-            return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, **plugin)
+            return MeshStrategy(layout.dp_replicate, layout.dp_shard, layout.tp, layout.pp, **plugin)
         if self.dp_shard_enabled:
             mesh = (layout.dp_replicate, layout.dp_shard) if self.dp_replicate_enabled else None
             built: Strategy = (fsdp_plugin or FullyShardedDataParallelPlugin()).build(mesh)

@@ -22,6 +22,7 @@ from leyden.trainer.accelerator.deepspeed import DummyOptim, DummyScheduler, set
 from leyden.trainer.accelerator.loader import PreparedLoader
 from leyden.trainer.accelerator.rank_loaders import rank_loader
 from leyden.trainer.accelerator.scheduler import PreparedScheduler
+from leyden.trainer.accelerator.staged import StagedModel
 from leyden.trainer.data.sources import Composite
 from leyden.trainer.engine.debugging import is_debugging, loader_facts, model_facts, report
 from leyden.trainer.engine.prepared import PreparedOptimizer, parameters_of
@@ -137,7 +138,10 @@ class Preparing:
         context = strategy.precision.forward_context
         if context is not None:
             run_in_context(bare, context, options.converts_outputs(strategy))
-        prepared = bare if evaluation_mode else strategy.own_loop.wrap(bare)
+        if strategy.outputs.are_in_parts:
+            prepared: nn.Module = StagedModel(bare, stepping)
+        else:
+            prepared = bare if evaluation_mode else strategy.own_loop.wrap(bare)
         if options.backend is not None:
             stepping.check_compiled()
             prepared = torch.compile(prepared, backend=options.backend, **options.compile_options)  # type: ignore[assignment]

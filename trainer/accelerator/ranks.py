@@ -17,6 +17,7 @@ from leyden.strategies.errors import ConfigurationError, kind_of
 
 if TYPE_CHECKING:
     from leyden.trainer.accelerator.deepspeed import DeepSpeedPlugin
+    from leyden.trainer.accelerator.megatron import MegatronLMPlugin
     from leyden.trainer.accelerator.plugins import FullyShardedDataParallelPlugin
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -216,6 +217,7 @@ class AcceleratorState(PartialState):
         mixed_precision: "no", "fp16", "bf16", or the full name of another precision.
         deepspeed_plugin: the Accelerator's; None without DeepSpeed.
         fsdp_plugin: the Accelerator's, or what its strategy comes to; None where nothing is sharded by FSDP.
+        megatron_lm_plugin: the Accelerator's; None without one.
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class AcceleratorState(PartialState):
         mixed_precision: str | None = None,
         deepspeed_plugin: DeepSpeedPlugin | None = None,
         fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
     ) -> None:
         if isinstance(strategy, str):
             # Accelerate's first argument is the precision.
@@ -232,6 +235,7 @@ class AcceleratorState(PartialState):
         self.mixed_precision = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION") or "no"
         self.deepspeed_plugin = deepspeed_plugin
         self.fsdp_plugin = fsdp_plugin
+        self.megatron_lm_plugin = megatron_lm_plugin
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin | None:
         """The plugin: there is one at most."""

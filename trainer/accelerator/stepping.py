@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.accelerator.checks import Mistakes
 from leyden.trainer.accelerator.collectives import synchronise
+from leyden.trainer.accelerator.staged import StagedSteps, Step
 from leyden.trainer.engine.engine import Engine, needs_closure
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
@@ -50,6 +51,9 @@ class Stepping(Engine):
         self._rng_types = options.rng_types
         self._checks = Mistakes(self, options.device_placement)
         self._waiting: Callable[[], Any] | None = None
+        self._clips_to = None if self.strategy.drives_one else options.clips_to
+        self.staged = StagedSteps(self)
+        """Steps of a model that is cut into stages."""
         self.begin()
 
     def begin(self) -> None:
@@ -193,12 +197,11 @@ class Stepping(Engine):
     # the step ---------------------------------------------------------------------------------------------------------
     def backward(self, loss: Tensor, num_items: Tensor | float | None = None, **kwargs: Any) -> None:
         """Backward of a loss, divided by the window's length and scaled; see `Accelerator.backward`."""
-        self._checks.in_backward()
+        if self.strategy.outputs.are_in_parts:
+            self._check_staged(loss, num_items, kwargs)
+            return
+        self._begin_backward()
         window = self.window
-        if self.checker is not None and window.closes and not self._joins:
-            # Gradients are exchanged in it.
-            self.checker.compare("backward", None)
-        self.flush_scaler()
         if num_items is not None and self._is_settled and window.index > 0:
             raise ConfigurationError(
                 "backward(num_items=…) came after this window's gradients were divided by its items: call it once for "
@@ -207,9 +210,35 @@ class Stepping(Engine):
         if num_items is not None or window.length > 1:
             loss = self.strategy.loss_to_backward(loss, num_items, window)
         self.manual_backward(loss, **kwargs)
+        self._end_backward()
+
+    def _begin_backward(self) -> None:
+        self._checks.in_backward()
+        if self.checker is not None and self.window.closes and not self._joins:
+            # Gradients are exchanged in it.
+            self.checker.compare("backward", None)
+        self.flush_scaler()
+
+    def _end_backward(self) -> None:
         if not self.prepared_optimizers:
             # The loop's own optimizer steps without a call of this class.
             self._settle()
+
+    def staged_step(self, module: nn.Module, batch: Any, step: Step) -> Tensor:
+        """Runs a batch of a model that is cut into stages; see `Accelerator.pipeline_step`."""
+        self._begin_backward()
+        loss = self.staged.train(module, batch, step)
+        self._end_backward()
+        return loss
+
+    def _check_staged(self, loss: Tensor, num_items: Tensor | float | None, kwargs: dict[str, Any]) -> None:
+        if num_items is not None or kwargs:
+            given = ["num_items"] if num_items is not None else list(kwargs)
+            raise ConfigurationError(
+                f"backward({given[0]}=…) comes too late in a pipeline, which has gone backward already: let the step "
+                "of accelerator.pipeline_step return {'loss': loss, 'num_items': count}, and leave other arguments out."
+            )
+        self.staged.check_backward(loss)
 
     def step(self, prepared: PreparedOptimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps one optimizer if the window closes; `PreparedOptimizer.step` calls this.
@@ -225,6 +254,9 @@ class Stepping(Engine):
             closure()
             closure = None
         self.strategy.before_step(prepared.optimizer)
+        if self._clips_to is not None:
+            groups = self.strategy.master_weights.groups(prepared.optimizer)
+            self.strategy.clip_parameters([p for group in groups for p in group], self._clips_to)
         stepped = self.strategy.step(prepared.optimizer, closure, **kwargs)
         self._updates_scale = self.precision.may_skip
         if id(prepared) in self._counted or not self._counted:

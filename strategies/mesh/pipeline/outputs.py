@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, TypeVar
 from leyden.strategies.outputs import StepOutputs
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from leyden.strategies.mesh.pipeline.steps import PipelineSteps
     from leyden.strategies.mesh.strategy import MeshStrategy
     from leyden.strategies.ranks import Ranks
@@ -57,6 +59,12 @@ class PipelineOutputs(StepOutputs):
 
     def share_numbers(self, described: D, numbers: list[float]) -> tuple[D, list[float]]:
         return (described, numbers) if self._steps is None else self._steps.numbers_from_last(described, numbers)
+
+    def share_scalar(self, scalar: Tensor | None) -> Tensor:
+        return super().share_scalar(scalar) if self._steps is None else self._steps.scalar_from_last(scalar)
+
+    def share_tensors(self, tree: T) -> T:
+        return tree if self._steps is None else self._steps.tensors_from_last(tree)
 
 
 __all__ = ["PipelineOutputs"]

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fsdp.gradients import multiply, total_norm
 from leyden.strategies.fsdp.sharding import local
 from leyden.strategies.mesh.pipeline.cut import Cut, Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
-from leyden.strategies.mesh.pipeline.micro_batches import MicroBatch, cut, together
+from leyden.strategies.mesh.pipeline.micro_batches import Form, MicroBatch, cut, together
 from leyden.strategies.mesh.pipeline.readings import check_readings
 from leyden.strategies.mesh.pipeline.schedule import Pipeline, Schedule
 from leyden.strategies.window import BackwardHooks, Window, read_loss
@@ -274,6 +275,22 @@ class PipelineSteps:
         else:
             given = found[1 : 1 + self._count]
         return (described, numbers) if self.pipeline.has_last else (self._described, given)
+
+    def scalar_from_last(self, scalar: Tensor | None) -> Tensor:
+        """The same of a 0-d tensor, in float32; None on ranks that have none."""
+        device = self._strategy.root_device
+        shared = torch.zeros((), device=device) if scalar is None else scalar.to(device, torch.float32, copy=True)
+        dist.broadcast(shared, group=self._group, group_src=self.pipeline.last_rank)
+        return shared
+
+    def tensors_from_last(self, tree: T) -> T:
+        """The same of a nested structure, whose tensors are not pickled."""
+        form = Form(self.from_last(Form(tree).tree))
+        has_them = self.pipeline.has_last
+        tensors = [leaf.contiguous() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)] if has_them else []
+        for tensor in (shared := tensors or form.room(self._strategy.root_device)):
+            dist.broadcast(tensor, group=self._group, group_src=self.pipeline.last_rank)
+        return tree if has_them else form.filled(shared)  # type: ignore[no-any-return]
 
     def remove(self) -> None:
         """Leaves the model as it was."""

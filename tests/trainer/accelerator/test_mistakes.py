@@ -20,6 +20,7 @@ from leyden import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
+from leyden.utils import MegatronLMPlugin, ParallelismConfig
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -34,7 +35,9 @@ def parts() -> tuple[nn.Module, torch.optim.Optimizer]:
         ({"gradient_accumulation_steps": 0}, "a whole number from 1"),
         ({"deepspeed_plugin": object()}, "give a DeepSpeedPlugin"),
         ({"parallelism_config": object()}, "give a ParallelismConfig"),
-        ({"megatron_lm_plugin": object()}, "not part of this version"),
+        ({"megatron_lm_plugin": object()}, "give a MegatronLMPlugin"),
+        ({"megatron_lm_plugin": MegatronLMPlugin(), "strategy": "ddp"}, "give one of them"),
+        ({"megatron_lm_plugin": MegatronLMPlugin(), "parallelism_config": ParallelismConfig()}, "give one of them"),
         ({"dynamo_backend": "inductr"}, "Did you mean 'inductor'"),
         ({"rng_types": ["torchh"]}, "Did you mean 'torch'"),
         ({"log_with": "tensorbord"}, "Did you mean 'tensorboard'"),

@@ -65,7 +65,7 @@ def test_the_modules_are_those_of_accelerate() -> None:
         ("from leyden.utils import merge_fsdp_weights", "leyden merge"),
         ("from leyden.data_loader import prepare_data_loader", r"accelerator\.prepare_data_loader"),
         ("from leyden.tracking import AimTracker", "GeneralTracker"),
-        ("from leyden.utils import MegatronLMPlugin", "not part of this version"),
+        ("from leyden.utils import GPTTrainStep", "pipeline_step"),
         ("from leyden.utils import SAFE_WEIGHTS_NAME", "save_state"),
         ("from leyden.utils import is_bf16_available", "torch.cuda"),
         ("from leyden.utils import dtype_byte_size", "from_pretrained"),
@@ -151,6 +151,9 @@ def test_a_parallelism_config_is_ddp_fsdp_or_both(monkeypatch: pytest.MonkeyPatc
     assert (ParallelismConfig(dp_replicate_size=2).build(), ParallelismConfig().build()) == ("ddp", "auto")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
     assert ParallelismConfig().total_size == 4
+    staged = ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, pp_size=4)
+    assert (staged.total_size, staged.non_data_parallel_size, staged.non_dp_dim_names) == (4, 4, ["pp"])
+    assert staged.build().layout.pp == 4  # type: ignore[union-attr]
     monkeypatch.undo()
     with pytest.raises(ConfigurationError, match="context parallelism is not part"):
         ParallelismConfig(cp_size=2)

@@ -1,0 +1,221 @@
+"""Megatron-LM's place: its settings lay out a mesh of Leyden's own, on which the user's model trains as it is."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
+
+DEGREES = {
+    "tp_degree": "MEGATRON_LM_TP_DEGREE",
+    "pp_degree": "MEGATRON_LM_PP_DEGREE",
+    "num_micro_batches": "MEGATRON_LM_NUM_MICRO_BATCHES",
+}
+SWITCHES = {
+    "sequence_parallelism": "MEGATRON_LM_SEQUENCE_PARALLELISM",
+    "recompute_activations": "MEGATRON_LM_RECOMPUTE_ACTIVATIONS",
+    "use_distributed_optimizer": "MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER",
+}
+INSTEAD = {
+    "MeshStrategy(pp=…, schedule='Interleaved1F1B', stages_per_rank=…) deals several stages to a rank": (
+        "num_layers_per_virtual_pipeline_stage"
+    ),
+    "MeshStrategy(pp=…, split=…) says with which blocks stages begin": "pipeline_model_parallel_split_rank",
+    "the loop and its loader decide how long to train and when to evaluate": (
+        "train_iters train_samples eval_iters eval_interval consumed_samples"
+    ),
+    "the optimizer that you prepare has its weight decay and learning rates by group": (
+        "weight_decay_incr_style start_weight_decay end_weight_decay no_wd_decay_cond scale_lr_cond lr_mult"
+    ),
+    "the scheduler that you prepare decides": (
+        "lr_decay_style lr_decay_iters lr_decay_samples lr_warmup_iters lr_warmup_samples lr_warmup_fraction min_lr"
+    ),
+    "loaders and their data sets are the script's own": (
+        "megatron_dataset_flag seq_length encoder_seq_length decoder_seq_length custom_get_batch_function "
+        "custom_megatron_datasets_provider_function"
+    ),
+    "Accelerator(log_with=…) logs": "tensorboard_dir set_all_logging_options",
+    "accelerator.pipeline_step(model, batch, step=…) runs a step of your own": (
+        "custom_train_step_class custom_train_step_kwargs custom_loss_function"
+    ),
+    "the model that you prepare is trained as it is": (
+        "custom_model_provider_function custom_prepare_model_function other_megatron_args"
+    ),
+}
+"""What to use in place of settings that are for Megatron-LM's own models, data and loop."""
+
+
+@dataclass
+class MegatronLMPlugin:
+    """How ranks share a model, for `Accelerator(megatron_lm_plugin=…)`, with the names of Accelerate's plugin.
+
+    Megatron-LM is not needed, and none of its models, data sets and kernels is used: a `MeshStrategy` splits the layers
+    by the model's plan and deals out its blocks. A loader's `batch_size` counts the samples that the ranks of a model
+    see in a step, which are cut into `num_micro_batches`; under Accelerate it is that of one micro-batch.
+
+    Attributes:
+        tp_degree: ranks that split each layer. Like the next ones, the launcher's variable if left at None, or 1.
+        pp_degree: ranks over which the blocks are dealt out as stages of a pipeline.
+        num_micro_batches: into how many a pipeline cuts each batch; 4 for each stage if nothing says how many.
+        gradient_clipping: norm to which gradients are clipped in each step; the launcher's, or 1.0, if left at None.
+        sequence_parallelism: without effect: the plan says by "sequence" what is split along it.
+        recompute_activations: recompute the blocks' activations in backward.
+        use_distributed_optimizer: shard the model over the ranks that see different samples; else they hold copies.
+        return_logits: without effect: evaluation returns the model's whole output.
+        is_train_batch_min: without effect.
+
+    The other attributes are refused, each with what to use instead: they are for Megatron-LM's own models and loop.
+
+    Raises:
+        ConfigurationError: for a degree below 1, and for settings without a place here.
+
+    Example:
+        >>> MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4).build().layout.pp
+        2
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool | str = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        defaults = {entry.name: entry.default for entry in fields(self)}
+        for instead, names in INSTEAD.items():
+            for name in names.split():
+                if getattr(self, name) not in (defaults[name], None, {}, []):
+                    raise ConfigurationError(
+                        f"MegatronLMPlugin({name}=…) is for Megatron-LM's own models, data and loop, none of which is "
+                        f"used here: leave it out; {instead}."
+                    )
+        for name, variable in DEGREES.items():
+            given, default = getattr(self, name), 1 if name != "num_micro_batches" else 4 * (self.pp_degree or 1)
+            text = str(os.environ.get(variable) or default if given is None else given)
+            if not text.isdigit() or int(text) < 1:
+                raise ConfigurationError(f"MegatronLMPlugin({name}={text}): give a whole number from 1.")
+            setattr(self, name, int(text))
+        for name, variable in SWITCHES.items():
+            if getattr(self, name) is None:
+                setattr(self, name, os.environ.get(variable, "").lower() in ("1", "true", "yes"))
+        if self.gradient_clipping is None:
+            self.gradient_clipping = float(os.environ.get("MEGATRON_LM_GRADIENT_CLIPPING") or 1.0)
+
+    def build(self) -> str | Strategy:
+        """The strategy that the settings describe. Ranks that share no model hold copies, or shard it."""
+        from leyden.strategies.mesh.strategy import MeshStrategy
+
+        tensor, stages, parts = self.tp_degree or 1, self.pp_degree or 1, self.num_micro_batches or 1
+        if tensor * stages == 1 and not (self.use_distributed_optimizer or self.recompute_activations):
+            return "auto"
+        if stages > 1 and parts > 1:
+            warnings.warn(
+                f"num_micro_batches={parts}: a loader's batch is cut into {parts} micro-batches. Accelerate takes "
+                f"{parts} of its batches for a step: multiply batch_size by {parts} for the same step.",
+                stacklevel=4,
+            )
+        spread = "dp_shard" if self.use_distributed_optimizer else "dp_replicate"
+        options: dict[str, Any] = {"dp_replicate": 1, "dp_shard": 1, spread: -1}
+        if self.recompute_activations:
+            options["activation_checkpointing_policy"] = True
+        if stages > 1:
+            # 1F1B runs no fewer micro-batches than there are stages.
+            options["microbatches"], options["schedule"] = parts, "1F1B" if parts >= stages else "GPipe"
+        return MeshStrategy(tp=tensor, pp=stages, **options)
+
+
+class MegatronLMDummyScheduler(LambdaLR):
+    """The learning rate of Megatron-LM's default scheduler: up linearly over the warm-up, then down linearly to 0.
+
+    Args:
+        optimizer: whose learning rates these are.
+        total_num_steps: steps of the optimizer after which they are 0; None keeps them after the warm-up.
+        warmup_num_steps: steps after which they are the optimizer's own.
+        **kwargs: the same by other names, `num_training_steps` and `num_warmup_steps`.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+        >>> MegatronLMDummyScheduler(optimizer, total_num_steps=10, warmup_num_steps=2).get_last_lr()
+        [0.0]
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ) -> None:
+        total = kwargs.pop("num_training_steps", total_num_steps)
+        warm_up = kwargs.pop("num_warmup_steps", warmup_num_steps) or 0
+        if kwargs:
+            raise TypeError(f"MegatronLMDummyScheduler has no argument {next(iter(kwargs))!r}.")
+
+        def factor(step: int) -> float:
+            if step < warm_up:
+                return step / warm_up
+            return 1.0 if total is None else max(0.0, (total - step) / max(1, total - warm_up))
+
+        super().__init__(getattr(optimizer, "optimizer", optimizer), factor)
+
+
+def avg_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
+    """The means of losses over the ranks that see different samples.
+
+    Args:
+        losses: 0-d tensors, the same number on every rank.
+
+    Returns:
+        The means, in the order of the losses.
+    """
+    from leyden.strategies.readers import Readers
+    from leyden.trainer.accelerator.ranks import AcceleratorState
+
+    stacked = torch.stack([loss.detach().reshape(()) for loss in losses])
+    return Readers(AcceleratorState().strategy).reduce(stacked)
