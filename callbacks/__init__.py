@@ -19,6 +19,7 @@ _HOMES = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
+    "PreemptionCheckpoint": "preemption_checkpoint",
     "TQDMProgressBar": "progress_bar",
     "TensorBoardLogger": "tensorboard",
     "Timer": "timer",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from leyden.callbacks.model_summary import ModelSummary as ModelSummary
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.timer import Timer as Timer

@@ -286,6 +286,17 @@ class ModelCheckpoint(Callback):
             # Metrics may be older than the weights here, so it is not ranked.
             self._save(trainer, may_rank=False)
 
+    def secure(self, trainer: Trainer) -> bool:
+        """Returns True if the run can be resumed from this very batch by "last" or "auto".
+
+        With `save_last`, which saves the end of a run anyway, it saves now.
+        """
+        if self.save_weights_only or self.dirpath != str(trainer.checkpoint_folder):
+            return False
+        if self.save_last:
+            self._save(trainer, may_rank=False)
+        return self._saved_batch == trainer.progress.batches
+
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
         if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
             return

@@ -29,7 +29,10 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.checkpoint",),
     ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.given"),
     ("leyden.callbacks",),
-    ("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.profilers"),
+    (
+        *("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.preemption"),
+        "leyden.trainer.profilers",
+    ),
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),
     ("leyden.trainer.trainer", "leyden.trainer.view", "leyden.trainer.accelerator"),

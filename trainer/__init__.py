@@ -7,6 +7,7 @@ optimizer step.
     trainer.py view.py                       the Trainer and what callbacks read of it
     module.py datamodule.py hparams.py       what users subclass
     arguments.py given.py launched.py        the Trainer's arguments, and what `leyden launch` adds to them
+    preemption.py profilers.py               two of them that have arguments of their own
     run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
     events/                                  hooks, progress, signals, and the stage of a run
@@ -29,6 +30,7 @@ _HOMES = {
     "Accelerator": "leyden.trainer.accelerator.accelerator",
     "CombinedLoader": "leyden.trainer.data.combined",
     "DataModule": "leyden.trainer.datamodule",
+    "Preemption": "leyden.trainer.preemption",
     "TrainModule": "leyden.trainer.module",
     "Trainer": "leyden.trainer.trainer",
     "seed_everything": "leyden.trainer.data.rng",
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.module import TrainModule as TrainModule
+    from leyden.trainer.preemption import Preemption as Preemption
     from leyden.trainer.trainer import Trainer as Trainer
 
 __all__ = list(_HOMES)

@@ -12,6 +12,7 @@ from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.trainer.given import UNSET
 from leyden.trainer.launched import filled_by_launch
+from leyden.trainer.preemption import wanted
 
 NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
 """The one argument with a default other than None for which None is a value of its own."""
@@ -80,6 +81,7 @@ class Arguments:
     sample_rng: bool = False
     allow_replay: bool = False
     resume: str | None = None
+    preemption: Any = None
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -132,10 +134,10 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
         limits = [name for name in LIMITS if name.startswith("limit_")]
         implied |= dict.fromkeys(("max_steps", *limits), int(arguments.fast_dev_run))
         implied |= {"max_epochs": 1, "max_time": None, "num_sanity_val_steps": 0, "enable_checkpointing": False}
-        implied["resume"] = None
-        implied |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1}
+        implied |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "resume": None}
     if arguments.overfit_batches:
         implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
+    implied["preemption"] = wanted(arguments.preemption, implied.get("resume", arguments.resume) == "auto")
     return implied
 
 

@@ -42,6 +42,7 @@ from leyden.trainer.run.build import (
 from leyden.trainer.run.callback_list import CallbackList
 from leyden.trainer.run.fit_limits import FitLimits
 from leyden.trainer.run.loaders import Loaders as RunLoaders
+from leyden.trainer.run.preempting import Departure
 from leyden.trainer.run.restoring import Restorer
 from leyden.trainer.run.start_ranks import sent_back, start_ranks, take_over
 from leyden.trainer.run.state import Run
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
     from leyden.strategies.precision import Precision
+    from leyden.trainer.preemption import Preemption
     from leyden.trainer.profilers import Profiler
 
 Loaders = Any
@@ -113,6 +115,8 @@ class Trainer(TrainerView):
         allow_replay: let a resume load and drop what cannot be sought.
         resume: "auto" continues the same run from its newest whole checkpoint, or begins it, so that the same command
             may be started again and again: what `fit(ckpt_path=…)` is where it is left out. None begins anew.
+        preemption: True or a `Preemption`: SIGTERM, SIGUSR1 or a notice save a checkpoint and end the run with exit
+            code 75, and a job of SLURM is requeued. None: True where resume="auto".
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -171,6 +175,7 @@ class Trainer(TrainerView):
         sample_rng: bool = False,
         allow_replay: bool = False,
         resume: str | None = None,
+        preemption: bool | Preemption | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.arguments, self.given = resolve(given)
@@ -186,12 +191,13 @@ class Trainer(TrainerView):
         self._fit: FitLoop | None = None
         self._kept: dict[str, Any] | None = None
         profiler, module = find_profiler(arguments.profiler), TrainModule()
+        notices: Preemption | None = arguments.preemption
         hooks = self._hooks_of(module, profiler)
         self._run = Run(
             engine=self.accelerator,
             arguments=arguments,
             limits=FitLimits(arguments),
-            signals=Signals(),
+            signals=Signals() if notices is None else Signals(notices.numbers, notices.exit_code),
             profiler=profiler,
             callback_list=CallbackList(build_callbacks(arguments)),
             hooks=hooks,
@@ -388,6 +394,7 @@ class Trainer(TrainerView):
         with ExitStack() as stack:
             stack.push(lambda kind, error, trace: run.teardown(error))
             stack.enter_context(run.signals.caught_on(self.world_size))
+            departure = stack.enter_context(Departure(run, self.arguments.preemption))
             stack.enter_context(runtime_settings(self.arguments))
             result = None
             try:
@@ -406,7 +413,7 @@ class Trainer(TrainerView):
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
                     found = run.loaders.evaluation(kind)
                     result = EvaluationLoop(run, name, found).run() if found else []  # type: ignore[arg-type]
-                ending.in_order(run, partial(self._last_words, run))
+                ending.in_order(run, partial(self._last_words, run), departure.leave)
                 if stage == "fit":
                     run.logs.nans.warn()
             except BaseException as error:
@@ -422,7 +429,9 @@ class Trainer(TrainerView):
                 "save a checkpoint and give its path."
             )
         module, _ = unwrapped(model)
-        found = start_ranks(self.strategy.ranks, self._on_rank, (stage, model, datamodule, *run), loaders)
+        found = start_ranks(
+            self.strategy.ranks, self.arguments.preemption, self._on_rank, (stage, model, datamodule, *run), loaders
+        )
         take_over(module, self.callbacks, found)
         module._join(self)
         self._run.take_over(module, found)
@@ -478,7 +487,8 @@ class Trainer(TrainerView):
             return None
         if run.signals.received is not None:
             at = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"
-            return f"\nstopped at step {self.global_step}, epoch {self.current_epoch}: {at}"
+            how = f"preempted by {run.signals.name}" if run.signals.preempted else "stopped"
+            return f"\n{how} at step {self.global_step}, epoch {self.current_epoch}: {at}"
         if self._fit is None or self.arguments.barebones:
             return None
         reason, seconds = self._fit.reason(), self._fit.seconds()

@@ -227,8 +227,13 @@ class TrainerView:
         return self.signals.received == signal.SIGTERM
 
     @property
+    def preempted(self) -> bool:
+        """True if the run ends to make room; see `Preemption`."""
+        return self.signals.preempted
+
+    @property
     def interrupted(self) -> bool:
-        """True if Ctrl-C or SIGTERM asked the run to stop."""
+        """True if Ctrl-C, SIGTERM or a preemption asked the run to stop."""
         return self.signals.received is not None
 
     # what was logged --------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import math
 import os
 import signal
 import sys
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.environment import killed_in_words, ranks_in_words
+from leyden.strategies.launch.leaving import ExitNotes
 from leyden.strategies.launch.tries import Tries, tries
 
 if TYPE_CHECKING:
@@ -23,6 +26,18 @@ if TYPE_CHECKING:
 
 AGENT = "LEYDEN_AGENT"
 """Process id of the agent, by which a rank knows whether it still has one."""
+
+
+PASSED_ON = tuple(
+    name
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
+    if name in signal.Signals.__members__
+)
+"""Signals that the agent passes on to its ranks, which end in order or as the signal does without a handler."""
+SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""torch's own variable for the seconds between the signal that an agent passes on and its SIGKILL."""
+SAVING = 600.0
+"""The same, for ranks that save before they end and have no grace period of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +83,17 @@ class Ended:
         return f"rank {self.rank} ended with exit code {code}, and all ranks with it. {self.note}".rstrip()
 
 
-def engine_config(count: int, machines: Machines, logs: str, **others: Any) -> LaunchConfig:
+def engine_config(
+    count: int, machines: Machines, logs: str, patience: float | None = None, **others: Any
+) -> LaunchConfig:
     """The engine's settings.
 
     Args:
         count: ranks of this machine.
         machines: where several take part.
         logs: folder for what ranks write down.
+        patience: seconds that ranks have to end in order after a signal, before the agent kills them; None for torch's
+            30, or what its variable says.
         **others: further fields of torch's LaunchConfig, which override these.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -95,6 +114,12 @@ def engine_config(count: int, machines: Machines, logs: str, **others: Any) -> L
         "monitor_interval": 0.1,
         "local_addr": None if several else "localhost",
     }
+    # Older versions of torch have neither.
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    if "signals_to_handle" in known:
+        fields["signals_to_handle"] = ",".join(PASSED_ON)
+    if "shutdown_timeout" in known and patience is not None and SHUTDOWN not in os.environ:
+        fields["shutdown_timeout"] = math.ceil(patience)
     fields.update(others)
     fields.setdefault("logs_specs", DefaultLogsSpecs(log_dir=logs))
     return LaunchConfig(**fields)
@@ -119,7 +144,8 @@ def run_engine(
         report: called with the first failure; if left out, a failure that no rank reported is printed.
 
     Returns:
-        The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n.
+        The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n; that of
+        a run that was preempted.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -129,22 +155,27 @@ def run_engine(
 
     sys.stdout.flush()
     sys.stderr.flush()
-    is_alone = config.rdzv_backend == NAME
+    assert config.logs_specs is not None
+    is_alone, notes = config.rdzv_backend == NAME, ExitNotes(config.logs_specs.root_log_dir)
     with tries() as tried, _as_agent(_of_one_machine(tried) | dict(variables) if is_alone else variables, folder):
         while True:
             try:
                 elastic_launch(config, program)(*arguments)
             except ChildFailedError as error:
+                left_with = notes.code()
+                if left_with is not None:
+                    return left_with
                 if is_alone and tried.again():
                     continue
                 ended = first_failure(error, config.nproc_per_node)
                 (report or _say)(ended)
                 return ended.code
             except SignalException as error:
-                return 128 + int(error.sigval)
+                left_with = notes.code()
+                return 128 + int(error.sigval) if left_with is None else left_with
             except KeyboardInterrupt:
                 return 128 + signal.SIGINT
-            return 0
+            return notes.code() or 0
 
 
 def _of_one_machine(tried: Tries) -> dict[str, str]:

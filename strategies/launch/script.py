@@ -56,13 +56,16 @@ def machines_of(num_nodes: int) -> Machines:
     return Machines(num_nodes, node_rank, values["MASTER_ADDR"], int(values["MASTER_PORT"]))
 
 
-def run_ranks(count: int, machines: Machines | None = None, folder: str | None = None) -> int:
+def run_ranks(
+    count: int, machines: Machines | None = None, folder: str | None = None, patience: float | None = None
+) -> int:
     """Runs this process's own command line on so many ranks, and waits for them.
 
     Args:
         count: ranks of this machine.
         machines: where several take part.
         folder: the working directory that the command line was given in.
+        patience: seconds that ranks have to end in order after a signal; None for torch's 30.
 
     Returns:
         The exit status: 0 if all ranks ended well, else that of the first that did not, 128 + n for signal n.
@@ -82,5 +85,5 @@ def run_ranks(count: int, machines: Machines | None = None, folder: str | None =
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count)),
     }
     with tempfile.TemporaryDirectory(prefix="leyden-ranks-") as logs:
-        config = engine_config(count, machines or Machines(), logs)
+        config = engine_config(count, machines or Machines(), logs, patience)
         return run_engine(config, sys.executable, sys.orig_argv[1:], variables, folder)

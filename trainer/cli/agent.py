@@ -39,14 +39,15 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
         raise ConfigurationError(f"there is no program {command[0]}: give its path.")
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
+    from leyden.strategies.launch.elastic import SAVING, Machines, engine_config, run_engine
 
     kept = plan.elastic.log_dir
     if kept is not None:
         os.makedirs(kept, exist_ok=True)
     logs = Path(kept or tempfile.mkdtemp(prefix="leyden-launch-"))
     machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
-    config = engine_config(plan.per_machine, machines, str(logs), **_elastic_settings(plan, logs))
+    patience = SAVING if plan.launched.resume else None
+    config = engine_config(plan.per_machine, machines, str(logs), patience, **_elastic_settings(plan, logs))
     failures: list[Ended] = []
     try:
         status = run_engine(config, command[0], command[1:], plan.variables(), report=failures.append)

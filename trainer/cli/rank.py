@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from leyden.strategies.launch.leaving import ERROR_FILE, has_noted_exit
+
 TRACE = "traceback.txt"
 """A file beside torch's error file, with the whole traceback, or where a signal struck."""
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 PLACES = ("site-packages", "dist-packages", os.sep + "torch" + os.sep, "<frozen ")
 
 
@@ -35,6 +36,15 @@ def main(arguments: list[str]) -> None:
         _report_restart(folder)
         # Kept open: a signal handler writes to it.
         faulthandler.enable(open(folder / TRACE, "w"))  # noqa: SIM115
+    try:
+        _run(arguments)
+    except SystemExit:
+        # A run that was preempted is no failure, after which the agent would start its ranks again.
+        if not has_noted_exit():
+            raise
+
+
+def _run(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         sys.path.insert(0, os.getcwd())

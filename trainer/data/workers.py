@@ -5,13 +5,18 @@ killed.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from leyden.strategies.launch.environment import is_running
+
+THEIRS = {"SIGTERM", "SIGINT", "SIGCHLD", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"}
+"""Signals by which multiprocessing and torch end a worker or learn of its end."""
 
 # A Trainer and its module refer to each other, so their loaders end by garbage collection. It closes the queues to the
 # workers before the iterator uses them to stop the workers, and the iterator then waits for each worker (torch 2.13,
@@ -30,7 +35,7 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
         return iter(loader)
     # torch's loader passes it to each worker that it starts here.
     own = loader.worker_init_fn
-    loader.worker_init_fn = EndsWithParent(own)
+    loader.worker_init_fn = EndsWithParent(own, survives=_answered_here())
     try:
         iterator = iter(loader)
     finally:
@@ -39,6 +44,17 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
     if to_workers is not None:
         _queues[iterator] = to_workers, iterator._worker_result_queue  # type: ignore[attr-defined]
     return iterator
+
+
+def _answered_here() -> list[int]:
+    """The signals to which this process has an answer of its own."""
+    return [int(kind) for kind in signal.Signals if kind.name not in THEIRS and callable(signal.getsignal(kind))]
+
+
+def _survive(number: int, frame: FrameType | None) -> None:
+    """Handles a signal that the main process answers. A function, since programs that a worker starts would inherit
+    SIG_IGN.
+    """
 
 
 class EndsWithParent:
@@ -50,14 +66,19 @@ class EndsWithParent:
     Args:
         then: the user's own `worker_init_fn`.
         interval: seconds between two checks.
+        survives: signals that the main process answers, perhaps by ending in order. A scheduler may send them to all
+            processes of a job, and the main process still needs its batches.
     """
 
-    def __init__(self, then: Callable[[int], None] | None, interval: float = 1.0) -> None:
+    def __init__(self, then: Callable[[int], None] | None, interval: float = 1.0, survives: Iterable[int] = ()) -> None:
         self._then = then
         self._interval = interval
+        self._survives = tuple(survives)
         self._parent = os.getpid()
 
     def __call__(self, worker_id: int) -> None:
+        for number in self._survives:
+            signal.signal(number, _survive)
         # On Windows the parent never changes, and a pipe without a reader is an error.
         if sys.platform != "win32":
             threading.Thread(target=self._watch, name="leyden-parent", daemon=True).start()

@@ -5,23 +5,38 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from collections.abc import Collection, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
+NOTICE = 0
+"""Stands where the number of a signal stands, for a notice that came in another way. No signal has it."""
+
 
 class Signals:
-    """Catches SIGINT and SIGTERM while a run lasts. The second SIGINT raises KeyboardInterrupt at once.
+    """Catches SIGINT, SIGTERM and those that preempt a run, while it lasts. The second SIGINT raises KeyboardInterrupt.
 
     Python allows handlers in the main thread only: in another one nothing is caught, and a run ends as its thread does.
     Where there are several ranks, a signal to one of them is pending until all have agreed on it
     (trainer/loops/agreement.py).
+
+    Args:
+        preempting: signals that preempt the run; see `Preemption`.
+        exit_code: the exit status of a run that is preempted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preempting: Collection[int] = (), exit_code: int = 0) -> None:
         self.received: int | None = None
         """The first signal that came, or None."""
         self.pending: int | None = None
         """The first one that came to this rank of several."""
+        self.came_at: float | None = None
+        """When the first one came to this rank, on the clock of `time.monotonic`."""
+        self.kinds = tuple(dict.fromkeys((signal.SIGINT, signal.SIGTERM, *preempting, NOTICE)))
+        """What may come, the same on all ranks; of several that come at once the first counts."""
+        self._none = (False,) * len(self.kinds)
+        self._preempting, self._exit_code = frozenset((*preempting, NOTICE)), exit_code
         self._has_ranks = False
         self.interruption: BaseException | None = None
         """What is raised for it when the run has ended in order."""
@@ -34,13 +49,14 @@ class Signals:
         return self
 
     def __enter__(self) -> Signals:
-        self.received = self.interruption = self.pending = None
+        self.received = self.interruption = self.pending = self.came_at = None
         # Of the run, not of this object's maker: a rank may have been forked since.
         self._pid = os.getpid()
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.getsignal(number)
-                signal.signal(number, self._handle)
+            for number in self.kinds:
+                if number != NOTICE:
+                    self._previous[number] = signal.getsignal(number)
+                    signal.signal(number, self._handle)
         return self
 
     def __exit__(
@@ -50,7 +66,7 @@ class Signals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous.clear()
         late, self.pending = self.pending, None
-        if late is not None and self.received is None and kind is None:
+        if late is not None and late != NOTICE and self.received is None and kind is None:
             # Too late for the ranks to agree on it: it does now what it would have done without us.
             os.kill(os.getpid(), late)
 
@@ -65,24 +81,51 @@ class Signals:
             return
         if number == signal.SIGINT and signal.SIGINT in (self.received, self.pending):
             raise KeyboardInterrupt
+        self._note(number)
+
+    def notice(self) -> None:
+        """Preempts the run as a signal would, from any thread."""
+        self._note(NOTICE)
+
+    def _note(self, number: int) -> None:
+        self.came_at = time.monotonic() if self.came_at is None else self.came_at
         if self._has_ranks:
             self.pending = number if self.pending is None else self.pending
         elif self.received is None:
             self.received = number
 
-    def pending_here(self) -> tuple[bool, bool]:
-        """Whether SIGINT, and whether SIGTERM, came to this rank and is still to be agreed on."""
-        return self.pending == signal.SIGINT, self.pending == signal.SIGTERM
+    def pending_here(self) -> tuple[bool, ...]:
+        """Which of `kinds` came to this rank and is still to be agreed on."""
+        pending = self.pending
+        return self._none if pending is None else tuple(kind == pending for kind in self.kinds)
 
-    def agree(self, interrupted: bool, terminated: bool) -> None:
+    def agree(self, came: Sequence[bool]) -> None:
         """Receives what came to any rank, by the `pending_here` of all: it has come to every one of them."""
-        if self.received is None and (interrupted or terminated):
-            self.received = signal.SIGINT if interrupted else signal.SIGTERM
+        if self.received is None and any(came):
+            self.received = self.kinds[list(came).index(True)]
+
+    @property
+    def preempted(self) -> bool:
+        """True if the run ends to make room, and asks to be started again."""
+        return self.received in self._preempting
+
+    @property
+    def preempting(self) -> int | None:
+        """The signal that preempts the run, be it that the other ranks do not know of it yet; None if none does."""
+        first = self.pending if self.received is None else self.received
+        return first if first in self._preempting else None
+
+    @property
+    def name(self) -> str:
+        """The signal that was received, in words."""
+        if self.received in list(signal.Signals):
+            return signal.Signals(self.received).name
+        return "should_preempt" if self.received == NOTICE else f"signal {self.received}"
 
     def exception(self) -> BaseException | None:
         """What a run that was asked to stop raises when it has ended in order."""
-        if self.received is not None:
-            self.interruption = (
-                KeyboardInterrupt() if self.received == signal.SIGINT else SystemExit(128 + self.received)
-            )
+        if self.received == signal.SIGINT:
+            self.interruption = KeyboardInterrupt()
+        elif self.received is not None:
+            self.interruption = SystemExit(self._exit_code if self.preempted else 128 + self.received)
         return self.interruption

@@ -82,9 +82,9 @@ class Agreement:
 
     def _take(self) -> bool:
         assert self._answer is not None
-        interrupted, terminated, self.stops, self.time_is_up, self.validation_is_due, cut = self._answer()
+        *came, self.stops, self.time_is_up, self.validation_is_due, cut = self._answer()
         self._answer = None
-        self._signals.agree(interrupted, terminated)
+        self._signals.agree(came)
         return cut
 
 
@@ -126,7 +126,7 @@ class Pass:
 
     def _take(self) -> bool:
         assert self._answer is not None
-        interrupted, terminated, goes_on = self._answer()
+        *came, goes_on = self._answer()
         self._answer = None
-        self._signals.agree(interrupted, terminated)
+        self._signals.agree(came)
         return goes_on

@@ -129,6 +129,10 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
             callbacks.append(ModelCheckpoint())
         elif has and not arguments.enable_checkpointing and not arguments.fast_dev_run:
             raise ConfigurationError("enable_checkpointing=False, and callbacks holds a ModelCheckpoint: choose one.")
+    if arguments.preemption is not None and not arguments.fast_dev_run:
+        from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint
+
+        callbacks.append(PreemptionCheckpoint())
     if arguments.enable_progress_bar:
         from leyden.callbacks.progress_bar import ProgressBar, TQDMProgressBar
 

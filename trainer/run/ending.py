@@ -14,16 +14,17 @@ if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
 
-def in_order(run: Run, last_words: Callable[[], str | None]) -> None:
+def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[], None]) -> None:
     """Ends a run without an error.
 
     Args:
         run: the run.
         last_words: composes what is printed when the loggers are closed; None for nothing.
+        leave: tells others that the run was preempted, if it was.
 
     Raises:
         KeyboardInterrupt: if Ctrl-C ended the run; `on_exception` was called before.
-        SystemExit: if SIGTERM did.
+        SystemExit: if SIGTERM or a preemption did.
     """
     interruption = run.signals.exception()
     if interruption is not None:
@@ -32,6 +33,8 @@ def in_order(run: Run, last_words: Callable[[], str | None]) -> None:
     words = last_words()
     if words is not None:
         run.print(words)
+    # Last: SLURM ends what is left of a job that is requeued.
+    leave()
     if interruption is not None:
         raise interruption
 

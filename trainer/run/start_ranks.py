@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.base import Callback
     from leyden.strategies.ranks import Ranks
     from leyden.trainer.module import TrainModule
+    from leyden.trainer.preemption import Preemption
     from leyden.trainer.run.state import Run
 
 _started_in: str | None = None
@@ -29,11 +30,14 @@ with suppress(OSError):
     _started_in = os.getcwd()
 
 
-def start_ranks(ranks: Ranks, on_rank: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
+def start_ranks(
+    ranks: Ranks, preemption: Preemption | None, on_rank: Callable[..., dict[str, Any] | None], *args: Any
+) -> dict[str, Any]:
     """Starts the ranks that a run plans, as their `start_method` says.
 
     Args:
         ranks: the plan.
+        preemption: how the run ends to make room; None if it does not.
         on_rank: what a forked or spawned rank calls.
         *args: its arguments.
 
@@ -42,9 +46,12 @@ def start_ranks(ranks: Ranks, on_rank: Callable[..., dict[str, Any] | None], *ar
     """
     method = ranks.start_method
     if method == "script":
+        from leyden.strategies.launch.elastic import SAVING
         from leyden.strategies.launch.script import machines_of, run_ranks
 
-        raise SystemExit(run_ranks(ranks.local_size, machines_of(ranks.num_nodes), _started_in))
+        # Beyond the grace period, ranks end themselves.
+        patience = None if preemption is None else SAVING if preemption.grace is None else preemption.grace + 30
+        raise SystemExit(run_ranks(ranks.local_size, machines_of(ranks.num_nodes), _started_in, patience))
     if ranks.num_nodes > 1:
         raise ConfigurationError(
             f"start_method={method!r} starts the ranks of one machine, and num_nodes={ranks.num_nodes}: use "
