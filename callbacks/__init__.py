@@ -18,6 +18,8 @@ _HOMES = {
     "MLFlowLogger": "mlflow_logger",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "NonFiniteError": "non_finite_guard",
+    "NonFiniteGuard": "non_finite_guard",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PreemptionCheckpoint": "preemption_checkpoint",
     "TQDMProgressBar": "progress_bar",
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.mlflow_logger import MLFlowLogger as MLFlowLogger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint
     from leyden.callbacks.model_summary import ModelSummary as ModelSummary
+    from leyden.callbacks.non_finite_guard import NonFiniteError as NonFiniteError
+    from leyden.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar

@@ -1,0 +1,140 @@
+"""NonFiniteGuard, a callback that keeps gradients with nan or infinity out of the weights."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
+from leyden.strategies.saved_state import SavedState
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+ACTIONS = ("stop", "skip")
+SHOWN = 3
+"""So many names of parameters a message lists."""
+
+
+class NonFiniteError(LeydenError):
+    """Gradients had nan or infinity in them. No weight has been changed by them."""
+
+
+class NonFiniteGuard(Callback):
+    """Looks at the gradients of each step before the optimizer does, and acts if one is nan or infinite.
+
+    All ranks act alike. Looking costs one reduction over the gradients and one flag per optimizer step, which on a GPU
+    the host waits for; sharded gradients (FSDP, a mesh) exchange the flag. Weights and optimizer state stay as they
+    were before the step.
+
+    Under a gradient scaler (precision 16-mixed) infinite gradients are a part of its search for a scale, and the scaler
+    leaves their steps out by itself: there only `patience` counts.
+
+    Args:
+        action: "stop" raises `NonFiniteError`; "skip" leaves the step out with a warning, and goes on with the next
+            batch. A step that is left out counts as one: `global_step` and schedulers go on.
+        patience: steps in a row that may be left out; the next one raises. None for no limit.
+
+    Attributes:
+        skipped: the global steps that were left out, by their numbers from 1.
+
+    Raises:
+        ConfigurationError: for an unknown action, and a patience below 1.
+
+    Example:
+        >>> guard = NonFiniteGuard("skip", patience=5)
+        >>> # Trainer(callbacks=[guard]).fit(module, loader)
+        >>> guard.skipped
+        []
+    """
+
+    state_per_rank = False
+
+    def __init__(self, action: Literal["stop", "skip"] = "stop", patience: int | None = 10) -> None:
+        if action not in ACTIONS:
+            raise ConfigurationError(f"NonFiniteGuard(action={action!r}): {nearest(str(action), ACTIONS)}")
+        if patience is not None and (type(patience) is not int or patience < 1):
+            raise ConfigurationError(f"NonFiniteGuard(patience={patience!r}): give a number from 1, or None.")
+        self.action, self.patience = action, patience
+        self.skipped: list[int] = []
+        self._in_a_row = 0
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and trainer.strategy.drives_one:
+            raise ConfigurationError(
+                f"NonFiniteGuard reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: leave "
+                "the callback out; the engine skips steps whose gradients overflow in fp16."
+            )
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not self._is_bad(trainer, parameters):
+            self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        scales = trainer.strategy.precision.may_skip
+        if (self.action == "stop" and not scales) or (self.patience is not None and self._in_a_row > self.patience):
+            raise NonFiniteError(self._described(trainer, module, parameters))
+        step = trainer.global_step + 1
+        if scales:
+            return
+        for parameter in parameters:
+            # Optimizers leave parameters without a gradient alone, with their state and weight decay.
+            parameter.grad = None
+        self.skipped.append(step)
+        if trainer.is_global_zero:
+            where = f"epoch {trainer.current_epoch}, batch {trainer.progress.batch}"
+            warnings.warn(f"step {step} ({where}) was left out: its gradients were not finite.", stacklevel=2)
+
+    def _is_bad(self, trainer: Trainer, parameters: Sequence[Tensor]) -> bool:
+        strategy = trainer.strategy
+        is_bad = 1.0 - _are_finite(parameters).to(strategy.root_device, torch.float32)
+        if not strategy.replicates and strategy.ranks.world_size > 1:
+            is_bad = strategy.ranks.reduce(is_bad, reduction="max")
+        return bool(is_bad)
+
+    def _described(self, trainer: Trainer, module: TrainModule, parameters: Sequence[Tensor]) -> str:
+        ranks = trainer.strategy.ranks
+        reached = {id(parameter) for parameter in parameters}
+        here = [name for name, p in module.named_parameters() if id(p) in reached and not _are_finite([p])]
+        everywhere = ranks.all_gather_object(here)
+        found = list(dict.fromkeys(name for names in everywhere for name in names))
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        row = f" for {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
+        return (
+            f"the gradients of step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch "
+            f"{trainer.progress.batch}) were not finite{row}: {', '.join(found[:SHOWN])}{more}. No weight was "
+            "changed by them. Look at that batch, lower the learning rate, clip gradients (gradient_clip_val=1.0), or "
+            "leave such steps out: NonFiniteGuard('skip')."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        saved = SavedState(state_dict)
+        self.skipped = [int(step) for step in saved.items("skipped")]
+        self._in_a_row = saved.integer("in_a_row", least=0)
+
+
+def _are_finite(parameters: Sequence[Tensor]) -> Tensor:
+    """True, 0-d, unless this rank's gradients have a nan or an infinity."""
+    grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in parameters if p.grad is not None]
+    dense = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in dense:
+        if grad.numel():
+            by_device.setdefault(grad.device, []).append(grad)
+    if not by_device:
+        return torch.ones((), dtype=torch.bool)
+    # The largest values: a norm of half-precision gradients may overflow where they do not.
+    largest = [torch.stack([n.float() for n in torch._foreach_norm(own, math.inf)]) for own in by_device.values()]
+    return torch.stack([found.max().to(largest[0].device) for found in largest]).max().isfinite()
