@@ -479,6 +479,9 @@ class Trainer(TrainerView):
         run.module._join(self, run.logs)
         if run.datamodule is not None:
             run.datamodule._join(self)
+        lock = resuming.lock_of(self, goal)
+        if lock is not None:
+            run.hold(lock, alone=goal.path == "auto", each_node=self.saves_on_each_node)
         return run.setup(*resuming.open_reader(self, goal), goal)
 
     def _last_words(self, run: Run) -> str | None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 import math
 import os
-import platform
 import re
 import secrets
 import shutil
@@ -15,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Literal
 
-from leyden.strategies.launch.environment import is_running
+from leyden.strategies.launch.processes import place, runs, started
 from leyden.trainer.format.manifest import MANIFEST
 
 # tmp: being written; old: moved aside by an unfinished overwrite; del: being deleted.
@@ -31,7 +28,7 @@ _PATTERN = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<pid>\d+)-(?P<s
 def sibling(target: Path, kind: Kind) -> Path:
     """Returns a new name beside `target` that identifies this process and host."""
     pid = os.getpid()
-    return target.with_name(f".{target.name}.{kind}-{pid}-{_started(pid)}-{_host()}-{secrets.token_hex(4)}")
+    return target.with_name(f".{target.name}.{kind}-{pid}-{started(pid)}-{place()}-{secrets.token_hex(4)}")
 
 
 def sweep(folder: Path, now: float | None = None) -> None:
@@ -80,8 +77,8 @@ def clock_of(folder: Path) -> float | None:
 
 def _is_alive(path: Path, match: re.Match[str], now: float | None) -> bool:
     """Returns True unless it is certain that no process writes or deletes it any more."""
-    if match["host"] == _host():
-        return _runs(int(match["pid"]), match["start"])
+    if match["host"] == place():
+        return runs(int(match["pid"]), match["start"])
     return now is None or now - _last_sign(path) < SILENT
 
 
@@ -172,32 +169,3 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@functools.cache
-def _host() -> str:
-    """Returns a name for this host since boot, or this container, within which a process number is unique."""
-    space = ""
-    with contextlib.suppress(OSError):
-        space = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
-    name = re.sub(r"\W", "_", platform.node()) or "host"
-    return f"{name}_{hashlib.sha256(space.encode()).hexdigest()[:8]}" if space else name
-
-
-def _started(pid: int) -> str:
-    """Returns when a process began, in ticks since boot, to recognise a reused number; "0" if there is no /proc."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "0"
-    # A killed process is listed as a zombie until its parent collects its status.
-    return "gone" if fields[0] in ("Z", "X") else fields[19]
-
-
-def _runs(pid: int, start: str) -> bool:
-    if start != "0" and os.path.isdir("/proc/self"):
-        return _started(pid) == start
-    if os.name == "nt":
-        # os.kill(pid, 0) would end the process on Windows; leftovers stay there until they are deleted by hand.
-        return True
-    return is_running(pid)

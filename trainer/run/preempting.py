@@ -113,6 +113,7 @@ class Departure:
         )
         print(f"leyden: the grace period of {grace:g} s is over ({where}): {done}.", file=sys.stderr, flush=True)
         self.leave()
+        run.release()
         os._exit(exit_code)
 
 

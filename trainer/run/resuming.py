@@ -24,6 +24,7 @@ from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import PROGRESS
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.identity import Difference, Identity
+from leyden.trainer.run.lock import FolderLock
 
 if TYPE_CHECKING:
     from leyden.trainer.trainer import Trainer
@@ -107,7 +108,6 @@ def open_reader(trainer: Trainer, goal: Goal) -> tuple[Reader | None, str]:
     Returns:
         The reader, or None to start anew; and the words that name it to the user.
     """
-    settle_nodes(trainer)
     if goal.path is None:
         return None, "anew"
     if goal.continues:
@@ -177,6 +177,15 @@ def _find(trainer: Trainer, goal: Goal, ranks: CheckpointRanks) -> Path | None:
             path, f"is not there, and none of the words for a checkpoint. {nearest(path.name, WORDS)}"
         )
     return path
+
+
+def lock_of(trainer: Trainer, goal: Goal) -> FolderLock | None:
+    """The lock of the folder that a fit saves in; None if it saves nothing."""
+    settle_nodes(trainer)
+    saves = bool(trainer.checkpoint_callbacks) or trainer.arguments.preemption is not None
+    if trainer.state.stage != "fit" or trainer.fast_dev_run or not saves:
+        return None
+    return FolderLock(trainer.checkpoint_folder)
 
 
 def depth_of(trainer: Trainer, folder: str) -> int:

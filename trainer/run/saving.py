@@ -68,6 +68,8 @@ def save(
         loop = None
     strategy = run.engine.strategy
     ranks = CheckpointRanks(strategy, path, trainer.saves_on_each_node)
+    if run.lock is not None:
+        ranks.keep(run.lock.check_held)
     home = _home(trainer, Path(os.path.abspath(path)))
     with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home) as writer:
         # The loop first: it sends the loggers the row of the step just done.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.progress import Progress
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from leyden.trainer.run.callback_list import CallbackList
     from leyden.trainer.run.fit_limits import FitLimits
     from leyden.trainer.run.loaders import Transfer
+    from leyden.trainer.run.lock import FolderLock
     from leyden.trainer.run.resuming import Goal, Reader
 
 
@@ -62,7 +64,7 @@ class Run:
         signals: Ctrl-C and SIGTERM.
         profiler: measures hooks and steps; None without one.
         callback_list: who takes part in runs.
-        hooks: the listeners. Made for this run, as are the next ten.
+        hooks: the listeners. Made for this run, as are the next eleven.
         module: what runs.
         datamodule: whose loaders run; None without one.
         compiled: the `torch.compile` wrapper around the module; None without one.
@@ -73,6 +75,7 @@ class Run:
         should_stop: somebody asked the run to end.
         origin: what the run starts from, in words.
         ckpt_path: the checkpoint that it starts from; None without one.
+        lock: of the folder that it holds alone; None if it does not.
         progress: how far training is. Taken over, as are the next three; a fit that starts anew makes its own.
         schedulers: of learning rates, each with the times at which it steps.
         identity: which training this is, for `ckpt_path="auto"`; None before a fit.
@@ -97,6 +100,7 @@ class Run:
     should_stop: bool = field(default=False, init=False)
     origin: str = field(default="anew", init=False)
     ckpt_path: str | None = field(default=None, init=False)
+    lock: FolderLock | None = field(default=None, init=False)
 
     progress: Progress
     schedulers: list[SchedulerConfig] = field(default_factory=list)
@@ -196,6 +200,26 @@ class Run:
             self.profiler.begin(self.arguments.default_root_dir)
         if debugging.is_debugging():
             debugging.begin(self.engine, 1 if self.accumulation is None else self.accumulation.length(0))
+
+    def hold(self, lock: FolderLock, alone: bool, each_node: bool) -> None:
+        """Keeps other runs out of the folder that it saves in, or makes sure that no other keeps it out.
+
+        Args:
+            lock: of the folder.
+            alone: it continues by itself, so that a second one would continue the same.
+            each_node: every machine has a folder of its own.
+
+        Raises:
+            LeydenError: on all ranks, if another run holds the folder; names its process.
+        """
+        ranks = CheckpointRanks(self.strategy, lock.path.parent, each_node)
+        ranks.keep(lock.acquire if alone else lock.check_free)
+        self.lock = lock if alone else None
+
+    def release(self) -> None:
+        """Gives the folder up."""
+        if self.lock is not None:
+            self.lock.release()
 
     def setup(self, reader: Reader | None, origin: str, goal: Goal) -> Restorer:
         """Sets up everybody, and loads the weights.
@@ -303,6 +327,7 @@ class Run:
             self.logs.end_batch()
             self.module._leave()
             self.callback_list.leave()
+            self.release()
 
     # what it does -----------------------------------------------------------------------------------------------------
     def ask_to_stop(self, asked: bool = True) -> None:

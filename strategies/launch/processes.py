@@ -1,0 +1,43 @@
+"""Which process something belongs to, and whether that one still runs: by its place, its number and its start."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import re
+from pathlib import Path
+
+from leyden.strategies.launch.environment import is_running
+
+
+@functools.cache
+def place() -> str:
+    """Returns a name for this host since boot, or this container, within which a process number is unique."""
+    space = ""
+    with contextlib.suppress(OSError):
+        space = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    name = re.sub(r"\W", "_", platform.node()) or "host"
+    return f"{name}_{hashlib.sha256(space.encode()).hexdigest()[:8]}" if space else name
+
+
+def started(pid: int) -> str:
+    """Returns when a process began, in ticks since boot, to recognise a reused number; "0" if there is no /proc."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "0"
+    # A killed process is listed as a zombie until its parent collects its status.
+    return "gone" if fields[0] in ("Z", "X") else fields[19]
+
+
+def runs(pid: int, start: str) -> bool:
+    """Returns True unless it is certain that the process which began then has ended."""
+    if start != "0" and os.path.isdir("/proc/self"):
+        return started(pid) == start
+    if os.name == "nt":
+        # os.kill(pid, 0) would end the process on Windows.
+        return True
+    return is_running(pid)

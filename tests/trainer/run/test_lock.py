@@ -1,0 +1,324 @@
+"""A run that continues by itself holds its folder: a second one is refused by name, a dead one's folder is taken."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import Line
+from ranks.world import run_world
+
+from leyden import Callback, LeydenError, Trainer
+from leyden.callbacks import ModelCheckpoint
+from leyden.trainer.checkpoint.folder import all_checkpoints
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.run.lock import NAME, FolderLock, Owner
+
+RANK = int(os.environ.get("RANK", "0"))
+QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "max_epochs": 1}
+
+
+def write(folder: Path, age: float = 0.0, **fields: Any) -> Path:
+    """A lock that this process did not make: by default that of a process on another host."""
+    owner = dataclasses.replace(Owner.here(), **{"place": "elsewhere", "host": "gpu7", "user": "ada", **fields})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / NAME).write_text(json.dumps(dataclasses.asdict(owner)))
+    then = (folder / NAME).stat().st_mtime - age
+    os.utime(folder / NAME, (then, then))
+    return folder
+
+
+def owner_of(folder: Path) -> Owner:
+    return Owner.read((folder / NAME).read_bytes())
+
+
+@pytest.fixture
+def lock(tmp_path: Path) -> Iterator[FolderLock]:
+    made = FolderLock(tmp_path)
+    yield made
+    made.release()
+
+
+def in_a_fork(work: Callable[[], Any]) -> int:
+    """Does the work in a forked process; returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# the file -------------------------------------------------------------------------------------------------------------
+def test_a_folder_is_held_until_it_is_released(lock: FolderLock, tmp_path: Path) -> None:
+    lock.acquire()
+    assert owner_of(tmp_path).pid == os.getpid()
+    with pytest.raises(LeydenError, match=r"belongs to a run that is under way: this very process.*default_root_dir"):
+        FolderLock(tmp_path).acquire()
+    with pytest.raises(LeydenError, match="belongs to a run"):
+        FolderLock(tmp_path).check_free()
+    assert in_a_fork(FolderLock(tmp_path).acquire) == 1
+    lock.release()
+    lock.release()
+    assert os.listdir(tmp_path) == []
+    FolderLock(tmp_path).check_free()
+
+
+def test_what_a_kill_left_on_this_host_is_taken_at_once(lock: FolderLock, tmp_path: Path) -> None:
+    def killed() -> None:
+        FolderLock(tmp_path).acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert in_a_fork(killed) == -signal.SIGKILL
+    assert owner_of(tmp_path).pid != os.getpid()
+    lock.acquire()
+    assert owner_of(tmp_path).pid == os.getpid()
+    assert os.listdir(tmp_path) == [NAME]
+
+
+def test_a_process_with_the_number_of_a_dead_one_is_not_taken_for_it(lock: FolderLock, tmp_path: Path) -> None:
+    here = Owner.here()
+    write(tmp_path, place=here.place, start=str(int(here.start) - 1))
+    lock.acquire()
+    assert owner_of(tmp_path).start == here.start
+
+
+def test_another_containers_process_of_the_same_number_is_judged_by_its_silence(tmp_path: Path) -> None:
+    write(tmp_path, place=f"{Owner.here().place}_other")
+    # It has the number and start of this process, which runs; its own place cannot be looked into.
+    taken = FolderLock(tmp_path, silent=0.05)
+    taken.acquire()
+    assert owner_of(tmp_path).place == Owner.here().place
+    taken.release()
+
+
+def test_another_hosts_is_taken_after_its_silence(
+    lock: FolderLock, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, age=3600.0)
+    lock.acquire()
+    lock.release()
+    # Nothing to wait for, so nothing is said.
+    assert capsys.readouterr().err == ""
+    write(tmp_path, job="17")
+    short = FolderLock(tmp_path, silent=0.2)
+    short.acquire()
+    assert "was left by process" in capsys.readouterr().err
+    short.release()
+
+
+def test_its_clock_is_that_of_the_folder(lock: FolderLock, tmp_path: Path) -> None:
+    # A host whose clock is an hour ahead wrote it: its silence is counted here.
+    write(tmp_path, age=-3600.0)
+    ahead = FolderLock(tmp_path, silent=0.2)
+    ahead.acquire()
+    ahead.release()
+
+
+def test_another_host_that_gives_a_sign_is_not_taken(tmp_path: Path) -> None:
+    write(tmp_path, job="17", script="train.py")
+    over = threading.Event()
+
+    def beat() -> None:
+        count = 0
+        while not over.wait(0.01):
+            count += 1
+            os.utime(tmp_path / NAME, (count, count))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(LeydenError, match=r"of ada on gpu7 \(train.py, SLURM job 17\), since"):
+            FolderLock(tmp_path, silent=1e12).acquire()
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"pid": 1}', b"\xff\xfe", json.dumps({"token": 1}).encode()])
+def test_a_half_written_lock_is_taken_after_its_silence(content: bytes, lock: FolderLock, tmp_path: Path) -> None:
+    (tmp_path / NAME).write_bytes(content)
+    os.utime(tmp_path / NAME, (0, 0))
+    lock.acquire()
+    assert owner_of(tmp_path).pid == os.getpid()
+
+
+def test_a_claim_that_a_kill_left_is_cleared(tmp_path: Path) -> None:
+    write(tmp_path, age=3600.0)
+    lock = FolderLock(tmp_path, silent=0.2)
+    claim = tmp_path / f"{NAME}-{hashlib.sha256((tmp_path / NAME).read_bytes()).hexdigest()[:16]}"
+    claim.touch()
+    os.utime(claim, (0, 0))
+    lock.acquire()
+    assert os.listdir(tmp_path) == [NAME]
+    lock.release()
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["a free folder", "a dead owner's folder"])
+def test_of_many_processes_that_come_at_once_one_gets_the_folder(dead: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    if dead:
+        write(folder, age=3600.0)
+    start, end = os.pipe(), os.pipe()
+    children = []
+    for number in range(8):
+        child = os.fork()
+        if child == 0:
+            os.close(start[1])
+            os.close(end[1])
+            os.read(start[0], 1)
+            code = 1
+            try:
+                FolderLock(folder).acquire()
+                code = 0
+            except LeydenError:
+                pass
+            (tmp_path / str(number)).touch()
+            # The one that has it stays until all have tried.
+            os.read(end[0], 1)
+            os._exit(code)
+        children.append(child)
+    os.close(start[1])
+    while len(os.listdir(tmp_path)) < 9:
+        os.sched_yield()
+    os.close(end[1])
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert sorted(codes) == [0] + [1] * 7
+    assert os.listdir(folder) == [NAME]
+
+
+def test_without_hard_links_it_works_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(LeydenError, match="this very process"):
+        FolderLock(tmp_path).acquire()
+    assert os.listdir(tmp_path) == [NAME]
+    lock.release()
+
+
+def test_where_nothing_can_be_written_nothing_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "write_bytes", read_only)
+    with pytest.warns(UserWarning, match="Read-only file system.*nothing keeps a second run out"):
+        FolderLock(tmp_path).acquire()
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        FolderLock(tmp_path / "file").acquire()
+
+
+def test_a_sign_of_life_brings_back_what_was_cleaned_up(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, beat=0.01)
+    lock.acquire()
+    before = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).unlink()
+    while not (tmp_path / NAME).exists():
+        os.sched_yield()
+    assert (tmp_path / NAME).read_bytes() == before
+    lock.release()
+
+
+# runs -----------------------------------------------------------------------------------------------------------------
+def fit(folder: Path, *callbacks: Callback, **arguments: Any) -> Trainer:
+    trainer = Trainer(**{**QUIET, "resume": "auto", **arguments}, default_root_dir=folder, callbacks=list(callbacks))
+    trainer.fit(Line(), [torch.ones(1, 2)] * 4)
+    return trainer
+
+
+class Then(Callback):
+    """Does something in the second step."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        self.action = action
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.action()
+
+
+def test_a_run_holds_its_folder_and_gives_it_up(tmp_path: Path) -> None:
+    folder, seen = tmp_path / "checkpoints", []
+
+    def second() -> None:
+        seen.append(owner_of(folder).pid)
+        for arguments in ({}, {"resume": None}):
+            module = Line()
+            with pytest.raises(LeydenError, match="belongs to a run that is under way: this very process"):
+                fit(tmp_path, **arguments)
+        # In a folder of its own, without writing, or only to look: nothing is in the way.
+        fit(tmp_path / "other")
+        fit(tmp_path, fast_dev_run=True)
+        fit(tmp_path, resume=None, enable_checkpointing=False)
+        Trainer(**QUIET, default_root_dir=tmp_path).predict(module, [torch.ones(1, 2)])
+
+    fit(tmp_path, Then(second))
+    assert seen == [os.getpid()]
+    assert not (folder / NAME).exists()
+    # Also after an error.
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path / "error", Then(lambda: 1 / 0))
+    assert not (tmp_path / "error" / "checkpoints" / NAME).exists()
+
+
+def test_runs_that_begin_anew_share_a_folder_as_before(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def second() -> None:
+        seen.append((tmp_path / "checkpoints" / NAME).exists())
+        fit(tmp_path, resume=None)
+
+    fit(tmp_path, Then(second), resume=None)
+    assert seen == [False]
+    assert len(all_checkpoints(tmp_path / "checkpoints")) == 2
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    assert in_a_fork(lambda: fit(tmp_path, Then(lambda: os.kill(os.getpid(), signal.SIGKILL)))) == -signal.SIGKILL
+    assert (tmp_path / "checkpoints" / NAME).exists()
+    assert fit(tmp_path).global_step == 4
+    assert not (tmp_path / "checkpoints" / NAME).exists()
+
+
+def test_an_owner_that_slept_too_long_saves_no_more(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with pytest.raises(LeydenError, match=r"was taken over by process \d+ of ada on gpu7.*saves no more"):
+        fit(tmp_path, Then(lambda: write(folder)), ModelCheckpoint(every_n_train_steps=1, save_top_k=-1))
+    assert [path.name for path in all_checkpoints(folder)] == ["epoch=0-step=1"]
+    # It leaves the other's lock alone.
+    assert owner_of(folder).host == "gpu7"
+
+
+def on_two_ranks(folder: Path) -> None:
+    pids: list[int] = []
+    look = Then(lambda: pids.append(owner_of(folder / "checkpoints").pid))
+    trainer = fit(folder, look, strategy="ddp")
+    assert trainer.strategy.ranks.broadcast(os.getpid()) == pids[0]
+    assert not trainer.strategy.ranks.broadcast((folder / "checkpoints" / NAME).exists())
+    if RANK == 0:
+        write(folder / "checkpoints", place=Owner.here().place)
+    trainer.strategy.ranks.barrier()
+    fit(folder, strategy="ddp")
+
+
+def test_the_first_rank_holds_it_for_all_and_all_are_refused(tmp_path: Path) -> None:
+    first, second = run_world(2, on_two_ranks, tmp_path, may_fail=True)
+    # As with every error, the first rank's is shown, and the other ends with it.
+    assert "belongs to a run that is under way" in first
+    assert second == 1
