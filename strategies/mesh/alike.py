@@ -21,7 +21,12 @@ APART = 1e-3
 
 
 def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
-    """Finds a tp group whose ranks were given different batches, once in a run.
+    """Finds ranks of one model that were given different batches, once in a run.
+
+    Args:
+        ranks: of the run.
+        mesh: the dimension of those that share batches: `tp`, or `pp`.
+        batch: this rank's.
 
     Raises:
         ConfigurationError: on every rank of the group.
@@ -29,8 +34,9 @@ def check_batch(ranks: GroupRanks, mesh: DeviceMesh, batch: Any) -> None:
     seen: list[str] = []
     map_tensors(batch, lambda tensor: seen.append(f"{tuple(tensor.shape)} {tensor.dtype} {_digest(tensor)}"))
     if ranks.differing("; ".join(seen), mesh.get_group()):
+        group = "pipeline" if "pp" in (mesh.mesh_dim_names or ()) else "tp group"
         raise ConfigurationError(
-            "the ranks of a tp group were given different batches, and they share one model: let the Trainer shard the "
+            f"the ranks of a {group} were given different batches, and they share one model: let the Trainer shard the "
             "loader, or deal samples to strategy.data_size readers, of which this rank is strategy.data_rank. Where "
             "samples are drawn at random, call seed_everything() first."
         )

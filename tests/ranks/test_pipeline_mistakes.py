@@ -270,6 +270,60 @@ def hidden_states_of_all_layers(module: GPT) -> MeshStrategy:
     return PP2()
 
 
+class Balanced(nn.Module):
+    """A block that keeps a loss of its own, in itself or in a part of it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.router = block, nn.Identity()
+        self.router.loss = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.loss, self.router.loss = x.square().mean(), x.mean()
+        return self.block(x)  # type: ignore[no-any-return]
+
+
+def balance(module: GPT, of: Callable[[Any], Tensor]) -> None:
+    def training_step(self: GPT, batch: Any, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            block.loss = block.router.loss = None
+        loss = loss_of(self(batch[0]), batch[1])
+        for block in self.blocks:
+            loss = loss + of(block)
+        return loss
+
+    module.blocks = nn.ModuleList(Balanced(block) for block in module.blocks)
+    replace(module, "training_step", training_step)
+
+
+@mistake("the step reads 'loss' of 'blocks.0', which that module assigns in its forward, and another stage")
+def an_auxiliary_loss_that_blocks_keep(module: GPT) -> MeshStrategy:
+    balance(module, lambda block: block.loss)
+    return PP2()
+
+
+@mistake("the step reads 'loss' of 'blocks.0.router', which that module assigns in its forward")
+def an_auxiliary_loss_that_parts_of_blocks_keep(module: GPT) -> MeshStrategy:
+    balance(module, lambda block: getattr(block.router, "loss", torch.zeros(())))
+    return PP2(schedule="Interleaved1F1B")
+
+
+@mistake("the step reads 'seen' of 'blocks.0', which that module assigns in its forward")
+def a_buffer_that_all_blocks_count_in(module: GPT) -> MeshStrategy:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.dropout(x) + x  # type: ignore[no-any-return]
+
+    def training_step(self: GPT, batch: Any, batch_idx: int) -> Tensor:
+        return loss_of(self(batch[0]), batch[1]) * sum(block.seen for block in self.blocks)
+
+    for block in module.blocks:
+        block.register_buffer("seen", torch.zeros(()))
+        block.forward = types.MethodType(forward, block)
+    replace(module, "training_step", training_step)
+    return PP2()
+
+
 def first_error(make: Mistake) -> tuple[str, bool]:
     """The error of a run that begins with a mistake, and whether the weights that this rank holds are as they were."""
     torch.manual_seed(0)

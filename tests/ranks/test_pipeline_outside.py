@@ -173,17 +173,21 @@ def test_a_step_may_call_parts_within_what_other_stages_hold(ranks: list[dict[st
     assert said.startswith(f"'net' {OUTSIDE}")
 
 
-def beside(strategy: dict[str, Any]) -> list[str]:
+def beside(strategy: dict[str, Any]) -> tuple[str, str, int]:
     module = GPT(depth=4)
-    trainer_of({"microbatches": 2, **strategy}).fit(module, loader())
-    first = outside(module)
-    trainer_of({"microbatches": 2, **strategy}).fit(module, loader())
-    return [*first, str(len(module.losses))]
+    trainer = trainer_of(strategy)
+    trainer.fit(module, loader())
+    other = module.blocks[0 if trainer.strategy.ranks.global_rank > 1 else 3]
+    whole = said_by(lambda: module(torch.zeros(1, 4, dtype=torch.long)))
+    part = said_by(lambda: other(torch.zeros(1, 4, 32)))
+    trainer_of(strategy).fit(module, loader())
+    return whole, part, len(module.losses)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", [{"dp_shard": 2}, {"tp": 2, "plan": PLAN}], ids=["fsdp", "tp"])
 def test_a_model_is_refused_outside_of_steps_beside_other_dimensions(strategy: dict[str, Any]) -> None:
-    for rank, (whole, forward, *_) in enumerate(run_world(4, beside, strategy)):
+    for rank, (whole, part, steps) in enumerate(run_world(4, beside, strategy)):
         assert whole.startswith(f"the module GPT {OUTSIDE}")
-        assert forward.startswith(f"'{'blocks.2' if rank < 2 else 'places'}' {OUTSIDE}") or "tp" in strategy
+        assert part.startswith(f"'blocks.{3 if rank < 2 else 0}' {OUTSIDE}")
+        assert steps == (0 if rank < 2 else 4 if "tp" in strategy else 2)

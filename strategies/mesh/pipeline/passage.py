@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.pipeline.attributes import Attributes
 from leyden.strategies.mesh.pipeline.checks import refuse_records
 from leyden.strategies.mesh.pipeline.cut import Holdings
 from leyden.strategies.mesh.pipeline.draws import StageDraws
@@ -51,13 +52,16 @@ class Passages:
         self._is_left = False
         self._whole: dict[nn.Module, dict[str, nn.Module | None]] = {}
         self._of_stage: dict[int, dict[nn.Module, dict[str, nn.Module | None]]] = {}
+        self._attributes: list[Attributes] = []
         self._handles: list[Any] = []
         self._zeros = False
         self._not_zero: str | None = None
         list_of_blocks = root.get_submodule(cut.container)
         self._blocks = list(list_of_blocks.children())
         for stage in stages:
-            self._of_stage[stage] = {list_of_blocks: self._blocks_seen(list_of_blocks, stage)}
+            seen_blocks = self._blocks_seen(list_of_blocks, stage)
+            self._of_stage[stage] = {list_of_blocks: dict(seen_blocks)}
+            self._attributes.append(self._attributes_of(stage, seen_blocks))
             for full in (*cut.before, *cut.after):
                 owner, _, own = full.rpartition(".")
                 parent = root.get_submodule(owner)
@@ -69,13 +73,27 @@ class Passages:
         self._listen(stages)
         self._handles += refuse_records(root, cut)
 
-    def _blocks_seen(self, container: nn.Module, stage: int) -> dict[str, nn.Module | None]:
+    def _blocks_seen(self, container: nn.Module, stage: int) -> dict[str, nn.Module]:
         """The blocks as a stage sees them: its own, and stand-ins for the others."""
         own = self._cut.blocks_of(stage)
         return {
             name: block if place in own else _stand_in(block, self._other_block(name, place, own))
             for place, (name, block) in enumerate(container.named_children())
         }
+
+    def _attributes_of(self, stage: int, seen: dict[str, nn.Module]) -> Attributes:
+        named = [(f"{self._cut.container}.{name}", block) for name, block in seen.items()]
+        own = self._cut.blocks_of(stage)
+        blocks = dict(named[own.start : own.stop])
+        return Attributes(blocks, [(name, block) for name, block in named if name not in blocks])
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """In this context stages run to see what their blocks assign, which no other stage is to read."""
+        with ExitStack() as stack:
+            for attributes in self._attributes:
+                stack.enter_context(attributes.watching())
+            yield
 
     def _other_block(self, name: str, place: int, own: range) -> Callable[..., Any]:
         full = f"{self._cut.container}.{name}"

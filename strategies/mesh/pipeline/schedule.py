@@ -292,7 +292,7 @@ class Pipeline:
         found = None
         self.is_rehearsing, self.nan_stages = True, set()
         try:
-            with torch.no_grad(), self.draws.undoing():
+            with torch.no_grad(), self.draws.undoing(), self.passages.watching():
                 outputs = self.relay(step, part.batch, key)
             if self.has_last:
                 found = look(outputs)
