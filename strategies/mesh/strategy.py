@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -98,6 +99,22 @@ class MeshStrategy(FSDPStrategy):
                 f"device_mesh={kwargs['device_mesh']!r}: MeshStrategy makes its own of dp_replicate, dp_shard and tp. "
                 "Give their sizes."
             )
+        if pp == 1:
+            of_pipelines: dict[str, Any] = {
+                "schedule": None if schedule == "1F1B" else schedule,
+                "microbatches": microbatches,
+                "stages_per_rank": stages_per_rank,
+                "pipeline_module": pipeline_module,
+                "split": split,
+                "first_stage": first_stage or None,
+                "last_stage": last_stage or None,
+            }
+            for name, value in of_pipelines.items():
+                if value is not None:
+                    raise ConfigurationError(
+                        f"{name}={value!r} without pp: it is for a pipeline, and this mesh has none. Give pp=2 or "
+                        f"more, or leave out {name}."
+                    )
         super().__init__(auto_wrap_policy, **kwargs)
         self.name = "mesh"
         self._splits_by_machine = tp == "auto"
@@ -171,11 +188,6 @@ class MeshStrategy(FSDPStrategy):
             raise ConfigurationError(
                 f"tp={self.layout.tp} splits layers, and precision {self.precision.form!r} replaces them by its own: "
                 "use precision='bf16-mixed', or tp=1."
-            )
-        if self.layout.pp > 1 and self.precision.may_skip:
-            raise ConfigurationError(
-                f"pp={self.layout.pp} with precision={self.precision.name!r}: a gradient scaler would have to skip a "
-                "step on all stages together, which is not part of this version. Use precision='bf16-mixed'."
             )
         if self.shard_mesh is None:
             self._check_unsharded()
@@ -475,6 +487,8 @@ class MeshStrategy(FSDPStrategy):
         self._has_run = True
         if self._pipeline is not None:
             check_batch(self.ranks, self.pipeline_mesh, batch)
+            # A scaler makes its scale as it scales the first loss, which the last stage alone has.
+            self.precision.scale_loss(torch.zeros((), device=self.root_device))
         for tensor in self._tensors:
             tensor.start(self.ranks, batch)
 
@@ -486,6 +500,12 @@ class MeshStrategy(FSDPStrategy):
                 check_alike(self.tensor_mesh, self.modules, parameters)
                 self._checked.add(optimizer)
         super().before_step(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
+        if self._pipeline is not None and self.precision.may_skip:
+            self.precision.unscale(optimizer)
+            self.precision.share_found_inf(optimizer, self._pipeline.largest)
+        return super().step(optimizer, closure, **kwargs)
 
     def clip_parameters(
         self, parameters: Sequence[Tensor], value: float, algorithm: ClipAlgorithm = "norm", norm_type: float = 2.0

@@ -126,6 +126,18 @@ class MixedPrecision(Precision):
         self._unscaled.add(id(optimizer))
         self.scaler.unscale_(optimizer)
 
+    def share_found_inf(self, optimizer: Optimizer, largest: Callable[[Tensor], None]) -> None:
+        if self.scaler is None:
+            return
+        found: dict[torch.device, Tensor] = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        if not found:
+            # This rank has no gradients: the scaler would not step.
+            scale = self.scaler._scale
+            assert scale is not None
+            found[scale.device] = torch.zeros((), device=scale.device)
+        for number in found.values():
+            largest(number)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         if self.scaler is None:
             super().step(optimizer, closure, **kwargs)

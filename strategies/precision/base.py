@@ -78,6 +78,14 @@ class Precision:
     def unscale(self, optimizer: Optimizer) -> None:
         """Brings the gradients of the optimizer to their true scale; does nothing if they are."""
 
+    def share_found_inf(self, optimizer: Optimizer, largest: Callable[[Tensor], None]) -> None:
+        """Has a gradient scaler skip a step on all ranks of which one has found inf; nothing without a scaler.
+
+        Args:
+            optimizer: whose gradients have their true scale.
+            largest: makes a number the largest of those that ranks have, in place; all of them call it.
+        """
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps the optimizer, with the keyword arguments; returns False if the step was skipped."""
         if closure is None:

@@ -71,7 +71,8 @@ class Doomed(Numbered):
 def strategy_of(layout: str) -> Any:
     if layout in MESHES:
         plan = PLAN if "tp" in layout else None
-        return MeshStrategy(**MESHES[layout], plan=plan, auto_wrap_policy={Block}, microbatches=2)
+        count = 2 if "pp" in layout else None
+        return MeshStrategy(**MESHES[layout], plan=plan, auto_wrap_policy={Block}, microbatches=count)
     return {"single": "single_device", "ddp": "ddp", "fsdp": FSDPStrategy(auto_wrap_policy={Block})}[layout]
 
 

@@ -17,10 +17,9 @@ from ranks.world import run_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from leyden import Accelerator, Trainer, TrainModule
+from leyden import Trainer, TrainModule
 from leyden.strategies import MeshStrategy
 from leyden.strategies.errors import ConfigurationError
-from leyden.strategies.precision import find_precision
 from leyden.strategies.window import Window
 
 Mistake = Callable[[GPT], MeshStrategy]
@@ -150,6 +149,16 @@ def micro_batches_that_do_not_divide_into_rounds(module: GPT) -> MeshStrategy:
     return PP2(schedule="Interleaved1F1B", microbatches=5)
 
 
+@mistake("microbatches=4 without pp: it is for a pipeline, and this mesh has none. Give pp=2 or more, or leave out")
+def micro_batches_without_a_pipeline(module: GPT) -> MeshStrategy:
+    return MeshStrategy(microbatches=4)
+
+
+@mistake("first_stage=['places'] without pp: it is for a pipeline, and this mesh has none.")
+def a_first_stage_without_a_pipeline(module: GPT) -> MeshStrategy:
+    return MeshStrategy(dp_shard=2, first_stage=["places"])
+
+
 # what runs ------------------------------------------------------------------------------------------------------------
 @mistake("manual optimisation cannot go with pp: a pipeline runs forward and backward together")
 def manual_optimisation(module: GPT) -> MeshStrategy:
@@ -161,11 +170,6 @@ def manual_optimisation(module: GPT) -> MeshStrategy:
 def two_models(module: GPT) -> MeshStrategy:
     module.is_one_of_two = True  # type: ignore[assignment]
     return PP2()
-
-
-@mistake("pp=2 with precision='16-mixed': a gradient scaler would have to skip a step on all stages together")
-def a_gradient_scaler(module: GPT) -> MeshStrategy:
-    return PP2(precision=find_precision("16-mixed"))
 
 
 @mistake("LBFGS ")
@@ -403,15 +407,6 @@ def test_a_trainer_refuses(case: str) -> None:
     # The first error ends both ranks, of which one may have none of its own to show.
     found = [outcome for outcome in run_world(2, fit, *arguments, may_fail=True) if isinstance(outcome, str)]
     assert found and all(message in text for text in found)
-
-
-def own_loop() -> None:
-    Accelerator(strategy=PP2(), cpu=True).prepare(GPT(depth=4))
-
-
-def test_a_loop_of_the_users_own_is_refused() -> None:
-    for found in run_world(2, own_loop, may_fail=True):
-        assert "pp=2 in a loop of your own: a pipeline runs forward and backward together" in found
 
 
 def errors_of_four() -> list[str]:

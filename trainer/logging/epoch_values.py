@@ -97,6 +97,11 @@ class EpochValues:
         self._output_ranks = strategy.outputs.on_ranks(strategy.ranks)
         self.counts = self._output_ranks[strategy.ranks.global_rank]
 
+    @property
+    def are_in_parts(self) -> bool:
+        """True in a pipeline, where one rank has what all steps log."""
+        return self._strategy.outputs.are_in_parts
+
     def of_outputs(self, values: T) -> T:
         """What the last stage of this rank's pipeline has; what is given, elsewhere."""
         return self._strategy.outputs.share(values)

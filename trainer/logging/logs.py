@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -19,6 +19,10 @@ from leyden.trainer.logging.values import Nans, Value, as_tensor, extreme
 
 if TYPE_CHECKING:
     from leyden.trainer.logging.epoch_values import EpochValues, Key
+
+
+Shown: TypeAlias = "tuple[Value, bool, bool]"
+"""A value, and whether loggers and the progress bar are given it."""
 
 
 class Logs:
@@ -52,7 +56,7 @@ class Logs:
         self._apart = -1
         self.nans = Nans()
         self._entries: dict[tuple[str, str], Entry] = {}
-        self._epoch_values: dict[str, tuple[Value, bool, bool]] = {}
+        self._epoch_values: dict[str, Shown] = {}
         self._of_others: dict[str, Value] = {}
         """What the current step has logged on the last stage of a pipeline, of which this rank has another."""
 
@@ -303,27 +307,33 @@ class Logs:
         results, foreign = self._results(group, entries)
         for key, value in foreign:
             self._show(key, value, values, logged)
+        steps: dict[str, Shown] = {}
         for entry in entries:
             result = results.get(id(entry))
             if result is not None:
                 self._show(entry, result, values, logged)
             forks = entry.step_name != entry.epoch_name
             if entry.on_step and entry.fresh and entry.value is not None and (forks or result is None):
-                self._epoch_values[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
+                steps[entry.step_name] = (entry.value, entry.logger, entry.prog_bar)
+        self._epoch_values.update(steps)
         if not keep:
-            self._reset_of_others(entries)
+            self._follow_outputs(entries, steps)
             self.forget(group)
         return values, logged
 
-    def _reset_of_others(self, entries: Sequence[Entry]) -> None:
-        """Resets the metrics that the last stage of a pipeline has logged, on the ranks with other stages too."""
-        if self._ranks is None:
+    def _follow_outputs(self, entries: Sequence[Entry], steps: Mapping[str, Shown]) -> None:
+        """Has other ranks of a pipeline follow its last stage: a last step's values, and metrics that are reset."""
+        if self._ranks is None or not self._ranks.are_in_parts:
             return
         names = {id(part): name for name, part in self._module.named_modules()}
-        logged = [names[id(entry.metric)] for entry in entries if id(entry.metric) in names]
-        elsewhere = self._ranks.of_outputs(logged)
-        if elsewhere is not logged:
-            for name in elsewhere:
+        own = (
+            [names[id(entry.metric)] for entry in entries if id(entry.metric) in names],
+            {name: (float(value), logger, prog_bar) for name, (value, logger, prog_bar) in steps.items()},
+        )
+        metrics, values = shared = self._ranks.of_outputs(own)
+        if shared is not own:
+            self._epoch_values.update(values)
+            for name in metrics:
                 self._module.get_submodule(name).reset()  # type: ignore[operator]
 
     def _results(

@@ -184,16 +184,18 @@ class EvaluationLoop:
 
     def _step_rows(self) -> StepRows | None:
         """What collects the values of single batches for the loggers; None where they are given none."""
-        run = self._run
+        run, outputs = self._run, self._run.strategy.outputs
         loggers = run.loggers if run.strategy.ranks.is_global_zero and not run.state.sanity_checking else []
-        wanted = loggers and run.arguments.log_every_n_steps
-        return StepRows(loggers, self.logs, run.progress, self.stage) if wanted else None
+        # In a pipeline another rank has the values than the one with the loggers.
+        has_some = bool(run.loggers) and not run.state.sanity_checking if outputs.are_in_parts else bool(loggers)
+        wanted = has_some and run.arguments.log_every_n_steps
+        return StepRows(loggers, self.logs, run.progress, self.stage, outputs) if wanted else None
 
     def _end(self) -> dict[str, Value]:
         """Ends the pass: closing callbacks see reduced metrics and, in fit, a progress in which the pass is done."""
         run, stage = self._run, self.stage
         if self._rows is not None:
-            self._rows.send()
+            self._rows.end()
         self.hooks.fire(f"on_{stage}_epoch_end")
         values, logged = self.logs.reduce_epoch(stage)
         if not run.state.sanity_checking:

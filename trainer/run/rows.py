@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.outputs import StepOutputs
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, read_back
 
@@ -51,14 +52,18 @@ class StepRows:
     """What an evaluation logs by step: a row for every batch, kept on the device and sent a block at a time.
 
     Args:
-        loggers: those that are sent the rows.
+        loggers: those that are sent the rows; none on a rank that only has values for another.
         logs: has the values.
         progress: knows the epoch.
         stage: "validation" or "test".
+        outputs: says on which ranks steps reach their end.
     """
 
-    def __init__(self, loggers: Sequence[Logger], logs: Logs, progress: Progress, stage: str) -> None:
+    def __init__(
+        self, loggers: Sequence[Logger], logs: Logs, progress: Progress, stage: str, outputs: StepOutputs
+    ) -> None:
         self._loggers, self._logs, self._progress, self._stage = loggers, logs, progress, stage
+        self._outputs = outputs
         self._rows: list[Row] = []
 
     def add(self, step: int) -> None:
@@ -68,8 +73,16 @@ class StepRows:
         values = self._logs.step_values(self._stage)
         if values:
             self._rows.append((step, values))
-            if len(self._rows) == BLOCK:
+            if len(self._rows) == BLOCK and not self._outputs.are_in_parts:
                 self.send()
+
+    def end(self) -> None:
+        """Sends the rest. Every rank of a pipeline calls it: one has all the values, and another one the loggers."""
+        if self._outputs.are_in_parts:
+            read: list[Row] = [(step, read_back(values)) for step, values in self._rows]
+            shared = self._outputs.share(read)
+            self._rows = shared if self._loggers else []
+        self.send()
 
     def send(self) -> None:
         """Sends what has been kept."""

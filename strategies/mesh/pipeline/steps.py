@@ -246,6 +246,10 @@ class PipelineSteps:
         multiply([local(p.grad) for p in parameters if p.grad is not None], factor)
         return norm
 
+    def largest(self, number: Tensor) -> None:
+        """Makes a number the largest of those that the stages have, in place. Every rank of the pipeline calls it."""
+        dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
+
     def _counted_here(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Those whose gradients this rank counts: what two stages share counts on the first."""
         again = {id(module._parameters[name]) for module, name in self._shared} if self.pipeline.rank else set()
