@@ -1,0 +1,237 @@
+"""Measures the bubble of a pipeline, the part of a step in which ranks wait, beside its formula; and its memory.
+
+    python benchmarks/bubble.py                                  # GPipe, 1F1B and Interleaved1F1B over 4 ranks
+    python benchmarks/bubble.py --picture docs/1f1b.svg          # besides, one step of 1F1B with 8 micro-batches
+
+Real fits of a Trainer over gloo. Every block computes for `--work` milliseconds forward and for twice as long backward.
+It does so by sleeping, as a host does while its accelerator computes, so that ranks do not share this machine's cores.
+A step lasts from the first rank's first block to the last block's end on any rank; the idle share is what no block
+fills of it, the least over steps, since other work on the machine only adds to it. "holds" is for how many
+micro-batches a rank has activations at most. The peak is of fits without sleeping: the most bytes that the tensors of
+any rank held at one time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peak import Peak
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from leyden import Trainer, TrainModule
+from leyden.strategies import MeshStrategy
+
+BLOCKS_PER_RANK = 2
+ROWS, TOKENS, WIDTH = 4, 64, 128
+WARM_UP = 2
+STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a block ran, in seconds of the machine's clock."""
+
+    is_forward: bool
+    start: float
+    end: float
+
+
+class Work(torch.autograd.Function):
+    """Takes some time forward and twice as much backward, and notes when."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float, spans: list[Span]) -> Tensor:
+        ctx.seconds, ctx.spans = seconds, spans
+        spans.append(slept(True, seconds))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.spans.append(slept(False, 2 * ctx.seconds))
+        return grad, None, None
+
+
+def slept(is_forward: bool, seconds: float) -> Span:
+    start = time.monotonic()
+    time.sleep(seconds)
+    return Span(is_forward, start, time.monotonic())
+
+
+class Block(nn.Module):
+    def __init__(self, seconds: float, spans: list[Span]) -> None:
+        super().__init__()
+        self.seconds, self.spans = seconds, spans
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(x)))
+        return Work.apply(x, self.seconds, self.spans)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class Stack(TrainModule):
+    """Blocks of equal work."""
+
+    def __init__(self, blocks: int, seconds: float) -> None:
+        super().__init__()
+        self.spans: list[Span] = []
+        self.steps: list[list[Span]] = []
+        self.blocks = nn.Sequential(*(Block(seconds, self.spans) for _ in range(blocks)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.blocks(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.steps.append(list(self.spans))
+        self.spans.clear()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def fit(schedule: str, micro_batches: int, steps: int, seconds: float) -> list[list[Span]]:
+    """Trains, and returns what the blocks of this rank noted in each step after the warm-up."""
+    ranks = dist.get_world_size()
+    torch.manual_seed(0)
+    module = Stack(BLOCKS_PER_RANK * ranks, seconds)
+    data = TensorDataset(torch.randn(ROWS * micro_batches * (WARM_UP + steps), TOKENS, WIDTH))
+    strategy = MeshStrategy(pp=ranks, schedule=schedule, microbatches=micro_batches)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        trainer = Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, barebones=True, default_root_dir=folder)
+        trainer.fit(module, DataLoader(data, ROWS * micro_batches))
+    return module.steps[WARM_UP:]
+
+
+# what spans say -------------------------------------------------------------------------------------------------------
+def idle_share(ranks: list[list[Span]]) -> float:
+    """The part of one step that no block fills, over all ranks."""
+    spans = [span for rank in ranks for span in rank]
+    length = max(span.end for span in spans) - min(span.start for span in spans)
+    return 1 - sum(span.end - span.start for span in spans) / (length * len(ranks))
+
+
+def held(rank: list[Span]) -> float:
+    """The most micro-batches whose activations a rank has at one time."""
+    changes = sorted((span.start if span.is_forward else span.end, 1 if span.is_forward else -1) for span in rank)
+    return max(itertools.accumulate(change for _, change in changes)) / BLOCKS_PER_RANK
+
+
+def formula(schedule: str, ranks: int, micro_batches: int) -> float:
+    return (ranks - 1) / (STAGES_PER_RANK[schedule] * micro_batches + ranks - 1)
+
+
+# the picture ----------------------------------------------------------------------------------------------------------
+WIDE, HIGH, LEFT = 860, 34, 60
+COLOURS = {True: "#8ecae6", False: "#ffb703"}
+
+
+def picture(ranks: list[list[Span]]) -> str:
+    """One step as an SVG: a row for each rank, a box for each pass of a micro-batch through its blocks."""
+    begin = min(span.start for rank in ranks for span in rank)
+    scale = WIDE / (max(span.end for rank in ranks for span in rank) - begin)
+    height = HIGH * len(ranks) + 34
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDE + 10} {height}" font-family="sans-serif">',
+        f'<rect width="{LEFT + WIDE + 10}" height="{height}" fill="#ffffff"/>',
+    ]
+    for place, rank in enumerate(ranks):
+        top = 6 + place * HIGH
+        lines.append(f'<text x="6" y="{top + 19}" font-size="13">stage {place}</text>')
+        for number, span in passes(rank):
+            x, width = LEFT + (span.start - begin) * scale, (span.end - span.start) * scale
+            lines.append(
+                f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="{HIGH - 6}" fill="{COLOURS[span.is_forward]}"'
+                f' stroke="#333333" stroke-width="0.7"/><text x="{x + width / 2:.1f}" y="{top + 19}" font-size="12"'
+                f' text-anchor="middle">{number}</text>'
+            )
+    for place, (is_forward, name) in enumerate([(True, "forward"), (False, "backward")]):
+        x, y = LEFT + 110 * place, height - 22
+        lines.append(
+            f'<rect x="{x}" y="{y}" width="14" height="14" fill="{COLOURS[is_forward]}" stroke="#333333"'
+            f' stroke-width="0.7"/><text x="{x + 20}" y="{y + 12}" font-size="12">{name}</text>'
+        )
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def passes(rank: list[Span]) -> Iterator[tuple[int, Span]]:
+    """The passes of micro-batches through all blocks of a rank with one stage, each with its micro-batch's number."""
+    for is_forward in (True, False):
+        spans = sorted((span for span in rank if span.is_forward is is_forward), key=lambda span: span.start)
+        for number in range(len(spans) // BLOCKS_PER_RANK):
+            own = spans[number * BLOCKS_PER_RANK : (number + 1) * BLOCKS_PER_RANK]
+            yield number, Span(is_forward, own[0].start, own[-1].end)
+
+
+# the runs -------------------------------------------------------------------------------------------------------------
+def worker(args: argparse.Namespace) -> None:
+    """Runs every schedule on one rank; rank 0 prints."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ranks, seconds = dist.get_world_size(), args.work / 1000
+    if dist.get_rank() == 0:
+        print(f"{'schedule':<16} {'micro-batches':>13} {'formula':>8} {'measured':>9} {'holds':>6} {'peak':>10}")
+    for schedule in args.schedules.split(","):
+        for count in map(int, args.micro_batches.split(",")):
+            steps = gathered(fit(schedule, count, args.steps, seconds))
+            with Peak() as peak:
+                fit(schedule, count, 1, 0.0)
+            most = max(gathered(peak.most))
+            if dist.get_rank() == 0:
+                by_step = [list(step) for step in zip(*steps, strict=True)]
+                share = min(map(idle_share, by_step))
+                most_held = max(held(rank) for rank in by_step[-1])
+                print(
+                    f"{schedule:<16} {count:>13} {formula(schedule, ranks, count):>8.3f} {share:>9.3f} "
+                    f"{most_held:>6.1f} {most / 2**20:>6.1f} MiB",
+                    flush=True,
+                )
+    if args.picture:
+        steps = gathered(fit("1F1B", 8, args.steps, seconds))
+        if dist.get_rank() == 0:
+            by_step = [list(step) for step in zip(*steps, strict=True)]
+            # The one that other work on this machine has disturbed the least.
+            Path(args.picture).write_text(picture(min(by_step, key=idle_share)), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def gathered(own: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--schedules", default="GPipe,1F1B,Interleaved1F1B", help=f"among {', '.join(STAGES_PER_RANK)}")
+    parser.add_argument("--micro-batches", default="4,8,16")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--work", type=float, default=15.0, help="milliseconds of a block's forward")
+    parser.add_argument("--picture", help="an SVG file to write")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return worker(args)
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    raise SystemExit(subprocess.run([*start, *sys.argv, "--worker"], env=environment).returncode)
+
+
+if __name__ == "__main__":
+    main()
