@@ -140,7 +140,7 @@ def test_the_model_and_what_other_ranks_hold_are_refused_outside_of_steps(
 ) -> None:
     for rank, found in enumerate(ranks):
         whole, forward, *blocks, part, head = found[when]
-        assert whole.startswith(f"the module GPT {OUTSIDE}")
+        assert whole.startswith(f"the model {OUTSIDE}")
         assert forward.startswith(f"'{'blocks.2' if rank == 0 else 'places'}' {OUTSIDE}")
         assert [bool(said) for said in blocks] == (
             [False, False, True, True] if rank == 0 else [True] * 2 + [False] * 2
@@ -188,6 +188,6 @@ def beside(strategy: dict[str, Any]) -> tuple[str, str, int]:
 @pytest.mark.parametrize("strategy", [{"dp_shard": 2}, {"tp": 2, "plan": PLAN}], ids=["fsdp", "tp"])
 def test_a_model_is_refused_outside_of_steps_beside_other_dimensions(strategy: dict[str, Any]) -> None:
     for rank, (whole, part, steps) in enumerate(run_world(4, beside, strategy)):
-        assert whole.startswith(f"the module GPT {OUTSIDE}")
+        assert whole.startswith(f"the model {OUTSIDE}")
         assert part.startswith(f"'blocks.{3 if rank < 2 else 0}' {OUTSIDE}")
         assert steps == (0 if rank < 2 else 4 if "tp" in strategy else 2)

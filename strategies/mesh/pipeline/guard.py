@@ -46,11 +46,11 @@ class Guard:
     def _refuse(self, name: str, module: nn.Module, args: Any) -> None:
         if self._is_open:
             return
-        called = repr(name) if name else f"the module {type(module).__name__}"
         raise ConfigurationError(
-            f"{called} was run outside of a step, and this rank holds only some stages of the pipeline that it is part "
-            "of: run it in training_step, validation_step, test_step or predict_step (trainer.predict gives outputs on "
-            "every rank), or load a checkpoint of the run into a model that has not been under pp."
+            f"{repr(name) if name else 'the model'} was run outside of a step, and this rank holds only some stages of "
+            "the pipeline that it is part of: run it in training_step, validation_step, test_step or predict_step "
+            "(trainer.predict gives outputs on every rank), or load a checkpoint of the run into a model that has not "
+            "been under pp."
         )
 
 
