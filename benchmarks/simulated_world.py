@@ -5,9 +5,9 @@
 Each world has a process of its own, which stands for rank 0: torch's fake process group, parameters on the meta
 device, and MeshStrategy as in a fit. "set-up" is the process group, the mesh and the split model; "memory" is what the
 process takes beyond the model on the meta device. "share" is what the rank has of the weights, in fp32. For a
-checkpoint, each rank describes its own parts ("describe", and what it sends to the others), and then plans the files of
-all ranks from what they sent ("plan"), here from the parts that the placements give each of them. Times are seconds of
-this process's CPU. Needs transformers.
+checkpoint, each rank describes its own parts ("describe", and what it sends to the others), and then plans the files
+of all ranks from what they sent ("plan"), here from the parts that the placements give each of them. "again" is all of
+that in the next save. Times are seconds of this process's CPU. Needs transformers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from torch import nn
 from leyden.strategies.mesh.layout import Layout
 from leyden.strategies.mesh.simulated import simulated
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.checkpoint.shards import plan
 from leyden.trainer.format.text import size_of
 
@@ -48,6 +49,7 @@ class Cost:
     describe: float
     sent: int
     plan: float
+    again: float
     written: int
     tensors: int
 
@@ -62,24 +64,23 @@ class Everyone(CheckpointRanks):
         self.began = time.process_time()
 
     def gather(self, value: T) -> list[T]:
-        self.described = time.process_time() - self.began
-        self.sent = len(pickle.dumps(value))
+        self.described += time.process_time() - self.began
+        self.sent += len(pickle.dumps(value))
         gathered = [self._of_rank(value, rank) for rank in range(self.layout.size)]
         self.began = time.process_time()
         return gathered
 
-    def _of_rank(self, local: Any, rank: int) -> Any:
+    def _of_rank(self, value: Any, rank: int) -> Any:
+        if not isinstance(value, list):
+            # Digests, and of no plan made before.
+            return value
         coordinate = (rank // TP, rank % TP) if self.layout.dp_shard > 1 else (rank,)
-        items = []
-        for item in local.items:
-            tensor = self.tensors[item.index.fqn]
-            sizes, offsets = place(
-                tuple(tensor.shape), tuple(tensor.device_mesh.shape), coordinate, tuple(tensor.placements)
-            )
-            chunk = replace(item.tensor_data.chunk, offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            data = replace(item.tensor_data, chunk=chunk)
-            items.append(replace(item, index=replace(item.index, offset=torch.Size(offsets)), tensor_data=data))
-        return replace(local, items=items)
+        found = []
+        for key, dtype, shape, _ in value:
+            tensor = self.tensors[key]
+            sizes, offsets = place(shape, tuple(tensor.device_mesh.shape), coordinate, tuple(tensor.placements))
+            found.append((key, dtype, shape, ((tuple(offsets), tuple(sizes)),)))
+        return found
 
 
 @functools.cache
@@ -117,8 +118,12 @@ def measure(world: int, layers: int) -> Cost:
         setup, memory = time.process_time() - began, resident() - before
         tensors: dict[str, Any] = dict(model.named_parameters())
         everyone = Everyone(layout, tensors)
-        _, files = plan(tensors, "model", everyone)
-        planned = time.process_time() - everyone.began
+        plans = ShardPlans()
+        _, files = plan(tensors, "model", everyone, plans)
+        planned, began = time.process_time() - everyone.began, time.process_time()
+        described, sent = everyone.described, everyone.sent
+        plan(tensors, "model", everyone, plans)
+        again = time.process_time() - began
     mine = [tensor for file in files.values() for tensor in file.values()]
     return Cost(
         ranks=world,
@@ -126,9 +131,10 @@ def measure(world: int, layers: int) -> Cost:
         setup=setup,
         memory=memory,
         share=sum(t.to_local().numel() * t.element_size() for t in tensors.values()),
-        describe=everyone.described,
-        sent=everyone.sent,
+        describe=described,
+        sent=sent,
         plan=planned,
+        again=again,
         written=sum(t.numel() * t.element_size() for t in mine),
         tensors=len(mine),
     )
@@ -140,14 +146,15 @@ def resident() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-COLUMNS = ("ranks", "set-up", "memory", "share", "describe", "sent", "plan", "written", "tensors")
+COLUMNS = ("ranks", "set-up", "memory", "share", "describe", "sent", "plan", "again", "written", "tensors")
 
 
 def row(cost: Cost) -> list[str]:
     """Formats a cost, a cell for each of COLUMNS."""
-    setup, describe, planned = (f"{seconds:.2f} s" for seconds in (cost.setup, cost.describe, cost.plan))
+    times = (cost.setup, cost.describe, cost.plan, cost.again)
+    setup, describe, planned, again = (f"{seconds:.2f} s" for seconds in times)
     memory, share, sent, written = map(size_of, (cost.memory, cost.share, cost.sent, cost.written))
-    return [str(cost.ranks), setup, memory, share, describe, sent, planned, written, str(cost.tensors)]
+    return [str(cost.ranks), setup, memory, share, describe, sent, planned, again, written, str(cost.tensors)]
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from leyden.strategies.own_loop import OwnLoop
 from leyden.strategies.precision import Precision
 from leyden.strategies.ranks import Ranks
 from leyden.strategies.settings import RunSettings
-from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, load_weights
+from leyden.strategies.weights import StateWriter, WeightReader, fill_weights, is_plain, load_weights
 from leyden.strategies.window import BackwardHooks, Window, read_loss
 
 if TYPE_CHECKING:
@@ -457,7 +457,7 @@ class Strategy:
         Raises:
             ConfigurationError: if names or shapes do not fit; lists them.
         """
-        if any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
+        if is_plain(module) or any(hasattr(parameter, "device_mesh") for parameter in module.parameters()):
             fill_weights(module, reader, strict)
         else:
             load_weights(module, reader.model(), strict)

@@ -87,31 +87,6 @@ class Fragment(Tensor):
         """The same stretch of another tensor of this shape."""
         return Fragment(flat, self.shape, self.start)
 
-    def __create_write_items__(self, name: str, tensor: Any) -> list[Any]:
-        """What torch.distributed.checkpoint asks of a tensor of a kind that it does not know."""
-        return write_items(name, self.parts(), tuple(self.shape))
-
-
-def write_items(name: str, parts: Sequence[tuple[Sizes, Tensor]], shape: Sizes) -> list[Any]:
-    """What torch.distributed.checkpoint is to write of a tensor.
-
-    Args:
-        name: of the tensor.
-        parts: this rank's rectangles: where each begins in the whole tensor, and its memory.
-        shape: of the whole tensor.
-    """
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-    items = []
-    for offsets, part in parts:
-        chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=part.shape)
-        properties = TensorProperties.create_from_tensor(part)
-        data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shape))
-        index = MetadataIndex(name, chunk.offsets)
-        items.append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
-    return items
-
 
 def rectangles(shape: Sizes, start: int, count: int) -> list[tuple[Sizes, Sizes]]:
     """The fewest rectangles, at most 2 * dimensions - 1, that a stretch of elements in row-major order consists of.
@@ -147,4 +122,4 @@ def rectangles(shape: Sizes, start: int, count: int) -> list[tuple[Sizes, Sizes]
     return found + (within(last, 0, rest) if rest else [])
 
 
-__all__ = ["Fragment", "rectangles", "write_items"]
+__all__ = ["Fragment", "rectangles"]

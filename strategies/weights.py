@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from leyden.strategies.errors import ConfigurationError
 
@@ -80,6 +81,31 @@ def fill_weights(
     others = [name for name in known if not isinstance(state[name], Tensor)]
     if others:
         module.load_state_dict(reader.model(others), strict=False)
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Returns True if loading a state dict into a module only copies tensors into those that the module has.
+
+    Not if a part of it, or a hook, has a way of its own to save or to load, or a state that is no tensor.
+    """
+    return all(_is_plain_part(part) for part in module.modules())
+
+
+_OWN_WAYS = ("state_dict", "load_state_dict", "_save_to_state_dict", "get_extra_state", "set_extra_state")
+_HOOKS = ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+
+
+def _is_plain_part(part: nn.Module) -> bool:
+    kind = type(part)
+    if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _OWN_WAYS):
+        return False
+    # Batch norm's adds a counter to the files of torch before 0.4.
+    loading = kind._load_from_state_dict
+    if loading is not nn.Module._load_from_state_dict and loading is not _NormBase._load_from_state_dict:
+        return False
+    own = [*part._parameters.values(), *part._buffers.values()]
+    usual = all(tensor is None or type(tensor) in (Tensor, nn.Parameter) for tensor in own)
+    return usual and not any(getattr(part, name) for name in _HOOKS)
 
 
 def _held_as(module: nn.Module, names: Iterable[str]) -> dict[str, str]:

@@ -136,7 +136,7 @@ def a_pickle_without_trust(ground: Ground) -> None:
     from_path(ground, path)
 
 
-@mistake(r"weights do not fit Broken.*net\.weight.*Build the module as it was saved")
+@mistake(r"weights do not fit.*net\.weight.*Build the module as it was saved")
 def weights_that_do_not_fit(ground: Ground) -> None:
     path, module = ground.saved(), ground.module()
     module.net = nn.Linear(4, 3)

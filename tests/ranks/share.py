@@ -63,10 +63,10 @@ def counting() -> Iterator[dict[str, int]]:
     """Bytes read from files of tensors."""
     plain, count = safefile.CheckedFile._exactly, {"bytes": 0}
 
-    def exactly(self: Any, view: memoryview) -> None:
+    def exactly(self: Any, views: list[memoryview], offset: int) -> None:
         if self.path.suffix == ".safetensors":
-            count["bytes"] += len(view)
-        plain(self, view)
+            count["bytes"] += sum(map(len, views))
+        plain(self, views, offset)
 
     safefile.CheckedFile._exactly = exactly  # type: ignore[method-assign]
     yield count

@@ -42,6 +42,7 @@ from leyden.trainer.accelerator.scheduler import PreparedScheduler
 from leyden.trainer.accelerator.staged import Step, call_with_batch
 from leyden.trainer.accelerator.stepping import Stepping
 from leyden.trainer.accelerator.tracking import GeneralTracker, Trackers
+from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.prepared import PreparedOptimizer
 
@@ -152,6 +153,7 @@ class Accelerator:
         self._trackers = Trackers(log_with, self._state)
         self.registered: list[Any] = []
         self.state_hooks = states.StateHooks()
+        self.shard_plans = ShardPlans()
         hint_at_first_print(self._state)
 
     # settings ---------------------------------------------------------------------------------------------------------

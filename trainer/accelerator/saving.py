@@ -172,7 +172,7 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
     models = accelerator.bare_models
     ranks = CheckpointRanks(strategy, path)
     overwrite = ranks.first(lambda: is_checkpoint(path))
-    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks) as writer:
+    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, plans=accelerator.shard_plans) as writer:
         kept = accelerator.state_hooks.run_before_save(models, writer)
         _step_states(accelerator).save(writer, together(models, kept))
         writer.state("user", _user(accelerator))
@@ -263,7 +263,8 @@ def find(accelerator: Accelerator, input_dir: str | os.PathLike[str] | None) -> 
 def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False) -> None:
     """Loads what `save` wrote. Everything is checked before anything changes.
 
-    The optimizers' states are read last, since an engine's are read into the memory that it steps with.
+    The optimizers' states are read into new memory, and checked on the way. The weights are read into the models only
+    then: they alone are read twice. An engine's states are read last, into the memory that it steps with.
 
     Args:
         accelerator: whose state it becomes.
@@ -280,13 +281,15 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
             )
         AccelerateFolder(path, accelerator, strict).load()
         return
-    reader = open_verified(path, CheckpointRanks(accelerator.strategy, path))
+    step_states, found = _step_states(accelerator), list[list[dict[str, Any]] | None]()
+    ranks = CheckpointRanks(accelerator.strategy, path)
+    reader = open_verified(path, ranks, lambda reader: found.append(step_states.read(reader)))
     steps, users = _read_user(reader, accelerator)
-    schedulers, step_states = reader.state(SCHEDULERS), _step_states(accelerator)
+    schedulers = reader.state(SCHEDULERS)
     step_states.check(reader.path, schedulers, reader.optimizer_count(), UNLIKE)
     rank = _read_rank(reader, accelerator)
     _load_models(accelerator, reader, strict)
-    step_states.load(reader, schedulers)
+    step_states.load(reader, schedulers, found.pop())
     users.load(*users.names)
     accelerator.restore_counters(steps)
     accelerator.project_configuration.continue_after(path)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -82,9 +81,17 @@ class CheckpointReader:
         if not any((self.path / name).exists() for name in (MANIFEST, LAYOUT, PROGRESS)):
             raise NoCheckpointError(self.path, _what_else(self.path))
         self.manifest: Manifest = read_manifest(self.path)
+        # The chunks of each file that were read and found whole.
+        self._verified: dict[str, set[int]] = {name: set() for name in self.manifest.files}
 
-    def verify(self, part: int = 0, parts: int = 1) -> None:
-        """Compares every byte with its checksum, or those of one of `parts` equal parts of all files."""
+    def verify(self, part: int = 0, parts: int = 1, unread: bool = False) -> None:
+        """Compares every byte with its checksum, or those of one of `parts` equal parts of all files.
+
+        Args:
+            part: which of the parts.
+            parts: their number.
+            unread: leave out what this reader has read already.
+        """
         total, start = sum(entry.size for entry in self.manifest.files.values()), 0
         first, last = total * part // parts, total * (part + 1) // parts
         spans = []
@@ -93,10 +100,9 @@ class CheckpointReader:
             if (start < last and start + entry.size > first) or (not entry.size and part == 0):
                 spans.append((name, max(0, first - start), min(entry.size, last - start)))
             start += entry.size
-        # Hashing and reading release the interpreter lock, so threads share the work.
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-            for _ in pool.map(lambda span: self._verify_file(*span), spans):
-                pass
+        for name, begin, end in spans:
+            with self._file(name) as file:
+                file.verify(begin, end, unread)
 
     def verify_sizes(self) -> None:
         """Checks that every file exists with its size, without reading any."""
@@ -194,7 +200,9 @@ class CheckpointReader:
         """Reads the module's tensors into existing tensors, in their dtype; only this rank's part of sharded ones.
 
         Raises:
-            ConfigurationError: if a shape differs.
+            CheckpointError: if a file is found damaged only now, since `verify` was not called or the file has changed
+                meanwhile. Part of the tensors then have other values than before, and the error says so.
+            ConfigurationError: if a shape differs; nothing has changed.
         """
         from leyden.trainer.checkpoint.shards import copy_part, parts_of
 
@@ -202,12 +210,16 @@ class CheckpointReader:
             layout: dict[str, Any] = self.json(LAYOUT)["tensors"]
             specs = {name: layout[layout[name].get("alias_of", name)] for name in targets}
             shapes = {name: tuple(spec["shape"]) for name, spec in specs.items()}
-        for name, target in targets.items():
-            if shapes[name] != tuple(target.shape):
-                raise ConfigurationError(
-                    f"the checkpoint's weights do not fit: {name!r} has shape {shapes[name]} in the checkpoint, and "
-                    f"{tuple(target.shape)} here. Build the module as it was saved."
-                )
+        unlike = [
+            f"{name!r} has shape {shapes[name]} in the checkpoint, and {tuple(target.shape)} here"
+            for name, target in targets.items()
+            if shapes[name] != tuple(target.shape)
+        ]
+        if unlike:
+            more = f"; and {len(unlike) - 8} more" if len(unlike) > 8 else ""
+            raise ConfigurationError(
+                f"the checkpoint's weights do not fit: {'; '.join(unlike[:8])}{more}. Build the module as it was saved."
+            )
         with self._blame(LAYOUT):
             wants: dict[tuple[Any, ...], Want] = {}
             for name, target in targets.items():
@@ -219,7 +231,11 @@ class CheckpointReader:
                     # Tied tensors are filled once.
                     key = (part.data_ptr(), tuple(part.shape), part.stride()) if part.numel() else (name,)
                     wants[key] = Want(spec["parts"][""], offsets, part)
-            fill(self._file, wants.values())
+            try:
+                fill(self._file, wants.values())
+            except CheckpointError as error:
+                half = "Part of the weights have been replaced: load others before you go on."
+                raise CheckpointError(error.path, f"{error.reason} {half}") from error
 
     def optimizer_count(self) -> int:
         """Returns the number of optimizers whose states were saved."""
@@ -289,16 +305,12 @@ class CheckpointReader:
             for key, table in tables.items()
         }
 
-    def _verify_file(self, name: str, begin: int, end: int) -> None:
-        with self._file(name) as file:
-            file.verify(begin, end)
-
     def _file(self, name: str) -> CheckedFile:
         entry = self.manifest.files.get(name)
         if entry is None:
             hint = nearest(name, self.manifest.files)
             raise CheckpointError(self.path / name, f"is not part of this checkpoint. {hint}")
-        return CheckedFile(self.path, name, entry)
+        return CheckedFile(self.path, name, entry, self._verified[name])
 
     def _blame(self, name: str) -> AbstractContextManager[None]:
         """Turns any error that a forged file can provoke into a CheckpointError that names the file."""
@@ -338,12 +350,16 @@ def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> di
     }
 
 
-def open_verified(path: str | os.PathLike[str], ranks: CheckpointRanks) -> CheckpointReader:
+def open_verified(
+    path: str | os.PathLike[str], ranks: CheckpointRanks, ahead: Callable[[CheckpointReader], None] | None = None
+) -> CheckpointReader:
     """Opens a checkpoint for several ranks, of which each verifies a part; all of them raise, or none.
 
     Args:
         path: the folder.
         ranks: the ranks that read it.
+        ahead: reads what this rank needs into new memory; it is verified as it is read, and not read again. It raises
+            only what `CheckpointReader` raises.
 
     Raises:
         CheckpointError: if one of them finds it missing or damaged.
@@ -353,7 +369,9 @@ def open_verified(path: str | os.PathLike[str], ranks: CheckpointRanks) -> Check
     def look() -> tuple[str, str] | None:
         try:
             readers.append(CheckpointReader(path))
-            readers[0].verify(*ranks.share)
+            if ahead is not None:
+                ahead(readers[0])
+            readers[0].verify(*ranks.share, unread=True)
         except CheckpointError as error:
             return str(error.path), error.reason
         return None

@@ -1,21 +1,14 @@
-"""Plans which rank writes which shard of a sharded tensor, and which parts a rank reads back.
+"""The parts of sharded tensors that a rank holds: what it writes, and what it reads back.
 
-The planner of torch.distributed.checkpoint decides who writes what: it knows every placement of a DTensor, writes
-replicas once, and checks that the shards fill each tensor. It only sees tensors, since it would pickle anything else.
-What is stored, and how, is our own: a Fragment is stored as the rectangles that it consists of, so readers need not
-know about it.
-
-Reading uses the tables of the checkpoint (`format/shard_table.py`) and not the planner. What a rank needs follows from
-the tensor that it fills, so ranks need no agreement, and a single process, such as one that evaluates, need not import
-the planner (0.6 s).
+What is stored, and how, is the same for all kinds: rectangles of the whole tensor, which readers find by the tables of
+the checkpoint (`format/shard_table.py`). What a rank reads follows from the tensor that it fills, so ranks need no
+agreement. Who writes what is planned in `shard_plan.py`.
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,13 +16,10 @@ from torch import Tensor
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.stripes import Stripes, is_striped, rectangles_of
-from leyden.trainer.format.errors import CheckpointError
-from leyden.trainer.format.shard_table import Sizes, Table, Want, file_name
+from leyden.trainer.checkpoint.shard_plan import Box, ShardPlan, ShardPlans
+from leyden.trainer.checkpoint.stripes import is_striped, rectangles_of
+from leyden.trainer.format.shard_table import Sizes, Table, Want
 from leyden.trainer.format.tensors import dtype_named, is_sharded, local_part
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
 
 
 def parts_of(tensor: Any) -> list[tuple[Sizes, Tensor]]:
@@ -99,85 +89,42 @@ def copy_part(name: str, whole: Tensor, target: Tensor) -> None:
 
 
 def plan(
-    tensors: Mapping[str, Tensor], stem: str, ranks: CheckpointRanks
-) -> tuple[dict[str, Table], dict[str, dict[str, Tensor]]]:
+    tensors: Mapping[str, Tensor], stem: str, ranks: CheckpointRanks, plans: ShardPlans
+) -> tuple[ShardPlan, dict[str, dict[str, Tensor]]]:
     """Agrees with the other ranks on who writes which shard; rank 0 writes tensors that are not sharded.
 
     Args:
         tensors: by key, with the same keys on every rank.
         stem: of the file names.
         ranks: the ranks that write.
+        plans: of earlier saves.
 
     Returns:
-        The tables of all tensors, and for each file that this rank writes, its tensors by key.
+        The plan, and for each file that this rank writes, its tensors by name.
 
     Raises:
         CheckpointError: if the shards do not fill a tensor, or ranks do not hold the same tensors.
     """
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.planner import WriteItemType
-
-    own = {key: tensor for key, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    known = {key: _planned(tensor) for key, tensor in own.items()}
-    planner.set_up_planner(known, is_coordinator=ranks.rank == 0)
-    local = planner.create_local_plan()
-    for item in local.items:
-        if item.type is WriteItemType.BYTE_IO:
-            raise TypeError(f"{item.index.fqn!r} is not a tensor, and would have been pickled")
-    plans: list[SavePlan] = ranks.gather(local)
-    held = plans
-    try:
-        plans, _ = planner.create_global_plan(plans)
-    except ValueError as error:
-        raise CheckpointError(
-            ranks.path,
-            f"cannot be written: the parts of the ranks do not make a whole tensor ({_uneven(held)}). {error}.",
-        ) from error
-    writers = [rank for rank, plan in enumerate(plans) if any(_counts(item) for item in plan.items)]
-    names = {rank: file_name(stem, number, len(writers)) for number, rank in enumerate(writers)}
-    tables: dict[str, Table] = {}
-    mine: dict[str, dict[str, Tensor]] = {}
-    own_parts = {key: dict(parts_of(tensor)) for key, tensor in own.items()}
-    for rank, plan_of_rank in enumerate(plans):
-        count: Counter[str] = Counter()
-        for item in plan_of_rank.items:
-            if not _counts(item):
-                continue
-            name, data = item.index.fqn, item.tensor_data
-            assert data is not None
-            # A rank may have several rectangles of one tensor, and each needs its own name in the file.
-            key = f"{name}::{count[name]}" if count[name] else name
-            count[name] += 1
-            whole = {"dtype": str(data.properties.dtype).removeprefix("torch."), "shape": list(data.size), "shards": []}
-            shards = tables.setdefault(name, whole)["shards"]
-            shards.append([names[rank], key, list(data.chunk.offsets), list(data.chunk.sizes)])
-            if rank == ranks.rank:
-                mine.setdefault(names[rank], {})[key] = own_parts[name][tuple(data.chunk.offsets)]
-    return {key: tables[key] for key in tensors}, mine
+    own = {key: _held(tensor) for key, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0}
+    held = [
+        (key, str(tensors[key].dtype).removeprefix("torch."), tuple(tensors[key].shape), _boxes(parts))
+        for key, parts in own.items()
+    ]
+    made = plans.of(stem, held, ranks)
+    files = {file: {name: own[key][offsets] for name, key, offsets in named} for file, named in made.files.items()}
+    return made, files
 
 
-def _planned(tensor: Any) -> Any:
-    """Returns what the planner knows how to write."""
-    return Stripes(tensor) if is_striped(tensor) else tensor
-
-
-def _uneven(plans: Sequence[SavePlan]) -> str:
-    """Lists the tensors whose parts do not add up, which torch 2.9's own error does not."""
-    sizes: dict[str, int] = {}
-    parts: dict[str, dict[Any, int]] = {}
-    for item in (item for plan in plans for item in plan.items if item.tensor_data is not None):
-        data: Any = item.tensor_data
-        sizes[item.index.fqn] = math.prod(data.size)
-        # Replicas of a part count once.
-        parts.setdefault(item.index.fqn, {})[tuple(data.chunk.offsets)] = math.prod(data.chunk.sizes)
-    held = {key: sum(own.values()) for key, own in parts.items()}
-    return ", ".join(
-        f"{held[key]} elements for the {size} of {key}" for key, size in sizes.items() if held[key] != size
-    )
-
-
-def _counts(item: Any) -> bool:
+def _held(tensor: Any) -> dict[Sizes, Tensor]:
+    """Returns this rank's rectangles of a tensor by their offsets."""
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is not None and mesh.get_coordinate() is None:
+        # It is sharded over other ranks.
+        return {}
     # With fewer rows than ranks, some ranks have nothing to write; a tensor without elements is still written once.
-    data = item.tensor_data
-    return bool(data.chunk.sizes.numel() or not data.size.numel())
+    parts = parts_of(tensor)
+    return {tuple(offsets): part for offsets, part in parts if part.numel() or not tensor.numel()}
+
+
+def _boxes(parts: Mapping[Sizes, Tensor]) -> tuple[Box, ...]:
+    return tuple((offsets, tuple(part.shape)) for offsets, part in parts.items())

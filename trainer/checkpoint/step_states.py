@@ -72,6 +72,11 @@ class StepStates:
         check_count("optimizers", optimizers, len(self._optimizers), advice)
         check_count("schedulers", len(found), len(self._schedulers), advice)
 
+    def read(self, reader: CheckpointReader) -> list[dict[str, Any]] | None:
+        """Reads the optimizers' states into new memory, for `load`; None if they are read into an engine's then."""
+        parts = None if self._strategy.drives_one else self._strategy.master_weights.parts(self._module)
+        return None if parts is None else reader.optimizers(like=parts)
+
     def load(
         self, reader: CheckpointReader, states: Mapping[str, Any], optimizers: list[dict[str, Any]] | None = None
     ) -> None:
@@ -80,7 +85,8 @@ class StepStates:
         Args:
             reader: of the checkpoint.
             states: that were read from the file of schedulers.
-            optimizers: their states. If left out, they are read now: an engine's into the memory that it steps with.
+            optimizers: what `read` returned. If left out, they are read now: an engine's into the memory that it
+                steps with.
         """
         if optimizers is None:
             optimizers = reader.optimizers(like=self._strategy.master_weights.parts(self._module))

@@ -13,21 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from leyden.strategies.fragment import Sizes, write_items
+from leyden.strategies.fragment import Sizes
 from leyden.trainer.format.tensors import local_part
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-
-class Stripes:
-    """A striped tensor as the planner takes it: it asks for the rectangles that this rank writes."""
-
-    def __init__(self, tensor: DTensor) -> None:
-        self._tensor = tensor
-
-    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
-        return write_items(name, rectangles_of(self._tensor), tuple(self._tensor.shape))
 
 
 def is_striped(tensor: Any) -> bool:

@@ -23,6 +23,7 @@ from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.trainer.checkpoint.nodes import ship
+from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.format import staging
 from leyden.trainer.format.codec import encode
 from leyden.trainer.format.errors import CheckpointError, UnsupportedStateError
@@ -51,6 +52,7 @@ from leyden.trainer.format.tensors import (
     part_key,
     split,
 )
+from leyden.trainer.format.unflushed import Unflushed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,6 +69,7 @@ class CheckpointWriter:
             temporary folder, and rank 0 commits when all are done. If one fails, all raise, and nothing is left.
         home: a folder and a number of levels below it: the new checkpoint is the newest of those there. None for the
             checkpoints beside it.
+        plans: of this run's earlier saves, who writes which shard; None to plan anew.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
@@ -89,6 +92,7 @@ class CheckpointWriter:
         overwrite: bool = False,
         ranks: CheckpointRanks | None = None,
         home: tuple[Path, int] | None = None,
+        plans: ShardPlans | None = None,
     ) -> None:
         # Absolute, since user code may change the working directory before the commit.
         self._target = Path(os.path.abspath(path))
@@ -96,6 +100,8 @@ class CheckpointWriter:
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
         self._plan: dict[str, str] = {}
+        self._plans = ShardPlans() if plans is None else plans
+        self._unflushed = Unflushed()
         self._open = False
         self._heartbeat: staging.Heartbeat | None = None
         self._ranks = CheckpointRanks() if ranks is None else ranks
@@ -173,7 +179,7 @@ class CheckpointWriter:
                 self._target / name, f"cannot be written as plain JSON: {error}. Use state()."
             ) from error
         if self.is_first:
-            self._write(name, lambda path: write_file(path, [data]))
+            self._write(name, lambda path: write_file(path, [data], unflushed=self._unflushed))
 
     def state(self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False) -> None:
         """Writes any tree of state to `name.json`, and its tensors to `name.safetensors`.
@@ -194,7 +200,7 @@ class CheckpointWriter:
         tensors = collector.finish()
         file = f"{name}.safetensors" if tensors else None
         if file is not None:
-            self._write(file, lambda path: write_tensors(path, tensors))
+            self._write(file, lambda path: write_tensors(path, tensors, unflushed=self._unflushed))
         self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank, where or name)
 
     def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None:
@@ -234,7 +240,7 @@ class CheckpointWriter:
             key for name in replicated if "parts" in layout.get(name, {}) for key in layout[name]["parts"].values()
         }
         tables = self._tensors("model", stored, movable, {**aliases, "format": "pt"})
-        for spec in layout.values():
+        for spec in layout.values() if self.is_first else ():
             if "parts" in spec:
                 spec["parts"] = {part: tables[key] for part, key in spec["parts"].items()}
         self._index(tables)
@@ -254,11 +260,16 @@ class CheckpointWriter:
     def _tensors(
         self, stem: str, tensors: dict[str, Tensor], movable: Collection[str], metadata: Mapping[str, str] | None = None
     ) -> dict[str, Table]:
-        """Writes tensors that all ranks have, or have shards of, once each, and returns their tables."""
+        """Writes tensors that all ranks have, or have shards of, once each.
+
+        Returns:
+            Their tables; on other ranks than the first possibly none.
+        """
         if any(is_sharded(tensor) for tensor in tensors.values()):
             from leyden.trainer.checkpoint.shards import plan
 
-            tables, mine = plan(tensors, stem, self._ranks)
+            made, mine = plan(tensors, stem, self._ranks, self._plans)
+            tables, planned = {key: made.tables[key] for key in tensors if self.is_first}, [*tensors, made.described]
         else:
             owners = spread(tensors, movable, self._ranks.size)
             writers = sorted({0, *owners.values()})
@@ -266,10 +277,11 @@ class CheckpointWriter:
             tables = {key: whole_table(tensor, names[owners[key]], key) for key, tensor in tensors.items()}
             own = {key: tensor for key, tensor in tensors.items() if owners[key] == self._ranks.rank}
             mine = {names[self._ranks.rank]: own} if self._ranks.rank in names else {}
-        self._plan[stem] = hashlib.sha256(json.dumps(tables).encode()).hexdigest()
+            planned = [json.dumps(tables)]
+        self._plan[stem] = hashlib.sha256("\n".join(planned).encode()).hexdigest()
         for name, own in mine.items():
             # Bound now, since the loop has moved on when the lambda is called.
-            self._write(name, lambda path, own=own: write_tensors(path, own, metadata))  # type: ignore[misc]
+            self._write(name, lambda path, own=own: write_tensors(path, own, metadata, self._unflushed))  # type: ignore[misc]
         return tables
 
     def optimizers(self, states: list[dict[str, Any]]) -> None:
@@ -315,6 +327,7 @@ class CheckpointWriter:
             The folder, with `-v1`, … appended to its name if the path was taken.
         """
         self.json(PROGRESS, dict(progress))
+        self._flush()
         found = self._ranks.gather((self._files, self._plan))
         if len(self._ranks.keepers) > 1:
             ship([files for files, _ in found], self._folder, self._ranks)
@@ -326,6 +339,14 @@ class CheckpointWriter:
             path = self._ranks.keep(lambda: path if self.is_first else self._commit(manifest, anew=False))
         self._open = False
         return path
+
+    def _flush(self) -> None:
+        """Waits until every file that this rank has written is on the disk."""
+        try:
+            self._unflushed.flush()
+        except OSError as error:
+            with self._writing(self._target / (error.filename or "")):
+                raise
 
     def _manifest(
         self,
@@ -392,6 +413,7 @@ class CheckpointWriter:
         if self._open:
             self._open = False
             self._rest()
+            self._unflushed.close()
             if self._ranks.is_keeper:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -439,7 +461,7 @@ class CheckpointWriter:
         if where is not None and parts_in(data) > MAX_PARTS:
             kind = f"a nest of {parts_in(data)} lists and dicts"
             raise UnsupportedStateError(where, kind, f"Save tensors or arrays: a reader accepts up to {MAX_PARTS}.")
-        self._write(name, lambda path: write_file(path, [data]))
+        self._write(name, lambda path: write_file(path, [data], unflushed=self._unflushed))
 
     def _write(self, name: str, write: Callable[[Path], FileEntry]) -> None:
         self._claim(name)

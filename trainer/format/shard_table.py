@@ -174,20 +174,20 @@ def _pieces(want: Want) -> list[tuple[str, _Piece]]:
         end = tuple(min(a + n, b + m) for a, n, b, m in zip(offsets, extent, want.offsets, sizes, strict=True))
         if any(stop <= start for start, stop in zip(begin, end, strict=True)):
             continue
-        overlap = tuple(stop - start for start, stop in zip(begin, end, strict=True))
+        common = tuple(stop - start for start, stop in zip(begin, end, strict=True))
         place = want.target
-        for dim, (start, base, size) in enumerate(zip(begin, want.offsets, overlap, strict=True)):
+        for dim, (start, base, size) in enumerate(zip(begin, want.offsets, common, strict=True)):
             place = place.narrow(dim, start - base, size)
         inside = tuple(start - base for start, base in zip(begin, offsets, strict=True))
         boxes.append((begin, end))
-        found.append((name, _Piece(key, want, inside, overlap, place)))
-    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel() or _overlap(boxes):
+        found.append((name, _Piece(key, want, inside, common, place)))
+    if sum(math.prod(piece.sizes) for _, piece in found) != want.target.numel() or overlap(boxes):
         # Overlapping shards leave as many elements unread, and these would hold arbitrary memory.
         raise ValueError(f"the shards of a tensor of shape {shape} do not fill a part of {sizes} at {want.offsets}")
     return found
 
 
-def _overlap(boxes: list[tuple[Sizes, Sizes]]) -> bool:
+def overlap(boxes: list[tuple[Sizes, Sizes]]) -> bool:
     """Returns True if two boxes, each given by begin and end, have an element in common."""
     open_ones: list[tuple[Sizes, Sizes]] = []
     for begin, end in sorted(boxes):

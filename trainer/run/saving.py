@@ -71,7 +71,7 @@ def save(
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
     home = _home(trainer, Path(os.path.abspath(path)))
-    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home) as writer:
+    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home, plans=run.shard_plans) as writer:
         # The loop first: it sends the loggers the row of the step just done.
         progress = run.progress if loop is None else loop.progress_to_save()
         for logger in run.loggers:

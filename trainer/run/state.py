@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.progress import Progress
@@ -76,10 +77,11 @@ class Run:
         origin: what the run starts from, in words.
         ckpt_path: the checkpoint that it starts from; None without one.
         lock: of the folder that it holds alone; None if it does not.
-        progress: how far training is. Taken over, as are the next three; a fit that starts anew makes its own.
+        progress: how far training is. Taken over, as are the next four; a fit that starts anew makes its own.
         schedulers: of learning rates, each with the times at which it steps.
         identity: which training this is, for `ckpt_path="auto"`; None before a fit.
         writer_folder: the first rank's folder of logs; None until a fit on several ranks has announced itself.
+        shard_plans: which rank writes which shard of a checkpoint.
     """
 
     engine: Engine
@@ -106,6 +108,7 @@ class Run:
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     identity: Identity | None = None
     writer_folder: str | None = None
+    shard_plans: ShardPlans = field(default_factory=ShardPlans)
 
     def next(
         self,

@@ -87,9 +87,9 @@ def save_spread(folder: str) -> tuple[str, dict[str, int]]:
     written: dict[str, int] = {}
     plain = writing.write_tensors
 
-    def noting(path: Path, tensors: Any, metadata: Any = None) -> Any:
+    def noting(path: Path, tensors: Any, *rest: Any, **named: Any) -> Any:
         written[path.name] = sum(tensor.numel() for tensor in tensors.values())
-        return plain(path, tensors, metadata)
+        return plain(path, tensors, *rest, **named)
 
     writing.write_tensors = noting  # type: ignore[assignment]
     path = write(folder, "one", strategy)
@@ -228,10 +228,10 @@ def look_for_last(folder: str) -> tuple[str, list[str], int, list[str]]:
     read = 0
     exactly = safefile.CheckedFile._exactly
 
-    def counting(self: Any, view: memoryview) -> None:
+    def counting(self: Any, views: list[memoryview], offset: int) -> None:
         nonlocal read
-        read += len(view)
-        exactly(self, view)
+        read += sum(map(len, views))
+        exactly(self, views, offset)
 
     ranks = CheckpointRanks(strategy, folder)
     with warnings.catch_warnings(record=True) as caught:

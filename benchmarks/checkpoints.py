@@ -1,0 +1,276 @@
+"""Measures saving and loading a model with AdamW: Leyden beside torch.save, DCP and Accelerate, on one process.
+
+    python benchmarks/checkpoints.py --gigabytes 0.2 1 4 --repeats 5
+
+The size is that of everything written: weights, and two moments for each. Every save is flushed to the disk: what a
+library leaves in memory is fsynced before the clock stops. A load ends when every byte is in the module and in the
+optimizer. It fills a module that is there and an optimizer without state, as a resume does, with the file in the page
+cache ("warm") and evicted from it ("cold"). The contestants take turns within one round, and each round starts with
+another one. The table shows medians of the rounds, ratios to the quickest of the others within a round, and the memory
+that a contestant takes beyond the tensors at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from leyden.trainer.accelerator.accelerator import Accelerator
+from leyden.trainer.format.text import size_of
+
+WIDTH = 1024
+"""A block of two Linear layers, WIDTH to 4 * WIDTH and back, has 32 MiB of weights."""
+
+
+def make(gigabytes: float) -> tuple[nn.Module, AdamW]:
+    """Returns a model and its optimizer, which has no state yet; together they save about so many GB."""
+    block = 4 * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+    blocks = max(1, round(gigabytes * 1e9 / 3 / block))
+    layers = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks)]
+    model = nn.Sequential(*layers)
+    return model, AdamW(model.parameters(), lr=1e-3)
+
+
+def give_state(model: nn.Module, optimizer: AdamW) -> None:
+    """Lets the optimizer step once, on random gradients."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+class Contestant:
+    """Saves and loads as a library's users do. `prepare` is not timed."""
+
+    name = ""
+
+    def prepare(self, model: nn.Module, optimizer: AdamW) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def save(self, path: Path) -> None:
+        raise NotImplementedError
+
+    def load(self, path: Path) -> None:
+        raise NotImplementedError
+
+
+class Leyden(Contestant):
+    name = "leyden"
+
+    def prepare(self, model: nn.Module, optimizer: AdamW) -> None:
+        self.accelerator = Accelerator()
+        self.accelerator.prepare(model, optimizer)
+
+    def save(self, path: Path) -> None:
+        self.accelerator.save_state(path)
+
+    def load(self, path: Path) -> None:
+        self.accelerator.load_state(path)
+
+
+class TorchSave(Contestant):
+    name = "torch.save"
+
+    def save(self, path: Path) -> None:
+        path.mkdir()
+        with open(path / "all.pt", "wb") as file:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+        flush(path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path / "all.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Dcp(Contestant):
+    name = "DCP"
+
+    def save(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        # Its own default fsyncs each file; the folder is left.
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
+        flush(path)
+
+    def load(self, path: Path) -> None:
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+        weights, moments = get_state_dict(self.model, self.optimizer)
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=path, no_dist=True)
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=moments)
+
+
+class Accelerate(Contestant):
+    name = "accelerate"
+
+    def prepare(self, model: nn.Module, optimizer: AdamW) -> None:
+        import accelerate
+
+        self.accelerator = accelerate.Accelerator(cpu=True)
+        self.accelerator.prepare(model, optimizer)
+
+    def save(self, path: Path) -> None:
+        self.accelerator.save_state(str(path))
+        flush(path)
+
+    def load(self, path: Path) -> None:
+        self.accelerator.load_state(str(path))
+
+
+CONTESTANTS: tuple[type[Contestant], ...] = (Leyden, TorchSave, Dcp, Accelerate)
+
+
+def flush(folder: Path) -> None:
+    """Flushes every file of a folder, and the folder."""
+    for path in [*files_of(folder), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def warm(folder: Path) -> None:
+    """Reads every file into the page cache."""
+    piece = memoryview(bytearray(2**20))
+    for path in files_of(folder):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(piece):
+                pass
+
+
+def evict(folder: Path) -> None:
+    """Drops every file of a folder from the page cache; they have been flushed."""
+    for path in files_of(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+@dataclass
+class Timings:
+    """Seconds of each round, and the most bytes beyond the tensors, by what was measured."""
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    beyond: dict[str, int] = field(default_factory=dict)
+
+    def measure(self, what: str, action: Callable[[], None], made: int) -> None:
+        """Times an action that makes so many bytes of tensors which stay."""
+        gc.collect()
+        os.sync()
+        with contextlib.suppress(OSError):
+            # Starts VmHWM, the most memory that was resident, at what is resident now.
+            Path("/proc/self/clear_refs").write_text("5")
+        before = resident("VmRSS")
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            began = time.perf_counter()
+            action()
+            took = time.perf_counter() - began
+        self.seconds.setdefault(what, []).append(took)
+        self.beyond[what] = max(self.beyond.get(what, 0), resident("VmHWM") - before - made)
+
+
+def resident(line: str) -> int:
+    """Returns a line of /proc/self/status in bytes; 0 where there is none."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return 0
+    return 1024 * int(status.partition(f"{line}:")[2].split()[0])
+
+
+def run(kinds: list[type[Contestant]], gigabytes: float, repeats: int, folder: Path) -> dict[str, Timings]:
+    """Measures one size."""
+    source, stepped = make(gigabytes)
+    give_state(source, stepped)
+    timings = {kind.name: Timings() for kind in kinds}
+    # The first round, which imports and warms, does not count.
+    for number in range(repeats + 1):
+        start = number % len(kinds)
+        for kind in kinds[start:] + kinds[:start]:
+            found = timings[kind.name] if number else Timings()
+            path = folder / f"{number}-{kind.name}"
+            saving = kind()
+            saving.prepare(source, stepped)
+            found.measure("save", lambda saving=saving, path=path: saving.save(path), 0)  # type: ignore[misc]
+            for what, place in (("warm", warm), ("cold", evict)):
+                check_load(kind, path, found, what, place, (source, stepped), gigabytes)
+            shutil.rmtree(path)
+    return timings
+
+
+def check_load(
+    kind: type[Contestant],
+    path: Path,
+    found: Timings,
+    what: str,
+    place: Callable[[Path], None],
+    source: tuple[nn.Module, AdamW],
+    gigabytes: float,
+) -> None:
+    """Measures a load, and compares what it loaded with what was saved."""
+    model, optimizer = make(gigabytes)
+    loading = kind()
+    loading.prepare(model, optimizer)
+    place(path)
+    moments = sum(2 * parameter.nbytes for parameter in model.parameters())
+    found.measure(what, lambda: loading.load(path), moments)
+    for mine, its in zip(model.parameters(), source[0].parameters(), strict=True):
+        same = all(torch.equal(optimizer.state[mine][key], source[1].state[its][key]) for key in optimizer.state[mine])
+        if not torch.equal(mine, its) or not same or not optimizer.state[mine]:
+            raise SystemExit(f"{kind.name} loaded other numbers than it saved")
+
+
+def report(timings: dict[str, Timings], gigabytes: float) -> None:
+    """Prints the table of one size."""
+    print(f"\n{gigabytes:g} GB")
+    columns = [f"{what}{unit}" for what in ("save", "warm", "cold") for unit in ("", " ratio", " memory")]
+    print("".rjust(12), *(column.rjust(12) for column in columns))
+    for name, own in timings.items():
+        cells = []
+        for what, seconds in own.seconds.items():
+            others = [other.seconds[what] for key, other in timings.items() if key != name]
+            ratios = [mine / min(theirs) for mine, *theirs in zip(seconds, *others, strict=True)] if others else [1.0]
+            cells += [f"{statistics.median(seconds):.2f} s", f"{statistics.median(ratios):.2f}"]
+            cells.append(size_of(max(0, own.beyond[what])))
+        print(name.rjust(12), *(cell.rjust(12) for cell in cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.2])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=[kind.name for kind in CONTESTANTS])
+    parser.add_argument("--folder", type=Path, help="where to write; on the disk that counts")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    kinds = [kind for kind in CONTESTANTS if not args.only or kind.name in args.only]
+    for gigabytes in args.gigabytes:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            report(run(kinds, gigabytes, args.repeats, Path(folder)), gigabytes)
+
+
+if __name__ == "__main__":
+    main()
