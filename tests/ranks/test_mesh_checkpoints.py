@@ -153,7 +153,7 @@ def test_a_mesh_resumes_bit_for_bit_and_goes_on_in_one_process(layout: str, tmp_
     check_same_run(together([fit("single", plain, True)]), whole)
     manifest = CheckpointReader(plain).manifest
     groups = {"tp × fsdp 4": (0, 0, 1, 1), "pp × fsdp 4": (0, 1, 0, 1)}
-    assert manifest.data_ranks == groups.get(layout, (0, 0)) and manifest.format == 2
+    assert manifest.data_ranks == groups.get(layout, (0, 0)) and manifest.format == 3
     check_written_once(CheckpointReader(plain))
 
 
