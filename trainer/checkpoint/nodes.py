@@ -62,7 +62,8 @@ def ship(files: list[Mapping[str, FileEntry]], folder: Path, ranks: CheckpointRa
             if ranks.is_keeper and ranks.rank != source - source % ranks.share[1]:
                 try:
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    if write_file(folder / name, pieces, written[name].chunk) != written[name]:
+                    wanted = written[name]
+                    if write_file(folder / name, pieces, wanted.chunk, wanted.algorithm) != wanted:
                         problems.append(f"{name} arrived with other bytes than rank {source} wrote")
                 except OSError as error:
                     problems.append(f"{name} cannot be written: {error.strerror or error}")
