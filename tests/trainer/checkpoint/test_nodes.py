@@ -146,11 +146,11 @@ def broken_on_the_way(folder: str) -> str:
     trainer = fit(own, 1, "ddp", save_on_each_node=True)
     plain = nodes.write_file
 
-    def full(path: Path, pieces: Any, chunk: int) -> Any:
+    def full(path: Path, pieces: Any, *rest: Any) -> Any:
         if path.name == "optimizer-0.safetensors":
             next(iter(pieces))
             raise OSError(28, "No space left on device")
-        return plain(path, pieces, chunk)
+        return plain(path, pieces, *rest)
 
     nodes.write_file = full
     with pytest.raises(CheckpointError, match="No space left") as error:
