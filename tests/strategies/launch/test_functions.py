@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET
+from programs import run_program
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,6 +103,17 @@ def test_cuda_that_is_in_use_cannot_be_forked(monkeypatch: pytest.MonkeyPatch, t
     for strategy in ("ddp_fork", "ddp_notebook"):
         with pytest.raises(ConfigurationError, match="CUDA is in use already.*restart the kernel"):
             make(tmp_path, strategy).fit(Module(), loader())
+
+
+def fork_after_a_run_with_a_group(folder: str) -> None:
+    make(Path(folder), "fsdp", devices=1).fit(Module(), loader())
+    make(Path(folder)).fit(Module(), loader())
+
+
+def test_a_process_group_of_an_earlier_run_is_not_forked(tmp_path: Path) -> None:
+    code = f"import {Path(__file__).stem} as tests; tests.fork_after_a_run_with_a_group({str(tmp_path)!r})"
+    done = run_program(["-c", code], environ={"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])})
+    assert re.search(r"a process group of 1 rank\(s\).*start_method='spawn'", done.stderr), done.stderr
 
 
 def test_what_cannot_be_pickled_is_refused_before_ranks_run(tmp_path: Path) -> None:
