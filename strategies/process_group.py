@@ -185,6 +185,12 @@ class GroupRanks(Ranks):
         self.use_device()
         if not dist.is_initialized():
             self._make_group(self.backend or self.default_backend)
+        elif dist.get_world_size() != self.world_size:
+            raise ConfigurationError(
+                f"this process has a process group of {dist.get_world_size()} rank(s), and the run has "
+                f"{self.world_size}. Ranks that are forked take the group of an earlier run in their process for "
+                "theirs: use start_method='spawn', or start the run in a new process."
+            )
         if self.host_group is None:
             self.host_group = _host_group(self.timeout)
         if _first_failure is not None:

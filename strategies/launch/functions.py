@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, killed_in_words
@@ -47,7 +46,7 @@ def run_function(start_method: str, count: int, function: Callable[..., Any], *a
         What it returned on rank 0; tensors as copies on the CPU.
 
     Raises:
-        ConfigurationError: if CUDA or a process group is in use already, and would have to be forked.
+        ConfigurationError: if CUDA is in use already, and would have to be forked.
         BaseException: the error of the first rank that failed.
     """
     if start_method == "xla":
@@ -119,11 +118,6 @@ def _check_fork() -> None:
         raise ConfigurationError("this system cannot fork: use strategy='ddp_spawn'.")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigurationError(CUDA_IN_USE)
-    if dist.is_available() and dist.is_initialized():
-        raise ConfigurationError(
-            f"this process has a process group of {dist.get_world_size()} rank(s), of an earlier run or a script, and "
-            "forked ranks would take it for theirs: use start_method='spawn', or start the run in a new process."
-        )
 
 
 def free_port() -> int:
