@@ -84,7 +84,7 @@ def fill_weights(
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Returns True if loading a state dict into a module only copies tensors into those that the module has.
+    """Returns True if loading a state dict into a module only copies tensors into those on the CPU that the module has.
 
     Not if a part of it, or a hook, has a way of its own to save or to load, or a state that is no tensor.
     """
@@ -104,7 +104,8 @@ def _is_plain_part(part: nn.Module) -> bool:
     if loading is not nn.Module._load_from_state_dict and loading is not _NormBase._load_from_state_dict:
         return False
     own = [*part._parameters.values(), *part._buffers.values()]
-    usual = all(tensor is None or type(tensor) in (Tensor, nn.Parameter) for tensor in own)
+    # XLA's tensors have no memory to read into: a write to what stands for it is lost.
+    usual = all(t is None or (type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu") for t in own)
     return usual and not any(getattr(part, name) for name in _HOOKS)
 
 
