@@ -64,7 +64,7 @@ ELSEWHERE: dict[str, dict[str, str]] = {
         "resume_from_checkpoint": "trainer.fit(…, ckpt_path=…)",
         "ckpt_path": "trainer.fit(…, ckpt_path=…)",
         "replace_sampler_ddp": "use_distributed_sampler",
-        "terminate_on_nan": "detect_anomaly",
+        "terminate_on_nan": "callbacks=[NonFiniteGuard()]",
         "multiple_trainloader_mode": "CombinedLoader(loaders, mode=…)",
         "batch_size": "DataLoader(…, batch_size=…)",
         "shuffle": "DataLoader(…, shuffle=…)",

@@ -1,4 +1,4 @@
-"""Preemption: what a run does when it is told that its machine is about to go away."""
+"""Preemption: what a run does when its machine is about to go away."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ UNFIT = {
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """How a run ends that is told to make room: it saves a checkpoint and exits with a status of its own.
+    """How a run ends when it is preempted: it saves a checkpoint and exits with a status of its own.
 
     The run ends after the step under way; an evaluation ends after its batch. It saves before any other hook hears of
-    the end. All ranks end at the same step, whichever of them was told. Further signals change nothing.
+    the end. All ranks end at the same step, whichever of them received the signal. Further signals change nothing.
 
     Args:
-        signals: the signals that tell it, as numbers or names such as "SIGUSR1"; one or several.
+        signals: the signals that announce it, as numbers or names such as "SIGUSR1"; one or several.
         grace_period: seconds from the signal to the end, or a timedelta. If the run is not saved by then, it ends all
             the same, with the same exit code, and the next start continues from the checkpoint before. None waits for
             the step and the save, however long they take.

@@ -1,4 +1,4 @@
-"""A rank that leaves in order with an exit status of its own tells the agent that started it, which takes it over."""
+"""Exit statuses with which ranks end in order: a rank notes its own, and the agent that started it exits with it."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -39,6 +40,17 @@ class Net(Line):
         self.after.append(getattr(weight, "full_tensor", lambda: weight)().detach().clone())
 
 
+class OneRow(Net):
+    """Only one row of one gradient is nan, which FSDP leaves to one of two ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, scale = batch
+        hidden = self(x)
+        if not scale.isfinite().all():
+            hidden.register_hook(lambda grad: torch.cat([torch.full_like(grad[:, :1], math.nan), grad[:, 1:]], 1))
+        return self.last(torch.tanh(hidden)).square().mean()
+
+
 def loader(bad: dict[int, float], samples: int = 12) -> DataLoader[Any]:
     """Batches of two; the loss of some samples is multiplied by something."""
     x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1))
@@ -48,9 +60,15 @@ def loader(bad: dict[int, float], samples: int = 12) -> DataLoader[Any]:
     return DataLoader(TensorDataset(x, scale), 2)
 
 
-def train(guard: NonFiniteGuard | None, bad: dict[int, float], extra: Sequence[Any] = (), **arguments: Any) -> Net:
+def train(
+    guard: NonFiniteGuard | None,
+    bad: dict[int, float],
+    extra: Sequence[Any] = (),
+    kind: type[Net] = Net,
+    **arguments: Any,
+) -> Net:
     torch.manual_seed(0)
-    module = Net()
+    module = kind()
     callbacks = [*([] if guard is None else [guard]), *extra]
     trainer = Trainer(max_epochs=1, callbacks=callbacks, **{**QUIET, **arguments})
     trainer.fit(module, loader(bad))
@@ -136,12 +154,12 @@ def test_an_argument_that_cannot_be_is_refused(arguments: Any, words: str) -> No
 def run_ranks() -> dict[str, Any]:
     """Only the second rank's samples of the second step are bad."""
     found: dict[str, Any] = {}
-    for strategy in ("ddp", "fsdp"):
+    for name, kind in {"ddp": Net, "fsdp": Net, "fsdp, one row": OneRow}.items():
         guard = NonFiniteGuard("skip")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            module = train(guard, {6: float("nan")}, strategy=strategy)
-        found[strategy] = (guard.skipped, [weight.tolist() for weight in module.after])
+            module = train(guard, {6: float("nan")}, kind=kind, strategy=name.partition(",")[0])
+        found[name] = (guard.skipped, [weight.tolist() for weight in module.after])
     return found
 
 
@@ -154,7 +172,7 @@ def world() -> list[dict[str, Any]]:
     return run_world(2, run_ranks)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp, one row"])
 def test_ranks_act_alike_on_what_one_of_them_has_seen(world: list[dict[str, Any]], strategy: str) -> None:
     first, second = (rank[strategy] for rank in world)
     assert first == second

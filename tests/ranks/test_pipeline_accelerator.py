@@ -363,6 +363,7 @@ def run_plugin(section: dict[str, Any]) -> dict[str, Any]:
     ("settings", "words"),
     [
         ({"tp_degree": 0}, "tp_degree=0"),
+        ({"gradient_clipping": -1.0}, "give a norm"),
         ({"num_layers_per_virtual_pipeline_stage": 2}, "stages_per_rank"),
         ({"train_iters": 100}, "how long to train"),
         ({"custom_train_step_class": object}, "pipeline_step"),
@@ -379,6 +380,13 @@ def test_a_whole_model_has_no_pipeline_step() -> None:
     accelerator = Accelerator(cpu=True, strategy="single_device")
     with pytest.raises(ConfigurationError, match=r"accelerator\.backward\(loss\)"):
         accelerator.pipeline_step(accelerator.prepare(torch.nn.Linear(2, 2)), torch.ones(2, 2))
+
+
+def test_a_clipping_of_0_clips_nothing() -> None:
+    with_plugin = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(gradient_clipping=0.0))
+    found, plain = clipped_by_itself(with_plugin), clipped_by_itself(Accelerator(cpu=True))
+    assert found["losses"] == plain["losses"]
+    assert clipped_by_itself(Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin()))["losses"] != plain["losses"]
 
 
 def test_what_the_plugin_leaves_open_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,11 @@ class Logged(GPT):
         self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
         self.log("tokens", (labels != -100).sum().float(), reduce_fx="sum", on_step=True, on_epoch=True)
         self.log("largest", logits.detach().max(), reduce_fx="max", on_epoch=True)
+        if batch_idx % 2:
+            self.log("odd", float(batch_idx), on_step=True, on_epoch=False)
+        if batch_idx == 3:
+            # More than one message holds.
+            self.log_dict({f"many {number}": float(number) for number in range(40)}, on_step=True, on_epoch=False)
         self.train_right.update(logits, labels.flatten())
         self.log("train_right", self.train_right, on_step=False, on_epoch=True)
         return {"loss": loss, "first": tokens[:, 0]}

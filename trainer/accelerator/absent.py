@@ -23,10 +23,10 @@ INSTEAD = {
         "compute_module_sizes check_device_map offload_state_dict offload_weight load_offloaded_weight "
         "load_offloaded_weights save_offload_index OffloadedWeightsLoader PrefixedDataset set_module_tensor_to_device "
         "has_offloaded_params align_module_device extract_submodules_state_dict find_tied_parameters retie_parameters "
-        "prepare_pippy named_module_tensors dtype_byte_size convert_file_size_to_int id_tensor_storage "
+        "named_module_tensors dtype_byte_size convert_file_size_to_int id_tensor_storage "
         "check_tied_parameters_in_config check_tied_parameters_on_same_device AlignDevicesHook "
         "attach_execution_device_hook attach_align_device_hook attach_align_device_hook_on_blocks CpuOffload "
-        "UserCpuOffloadHook generate_device_map find_pippy_batch_size build_pipeline pippy_forward check_device_same "
+        "UserCpuOffloadHook generate_device_map check_device_same "
         "get_non_persistent_buffers compute_module_total_buffer_size clean_device_map get_module_leaves "
         "get_module_size_with_ties fallback_allocate get_state_dict_offloaded_model get_state_dict_from_offload"
     ),
@@ -37,6 +37,9 @@ INSTEAD = {
     "models and data are the script's own, and accelerator.pipeline_step(model, batch, step=…) runs a step of yours": (
         "MegatronLMDummyDataLoader AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep "
         "add_model_config_to_megatron_parser"
+    ),
+    "Accelerator(strategy=MeshStrategy(pp=…)).prepare(model) cuts a model into stages, which evaluation runs too": (
+        "prepare_pippy build_pipeline pippy_forward find_pippy_batch_size"
     ),
     "context parallelism and Ulysses are not part of this version; ParallelismConfig(tp_size=…) splits layers": (
         "TorchContextParallelConfig DeepSpeedSequenceParallelConfig"

@@ -69,7 +69,8 @@ class MegatronLMPlugin:
         tp_degree: ranks that split each layer. Like the next ones, the launcher's variable if left at None, or 1.
         pp_degree: ranks over which the blocks are dealt out as stages of a pipeline.
         num_micro_batches: into how many a pipeline cuts each batch; 4 for each stage if nothing says how many.
-        gradient_clipping: norm to which gradients are clipped in each step; the launcher's, or 1.0, if left at None.
+        gradient_clipping: norm to which gradients are clipped in each step; the launcher's, or 1.0, if left at None. 0
+            clips nothing.
         sequence_parallelism: without effect: the plan says by "sequence" what is split along it.
         recompute_activations: recompute the blocks' activations in backward.
         use_distributed_optimizer: shard the model over the ranks that see different samples; else they hold copies.
@@ -150,6 +151,10 @@ class MegatronLMPlugin:
                 setattr(self, name, os.environ.get(variable, "").lower() in ("1", "true", "yes"))
         if self.gradient_clipping is None:
             self.gradient_clipping = float(os.environ.get("MEGATRON_LM_GRADIENT_CLIPPING") or 1.0)
+        if self.gradient_clipping < 0:
+            raise ConfigurationError(
+                f"MegatronLMPlugin(gradient_clipping={self.gradient_clipping}): give a norm, or 0 to clip nothing."
+            )
 
     def build(self) -> str | Strategy:
         """The strategy that the settings describe. Ranks that share no model hold copies, or shard it."""

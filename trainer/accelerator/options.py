@@ -61,7 +61,8 @@ class Options:
         self.compile_options: dict[str, Any] = given.get("compile_options", {})
         """Further arguments of torch.compile, from a plugin or a launch."""
         self.megatron: MegatronLMPlugin | None = given["megatron_lm_plugin"]
-        self.clips_to: float | None = given.get("clips_to")
+        self.clips_to: float | None = given.get("clips_to") or None
+        """Norm to which each step is clipped, by a launch or a plugin; 0 stands for none, as in Megatron-LM."""
         self.deepspeed = plugin_of(given["deepspeed_plugin"], given["deepspeed_plugins"])
         self.fsdp: FullyShardedDataParallelPlugin | None = given["fsdp_plugin"]
         self.strategy: str | Strategy = _strategy(given, self.deepspeed)

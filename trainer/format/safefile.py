@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 MAX_HEADER = 100_000_000
 # What is read or written at once: it stays in a CPU's cache between the copy and the checksum.
 _PIECE = 512 * 1024
-# Bytes after which the system is told to start writing to the disk.
+# Bytes after which the system starts writing to the disk.
 _AHEAD = 8 * 1024 * 1024
 # The most bytes of a tensor that are copied at a time, where it cannot be written as it is.
 _COPIED = 16 * 1024 * 1024

@@ -20,7 +20,7 @@ def in_order(run: Run, last_words: Callable[[], str | None], leave: Callable[[],
     Args:
         run: the run.
         last_words: composes what is printed when the loggers are closed; None for nothing.
-        leave: tells others that the run was preempted, if it was.
+        leave: announces that the run was preempted, if it was.
 
     Raises:
         KeyboardInterrupt: if Ctrl-C ended the run; `on_exception` was called before.

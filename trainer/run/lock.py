@@ -113,7 +113,7 @@ class FolderLock:
 
     # for a run --------------------------------------------------------------------------------------------------------
     def acquire(self) -> None:
-        """Takes the folder, waiting for at most `silent` seconds where only silence tells that its owner is gone.
+        """Takes the folder, waiting for at most `silent` seconds where only silence shows that its owner is gone.
 
         Raises:
             LeydenError: if another run holds it; names the owner.
@@ -238,7 +238,7 @@ class FolderLock:
         Raises:
             LeydenError: if the owner lives.
         """
-        first, began, told = self._look(), time.monotonic(), False
+        first, began, announced = self._look(), time.monotonic(), False
         while (found := self._look()) is not None and first is not None:
             owner = Owner.read(found[0])
             if owner.is_here:
@@ -251,8 +251,8 @@ class FolderLock:
             silence = max(time.monotonic() - began, 0.0 if now is None else now - found[1])
             if silence >= self._silent:
                 return found[0]
-            if not told and owner.place:
-                told = True
+            if not announced and owner.place:
+                announced = True
                 print(
                     f"leyden: {self.path.parent} was left by {owner}, or is still in use: this is known in at most "
                     f"{self._silent - silence:.0f} s.",

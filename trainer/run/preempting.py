@@ -1,6 +1,4 @@
-"""Leaving a machine that is needed for others: who is told of it, when the time is over, and the way back to SLURM's
-queue.
-"""
+"""The end of a run that is preempted: its grace period, its exit code, and its way back to SLURM's queue."""
 
 from __future__ import annotations
 
@@ -25,10 +23,10 @@ ANSWER = 60.0
 
 
 class Departure:
-    """The end of a run that is preempted: who hears of the preemption, when the time is over, who is told of the end.
+    """Ends a run that is preempted: polls for notices, keeps to the grace period, notes the exit code, requeues.
 
     If `should_preempt` or a grace period was given, a thread beside the run asks the one and watches the other. Where
-    there are several ranks, the first of each machine asks, since a cloud tells each machine about itself.
+    there are several ranks, the first of each machine asks, since a cloud announces a machine's end on that machine.
 
     Args:
         run: what runs.

@@ -80,12 +80,12 @@ def check_again(holdings: Holdings | None, cut: Cut | None, stages: Sequence[int
     if before == cut and (holdings is None or holdings.stages == tuple(stages)):
         return
     raise ConfigurationError(
-        f"the module was {_told(before)} by an earlier run, and is to be {_told(cut)} by this one: use the same pp, "
-        "schedule and split, or a new module that loads the checkpoint."
+        f"the module was {_in_words(before)} by an earlier run, and is to be {_in_words(cut)} by this one: use the "
+        "same pp, schedule and split, or a new module that loads the checkpoint."
     )
 
 
-def _told(cut: Cut | None) -> str:
+def _in_words(cut: Cut | None) -> str:
     if cut is None:
         return "left without pipeline stages"
     starts = ", ".join(f"{cut.container}.{cut.blocks[start]}" for start in cut.starts)

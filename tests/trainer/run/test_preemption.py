@@ -1,4 +1,4 @@
-"""A run that is told to make room saves itself, exits with 75, and its next start goes on in the same step."""
+"""A run that is preempted saves itself, exits with 75, and its next start goes on in the same step."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def on_two_ranks(folder: Path) -> None:
     for attempt in range(3):
         torch.manual_seed(3)
         net = Net()
-        # Each time another rank is told.
+        # Each time another rank receives the signal.
         stop = [At("on_train_batch_start", 3, raising(signal.SIGUSR1))] if attempt == RANK and attempt < 2 else []
         loader = DataLoader(labelled(40), 4, shuffle=True)
         trainer = Trainer(**QUIET, strategy="ddp", max_epochs=2, default_root_dir=folder, resume="auto", callbacks=stop)
@@ -353,7 +353,7 @@ def test_ranks_that_one_of_them_preempts_end_at_the_same_step_and_go_on_exactly(
     assert (tmp_path / "rank-0.json").read_text() == (tmp_path / "rank-1.json").read_text()
 
 
-TOLD = """
+PREEMPTED = """
 import os, signal, sys
 import torch
 from leyden import Trainer, TrainModule
@@ -390,17 +390,17 @@ print("done", flush=True)
     ],
     ids=["a script", "leyden launch"],
 )
-def test_an_agent_that_is_told_passes_it_on_and_exits_as_its_ranks_do(starter: tuple[str, ...], tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TOLD)
+def test_an_agent_passes_a_signal_on_and_exits_as_its_ranks_do(starter: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PREEMPTED)
     command = [sys.executable, *starter, "train.py"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    told, again = (
+    first, again = (
         subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
         for _ in range(2)
     )
-    assert told.returncode == 75, told.stderr
-    assert "preempted by SIGUSR1" in told.stdout and "restart" not in told.stderr and "done" not in told.stdout
-    assert "failed" not in told.stderr
+    assert first.returncode == 75, first.stderr
+    assert "preempted by SIGUSR1" in first.stdout and "restart" not in first.stderr and "done" not in first.stdout
+    assert "failed" not in first.stderr
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("from step 0") == 0 and again.stdout.count("from step ") == 2
     assert again.stdout.count("done") == 2
