@@ -7,6 +7,7 @@ what is imported, of standard input, or of a script that starts its ranks by run
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import runpy
@@ -72,6 +73,8 @@ def run_program(
 def _become(words: list[str], folder: str, output: str, errors: str, variables: Mapping[str, str]) -> None:
     """Turns this fork of the server into the program."""
     os.setsid()
+    # Collections need not visit what the server imported.
+    gc.freeze()
     # The platform's own for what the program starts: workers of a loader would wait for a server of their own.
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     for name, number in ((os.devnull, 0), (output, 1), (errors, 2)):

@@ -31,6 +31,7 @@ STEPS = 100
 EVERY = 50
 # Of an epoch: the loader's seed and order, and what is returned or monitored at its end.
 ONCE = 10
+TORCH = str(Path(torch.__file__).parent)
 
 READING_METHODS = {
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__float__, Tensor.__int__, Tensor.__bool__),
@@ -55,8 +56,7 @@ class Methods(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         to_cpu = function is Tensor.to and any(str(part) == "cpu" for part in (*args[1:], *(kwargs or {}).values()))
         # torch's own functions bring norms and scales to devices that are known to them.
-        by_torch = Path(torch.__file__).parent in Path(sys._getframe(1).f_code.co_filename).parents
-        if function in READING_METHODS or (to_cpu and not by_torch):
+        if function in READING_METHODS or (to_cpu and not sys._getframe(1).f_code.co_filename.startswith(TORCH)):
             self.note(function.__name__)
         return function(*args, **(kwargs or {}))
 
