@@ -24,13 +24,20 @@ OUTSIDE = "was run outside of a step, and this rank holds only some stages of th
 
 
 class Generating(Callback):
-    """Runs the model, and its parts, between epochs."""
+    """Runs the model, its parts and a copy of it between epochs; copies it between steps too."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
+        self.of_copy: list[str] = []
+
+    def on_train_batch_end(self, trainer: Any, module: GPT, *_: Any) -> None:
+        copied = copy.deepcopy(module)
+        pairs = zip(copied.parameters(), module.parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs if not pair[1].isnan().any())
 
     def on_train_epoch_end(self, trainer: Any, module: GPT) -> None:
         self.said = outside(module)
+        self.of_copy = outside(copy.deepcopy(module))
 
 
 def outside(module: GPT) -> list[str]:
@@ -91,7 +98,11 @@ def used(folder: str) -> dict[str, Any]:
     trainer = trainer_of({}, callbacks=[callback])
     trainer.fit(module, loader())
     trainer.save_checkpoint(folder)
-    found: dict[str, Any] = {"within": callback.said, "after": outside(module)}
+    found: dict[str, Any] = {
+        "within": callback.said,
+        "copy within": callback.of_copy,
+        "after": outside(module),
+    }
     copied = copy.deepcopy(module)
     found["copy"] = outside(copied)
     found["unpickled"] = outside(pickle.loads(pickle.dumps(strip(copied))))
@@ -134,7 +145,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_world(2, used, str(tmp_path_factory.mktemp("outside") / "saved"))
 
 
-@pytest.mark.parametrize("when", ["within", "after", "copy", "unpickled", "again"])
+@pytest.mark.parametrize("when", ["within", "copy within", "after", "copy", "unpickled", "again"])
 def test_the_model_and_what_other_ranks_hold_are_refused_outside_of_steps(
     ranks: list[dict[str, Any]], when: str
 ) -> None:

@@ -148,19 +148,21 @@ class Passages:
             own = self._cut.blocks_of(stage)
             first, last = self._blocks[own.start], self._blocks[own.stop - 1]
             self._handles += [
-                first.register_forward_pre_hook(lambda *_: self._draws.enter_blocks(), prepend=True),
-                last.register_forward_hook(self._note),
+                first.register_forward_pre_hook(_hook_of(first, lambda *_: self._draws.enter_blocks()), prepend=True),
+                last.register_forward_hook(_hook_of(last, self._note)),
             ]
             for full in self._cut.before:
                 owner, _, name = full.rpartition(".")
                 held = self._root.get_submodule(owner)._modules.get(name)
                 if held is not None and stage == 0:
                     self._handles += [
-                        held.register_forward_pre_hook(lambda *_: self._draws.begin_held(), prepend=True),
-                        held.register_forward_hook(lambda *_: self._draws.end_held()),
+                        held.register_forward_pre_hook(
+                            _hook_of(held, lambda *_: self._draws.begin_held()), prepend=True
+                        ),
+                        held.register_forward_hook(_hook_of(held, lambda *_: self._draws.end_held())),
                     ]
 
-    def _note(self, block: nn.Module, args: Any, output: Any) -> None:
+    def _note(self, args: Any, output: Any) -> None:
         self._output = output
 
     def run(self, stage: int, step: Callable[[], Any], received: Any = None, micro_batch: int | None = None) -> Any:
@@ -217,6 +219,16 @@ class Passages:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _hook_of(module: nn.Module, act: Callable[..., Any]) -> Callable[..., None]:
+    """A hook that acts for one module. A deep copy of the module shares it, and is no part of the pipeline."""
+
+    def hook(called: nn.Module, *of_call: Any) -> None:
+        if called is module:
+            act(*of_call)
+
+    return hook
 
 
 def _stand_in(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
