@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import find_devices, parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
-from leyden.strategies.launch.environment import rank_environment
-from leyden.strategies.launch.script import is_interactive
+from leyden.strategies.launch.environment import is_interactive, rank_environment
 from leyden.strategies.ported import ported
 from leyden.strategies.precision import DoublePrecision, Float8Precision, HalfPrecision, MixedPrecision, Precision
 from leyden.strategies.single import SingleDeviceStrategy, find_device

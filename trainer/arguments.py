@@ -10,12 +10,13 @@ from typing import Any
 
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.launch.watchdog import hang_limit
 from leyden.trainer.given import UNSET
 from leyden.trainer.launched import filled_by_launch
 from leyden.trainer.preemption import wanted
 
-NONE_MEANS_SOMETHING = "check_val_every_n_epoch"
-"""The one argument with a default other than None for which None is a value of its own."""
+NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
+"""The arguments with a default other than None for which None is a value of its own."""
 AT_LEAST = {
     -1: ("max_epochs", "max_steps", "num_sanity_val_steps"),
     0: ("min_epochs", "min_steps", "log_every_n_steps", "reload_dataloaders_every_n_epochs"),
@@ -82,6 +83,7 @@ class Arguments:
     allow_replay: bool = False
     resume: str | None = None
     preemption: Any = None
+    hang_timeout: Any = "auto"
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -101,9 +103,9 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
         name: value
         for name, value in given.items()
         # Where None is the default, to give it says that a launch shall not fill it in.
-        if value is not UNSET and (value is not None or name == NONE_MEANS_SOMETHING or getattr(defaults, name) is None)
+        if value is not UNSET and (value is not None or name in NONE_MEANS_SOMETHING or getattr(defaults, name) is None)
     }
-    named = frozenset(name for name, value in values.items() if value is not None or name == NONE_MEANS_SOMETHING)
+    named = frozenset(name for name, value in values.items() if value is not None or name in NONE_MEANS_SOMETHING)
     values = {**filled_by_launch(values), **values}
     if values.get("barebones"):
         _barebones(values)
@@ -137,6 +139,7 @@ def _implied(arguments: Arguments) -> dict[str, Any]:
         implied |= {"val_check_interval": 1.0, "check_val_every_n_epoch": 1, "resume": None}
     if arguments.overfit_batches:
         implied |= dict.fromkeys(("limit_train_batches", "limit_val_batches"), arguments.overfit_batches)
+    implied["hang_timeout"] = hang_limit(arguments.hang_timeout)
     implied["preemption"] = wanted(arguments.preemption, implied.get("resume", arguments.resume) == "auto")
     return implied
 

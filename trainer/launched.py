@@ -30,6 +30,7 @@ VALUES = {
     "gradient_clip_val": "LEYDEN_GRADIENT_CLIP_VAL",
     "compile": "LEYDEN_COMPILE",
     "fp8": "LEYDEN_FP8",
+    "hang_timeout": "LEYDEN_HANG_TIMEOUT",
 }
 """Setting → variable. It holds the value as JSON."""
 
@@ -50,6 +51,7 @@ class LaunchSettings:
         fp8: the recipe of fp8, by the keys of the configuration file.
         debug: compare what ranks put into collectives.
         resume: as of the Trainer.
+        hang_timeout: as of the Trainer; False for no watchdog.
     """
 
     source: str
@@ -63,6 +65,7 @@ class LaunchSettings:
     fp8: Mapping[str, Any] = field(default_factory=dict)
     debug: bool = False
     resume: str | None = None
+    hang_timeout: float | str | bool | None = None
 
     def fill(
         self, values: Mapping[str, Any], owned: Collection[str], environ: Mapping[str, str] | None = None
@@ -119,7 +122,10 @@ def filled_by_launch(given: Mapping[str, Any], environ: Mapping[str, str] | None
     settings = read_launched(environ)
     if settings is None:
         return {}
-    names = ("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val", "resume")
+    names = (
+        *("accelerator", "strategy", "precision", "accumulate_grad_batches", "gradient_clip_val"),
+        *("resume", "hang_timeout"),
+    )
     return settings.fill({name: getattr(settings, name) for name in names}, _owned(given), environ)
 
 

@@ -17,6 +17,7 @@ UNFIT = {
     **dict.fromkeys(("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL"), "it means a crash"),
     "SIGCHLD": "it reports the end of a loader's worker",
     "SIGINT": "it is Ctrl-C, which keeps its own meaning",
+    "SIGURG": "the watchdog asks ranks for their stacks by it",
 }
 """Signals that announce nothing, and why."""
 

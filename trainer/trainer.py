@@ -16,6 +16,8 @@ from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import rank_environment
+from leyden.strategies.launch.heartbeat import Phase
+from leyden.strategies.launch.watchdog import watched
 from leyden.trainer.arguments import resolve
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine.engine import Engine
@@ -117,6 +119,9 @@ class Trainer(TrainerView):
             may be started again and again: what `fit(ckpt_path=…)` is where it is left out. None begins anew.
         preemption: True or a `Preemption`: SIGTERM, SIGUSR1 or a notice save a checkpoint and end the run with exit
             code 75, and a job of SLURM is requeued. None: True where resume="auto".
+        hang_timeout: seconds, or a timedelta, that a training batch may take before the watchdog ends the job and names
+            the rank that hangs; an evaluation's batch may take five times as long, set-up or a save thirty times.
+            "auto", the default: ten times the slowest of late, and 60 s at least. None or False turns it off.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -176,6 +181,7 @@ class Trainer(TrainerView):
         allow_replay: bool = False,
         resume: str | None = None,
         preemption: bool | Preemption | None = None,
+        hang_timeout: float | timedelta | str | bool | None = "auto",
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.arguments, self.given = resolve(given)
@@ -352,7 +358,8 @@ class Trainer(TrainerView):
                 stays whole.
         """
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
-        self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
+        with self._run.heartbeat.during(Phase.SAVING):
+            self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
 
     def print(self, *args: Any, **kwargs: Any) -> None:
@@ -396,6 +403,8 @@ class Trainer(TrainerView):
             stack.enter_context(run.signals.caught_on(self.world_size))
             departure = stack.enter_context(Departure(run, self.arguments.preemption))
             stack.enter_context(runtime_settings(self.arguments))
+            watch = self.arguments.hang_timeout, self.arguments.default_root_dir
+            stack.enter_context(watched(run.heartbeat, self.strategy.ranks, *watch))
             result = None
             try:
                 restorer = self._setup(run, goal)
@@ -413,10 +422,12 @@ class Trainer(TrainerView):
                     kind, name = ("val", "validation") if stage == "validate" else ("test", "test")
                     found = run.loaders.evaluation(kind)
                     result = EvaluationLoop(run, name, found).run() if found else []  # type: ignore[arg-type]
+                run.heartbeat.mark(Phase.ENDING)
                 ending.in_order(run, partial(self._last_words, run), departure.leave)
                 if stage == "fit":
                     run.logs.nans.warn()
             except BaseException as error:
+                run.heartbeat.mark(Phase.ENDING)
                 ending.by_error(run, error, (run.module, self, *run.callbacks))
                 raise
         return result

@@ -14,12 +14,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.environment import killed_in_words, ranks_in_words
 from leyden.strategies.launch.leaving import ExitNotes
+from leyden.strategies.launch.processes import children, status_of
 from leyden.strategies.launch.tries import Tries, tries
+from leyden.strategies.launch.watchdog import Watchdog, say
 
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
@@ -157,25 +158,29 @@ def run_engine(
     sys.stderr.flush()
     assert config.logs_specs is not None
     is_alone, notes = config.rdzv_backend == NAME, ExitNotes(config.logs_specs.root_log_dir)
-    with tries() as tried, _as_agent(_of_one_machine(tried) | dict(variables) if is_alone else variables, folder):
-        while True:
-            try:
-                elastic_launch(config, program)(*arguments)
-            except ChildFailedError as error:
-                left_with = notes.code()
-                if left_with is not None:
-                    return left_with
-                if is_alone and tried.again():
-                    continue
-                ended = first_failure(error, config.nproc_per_node)
-                (report or _say)(ended)
-                return ended.code
-            except SignalException as error:
-                left_with = notes.code()
-                return 128 + int(error.sigval) if left_with is None else left_with
-            except KeyboardInterrupt:
-                return 128 + signal.SIGINT
-            return notes.code() or 0
+    with tries() as tried, Watchdog(config.nproc_per_node, say) as watchdog:
+        shared = {**(_of_one_machine(tried) if is_alone else {}), **watchdog.variables()}
+        with _as_agent({**shared, **variables}, folder):
+            while True:
+                try:
+                    elastic_launch(config, program)(*arguments)
+                except ChildFailedError as error:
+                    if any(watchdog.has_ended(failure.pid) for failure in error.failures.values()):
+                        return 1
+                    left_with = notes.code()
+                    if left_with is not None:
+                        return left_with
+                    if is_alone and tried.again():
+                        continue
+                    ended = first_failure(error, config.nproc_per_node)
+                    (report or _say)(ended)
+                    return ended.code
+                except SignalException as error:
+                    left_with = notes.code()
+                    return 128 + int(error.sigval) if left_with is None else left_with
+                except KeyboardInterrupt:
+                    return 128 + signal.SIGINT
+                return notes.code() or 0
 
 
 def _of_one_machine(tried: Tries) -> dict[str, str]:
@@ -219,22 +224,12 @@ def _as_agent(variables: Mapping[str, str], folder: str | None) -> Iterator[None
 def _wake(ended: threading.Event) -> None:
     """Continues stopped ranks, which cannot receive the signal to end: the engine would wait 30 s for each."""
     while not ended.wait(1.0):
-        for process in _children():
-            with suppress(OSError):
-                lines = Path(f"/proc/{process}/status").read_text().splitlines()
-                status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        for process in children(os.getpid()):
+            with suppress(OSError, KeyError):
+                status = status_of(process)
                 waits = int(status["SigPnd"], 16) | int(status["ShdPnd"], 16)
                 if status["State"].startswith("T") and waits & 1 << signal.SIGTERM - 1:
                     os.kill(process, signal.SIGCONT)
-
-
-def _children() -> list[int]:
-    """The processes that this one has started; none where the kernel does not list them."""
-    found: list[int] = []
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):
-            found += map(int, (task / "children").read_text().split())
-    return found
 
 
 def first_failure(error: Any, count: int) -> Ended:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import re
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -164,6 +166,11 @@ def is_running(process: int) -> bool:
     except OSError:
         pass
     return True
+
+
+def is_interactive() -> bool:
+    """True in a REPL, IPython and a notebook."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
 def killed_in_words(rank: int, number: int) -> str:

@@ -20,6 +20,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import CUDA_IN_USE, STARTER, killed_in_words
 from leyden.strategies.launch.meeting import AGENTS_STORE, LOOPBACK, gloo_on_loopback, listen, store_on
 from leyden.strategies.launch.tries import Tries, tries
+from leyden.strategies.launch.watchdog import Watchdog
 
 PATIENCE = 10.0
 """Seconds in which the others may end by themselves after one rank has failed."""
@@ -82,18 +83,26 @@ def _run_once(start_method: str, count: int, handed: Any, tried: Tries) -> Any:
     listener = listen()
     port = listener.getsockname()[1]
     ranks: list[tuple[Any, Any]] = []
+    watchdog = Watchdog(count, lambda hang: None)
     for rank in range(count):
         receiver, sender = context.Pipe(duplex=False)
         # Of forked ranks, none keeps the port open when this process is gone.
         own = listener if start_method != "spawn" else None
-        variables = {**_variables(rank, count, port), STARTER: start_method, **tried.variables()}
+        variables = {
+            **_variables(rank, count, port),
+            STARTER: start_method,
+            **tried.variables(),
+            **watchdog.variables(),
+        }
         process = context.Process(target=_rank, args=(sender, variables, handed, own), name=f"leyden rank {rank}")
         process.start()
         sender.close()
         ranks.append((process, receiver))
     store = store_on(listener)
     try:
-        return _Watch(ranks).result()
+        # From here on: a process that forks should have no thread of ours.
+        with watchdog:
+            return _Watch(ranks, watchdog).result()
     finally:
         del store
 
@@ -130,7 +139,8 @@ def free_port() -> int:
 class _Watch:
     """Waits for all ranks; the first error is raised, the others are ended."""
 
-    def __init__(self, ranks: list[tuple[Any, Any]]) -> None:
+    def __init__(self, ranks: list[tuple[Any, Any]], watchdog: Watchdog) -> None:
+        self.watchdog = watchdog
         self.processes = [process for process, _ in ranks]
         self.open = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
         self.answer: bytes | None = None
@@ -181,6 +191,8 @@ class _Watch:
             self.failure = (rank, value)
 
     def _raise(self, rank: int, value: Any) -> None:
+        if self.watchdog.hang is not None:
+            raise LeydenError(str(self.watchdog.hang))
         if isinstance(value, tuple):
             data, text, trace = value
             error: BaseException = LeydenError(text) if data is None else unpacked(data)

@@ -41,3 +41,28 @@ def runs(pid: int, start: str) -> bool:
         # os.kill(pid, 0) would end the process on Windows.
         return True
     return is_running(pid)
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """Returns what /proc says about a process, by name; nothing where there is none, or no /proc."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+
+
+def children(pid: int) -> list[int]:
+    """Returns the processes that one has started; none where the kernel does not list them."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Returns the processes that one has started, and those that they have."""
+    found = children(pid)
+    return found + [inner for child in found for inner in descendants(child)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import multiprocessing
 import os
 import sys
@@ -10,7 +9,7 @@ import tempfile
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
-from leyden.strategies.launch.environment import STARTER
+from leyden.strategies.launch.environment import STARTER, is_interactive
 
 
 def obstacle() -> str | None:
@@ -26,11 +25,6 @@ def obstacle() -> str | None:
     if file is None or not os.path.exists(file):
         return "there is no script file (python -c, or a script from stdin)"
     return None
-
-
-def is_interactive() -> bool:
-    """True in a REPL, IPython and a notebook."""
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or hasattr(builtins, "__IPYTHON__")
 
 
 def machines_of(num_nodes: int) -> Machines:

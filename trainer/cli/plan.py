@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER, RankEnvironment, rank_environment
+from leyden.strategies.launch.watchdog import hang_limit
 from leyden.strategies.mesh.layout import Layout
 from leyden.trainer.cli.accelerate_variables import accelerate_variables
-from leyden.trainer.cli.keys import FP8, PRECISIONS
+from leyden.trainer.cli.keys import FP8, NO, PRECISIONS
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.megatron import mesh_of
 from leyden.trainer.cli.secrets import masked_value
@@ -169,6 +170,7 @@ class LaunchPlan:
         found += [f"torch.compile{_listed(launched.compile)}"] if launched.compile else []
         found += [f"GPUs {self.settings.get('gpu_ids')}"] if "CUDA_VISIBLE_DEVICES" in self.variables() else []
         found += ["resume auto"] if launched.resume else []
+        found += [f"hang_timeout {launched.hang_timeout or 'no'}"] if launched.hang_timeout is not None else []
         found += ["CPUs bound to GPUs"] if self.binds_cpus else []
         return found + (["debug checks"] if launched.debug else [])
 
@@ -444,7 +446,21 @@ def launched_of(settings: Settings, source: str, accelerator: str, ranks: int) -
         fp8=_fp8(settings) if precision == "fp8" else {},
         debug=bool(settings.get("debug", False)),
         resume="auto" if settings.get("resume") == "auto" else None,
+        hang_timeout=_hang_timeout(settings.get("hang_timeout")),
     )
+
+
+def _hang_timeout(value: Any) -> float | str | bool | None:
+    """Reads the key: None where it is left open, False for no watchdog."""
+    if value is None:
+        return None
+    text = str(value).lower()
+    if text in NO:
+        return False
+    try:
+        return hang_limit("auto" if text == "auto" else float(text))
+    except (ValueError, ConfigurationError):
+        raise ConfigurationError(f"hang_timeout: {value} is no limit: give seconds above 0, auto, or no.") from None
 
 
 def _fp8(settings: Settings) -> dict[str, Any]:

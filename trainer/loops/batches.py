@@ -8,27 +8,32 @@ from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.batch import batch_size_of
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.heartbeat import BATCHES, STEP, Phase
 
 if TYPE_CHECKING:
+    from leyden.strategies.launch.heartbeat import Heartbeat
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run.state import Run
 
 
 class Count:
-    """Counts batches, and the samples in them as far as their size is known.
+    """Counts batches, and the samples in them as far as their size is known. Each batch is a sign of life.
 
     Args:
         progress: holds the counts.
         engine: knows the share of each batch.
+        heartbeat: is told of each batch.
 
     Attributes:
         shares: each batch comes with a `Share`, which knows the samples of all ranks.
         window_samples: samples before the open window.
     """
 
-    def __init__(self, progress: Progress, engine: Engine) -> None:
-        self._progress, self._engine = progress, engine
+    def __init__(self, progress: Progress, engine: Engine, heartbeat: Heartbeat) -> None:
+        self._progress, self._engine, self._heartbeat = progress, engine, heartbeat
+        self._words = heartbeat.words
+        self._has_begun = False
         self._readers = engine.strategy.data_size
         self._knows_size = True
         self.shares = False
@@ -37,6 +42,19 @@ class Count:
     def begin_loader(self, shares: bool) -> None:
         """Another loader is read, whose batches come with a `Share` or not."""
         self.shares = shares
+
+    def begin_epoch(self) -> None:
+        """The batches that are left of an epoch begin."""
+        progress, heartbeat = self._progress, self._heartbeat
+        if not self._has_begun:
+            self._has_begun = True
+            heartbeat.begin_fit(progress.batches)
+        heartbeat.begin_epoch(progress.epoch, progress.batch, progress.batches, progress.global_step)
+        self._words = heartbeat.words
+
+    def end_epoch(self) -> None:
+        """They are over."""
+        self._heartbeat.mark(Phase.EPOCH)
 
     def begin_window(self) -> None:
         """Notes where a window of several batches begins."""
@@ -56,7 +74,9 @@ class Count:
                 samples = batch_size_of(batch) * self._readers
             except ConfigurationError:
                 self._knows_size = False
-        self._progress.count_batch(samples)
+        progress, words = self._progress, self._words
+        progress.count_batch(samples)
+        words[BATCHES], words[STEP] = progress.batches, progress.global_step
 
 
 class Draws(Iterator[tuple[Any, int, int]]):

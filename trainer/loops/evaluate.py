@@ -11,6 +11,7 @@ import torch
 
 from leyden.strategies.batch import move_to_device
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.heartbeat import EVALUATED, Phase
 from leyden.strategies.readers import Readers
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import rng_state, undoing
@@ -77,7 +78,8 @@ class EvaluationLoop:
         if in_fit and not run.state.sanity_checking:
             run.strategy.synchronize_buffers()
         self._rows, self._names = self._step_rows(), []
-        with run.state.evaluating(self.stage), self._evaluation_mode(), self._without_gradients():
+        evaluates = run.state.evaluating(self.stage), run.heartbeat.during(Phase.EVALUATION)
+        with evaluates[0], evaluates[1], self._evaluation_mode(), self._without_gradients():
             self._fire("start")
             self._fire("epoch_start")
             for index, (cursor, own_limit) in enumerate(self.loaders):
@@ -99,11 +101,13 @@ class EvaluationLoop:
         logs.begin_loader(index if which else None)
         ranks = Pass(run.strategy.ranks, run.signals) if run.strategy.ranks.world_size > 1 else None
         listens_start, listens_end = (self.hooks.listens(f"on_{self.stage}_batch_{end}") for end in ("start", "end"))
+        beat = run.heartbeat.words
         batches: Iterator[Any] = itertools.islice(cursor.start(run.progress.epochs_done), limit)
         for batch_idx, batch in enumerate(batches):
             if run.signals.received is not None if ranks is None else ranks.breaks_off():
                 return False
             self._done += 1
+            beat[EVALUATED] = self._done
             if cursor.shares:
                 batch, share = batch
                 engine.begin_batch(share)

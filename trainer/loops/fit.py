@@ -80,7 +80,7 @@ class FitLoop:
         """Index in the epoch of the first batch of the open window, or of the last one."""
         self._former_ended = True
         """The epoch before this one was read to its end."""
-        self.count = Count(run.progress, run.engine)
+        self.count = Count(run.progress, run.engine, run.heartbeat)
         self.clock = Clock(run.progress, run.limits.max_seconds, seconds_of(run.arguments.val_check_interval))
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
@@ -129,6 +129,7 @@ class FitLoop:
                 self._begin_epoch()
             elif self.progress.phase == "paused":
                 self.progress.settle()
+            self.count.begin_epoch()
             complete = self._drawn_epoch() if draws else self._epoch()
             if not complete:
                 self._validate_at_stop()
@@ -328,6 +329,7 @@ class FitLoop:
                 continue.
         """
         progress = self.progress
+        self.count.end_epoch()
         fell_short = self.num_batches is not None and 0 < progress.batch < self.num_batches
         if self.engine.window.is_open:
             self._close_short_window()

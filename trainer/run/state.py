@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from leyden.strategies.launch.heartbeat import Heartbeat
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
@@ -65,6 +66,7 @@ class Run:
         signals: Ctrl-C and SIGTERM.
         profiler: measures hooks and steps; None without one.
         callback_list: who takes part in runs.
+        heartbeat: this rank's signs of life.
         hooks: the listeners. Made for this run, as are the next eleven.
         module: what runs.
         datamodule: whose loaders run; None without one.
@@ -90,6 +92,7 @@ class Run:
     signals: Signals
     profiler: Profiler | None
     callback_list: CallbackList
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     hooks: Hooks
     module: TrainModule

@@ -1,0 +1,204 @@
+"""What a watchdog says of a hang: which rank is the odd one and where each of them is, with all stacks in a file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from leyden.strategies.launch.environment import ranks_in_words
+from leyden.strategies.launch.heartbeat import BATCHES, EPOCH, EPOCH_BEGAN, PROCESS, RANK, STEP, THREAD, Phase
+from leyden.strategies.launch.processes import status_of
+from leyden.strategies.launch.stacks import Thread, lines_of
+
+PHASES = {
+    Phase.OUTSIDE: "outside of a run",
+    Phase.SETUP: "in set-up",
+    Phase.FIRST: "in the first batches",
+    Phase.TRAINING: "in training",
+    Phase.EPOCH: "between two epochs",
+    Phase.EVALUATION: "in an evaluation",
+    Phase.SAVING: "saving a checkpoint",
+    Phase.COMPILING: "compiling",
+    Phase.ENDING: "ending the run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a watchdog has found out about one rank.
+
+    Attributes:
+        words: of its slot.
+        phase: what it is doing.
+        state: of its process.
+        threads: its stacks; None if it did not answer.
+        children: those of the processes that it has started.
+    """
+
+    words: Sequence[int]
+    phase: Phase
+    state: str
+    threads: Sequence[Thread] | None
+    children: Mapping[int, Sequence[Thread]] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        return self.words[RANK]
+
+    @property
+    def process(self) -> int:
+        return self.words[PROCESS]
+
+    @property
+    def main(self) -> Thread | None:
+        """Its main thread."""
+        threads = self.threads or ()
+        return next((thread for thread in threads if thread.ident == self.words[THREAD]), next(iter(threads), None))
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state.startswith("T")
+
+    @property
+    def is_debugged(self) -> bool:
+        """A debugger holds it: Python's own and its like, or one from outside."""
+        tracer = status_of(self.process).get("TracerPid", "0")
+        return tracer != "0" or any(thread.is_debugged for thread in self.threads or ())
+
+    @property
+    def collective(self) -> str:
+        return self.main.collective if self.main is not None else ""
+
+    @property
+    def where(self) -> str:
+        """Its place in the run."""
+        batch = self.words[BATCHES] - self.words[EPOCH_BEGAN]
+        return f"step {self.words[STEP]} (epoch {self.words[EPOCH]}, batch {batch}), {PHASES[self.phase]}"
+
+    def words_for(self) -> str:
+        """What it does, to follow its number."""
+        if self.is_stopped:
+            return f"is stopped (/proc says {self.state}: somebody has sent it SIGSTOP, and SIGCONT continues it)"
+        main = self.main
+        if main is None:
+            return f"does not answer{f' (/proc says {self.state})' if self.state else ''}"
+        if main.collective:
+            return f"waits for the others in {main.collective}, {main.place}"
+        if main.loads and self.children:
+            for process, threads in self.children.items():
+                place = next((thread.users for thread in threads if thread.users is not None), None)
+                if place is not None:
+                    return f"waits for its loader, whose worker (process {process}) is {place}"
+        return f"is {main.place}"
+
+
+@dataclass(slots=True)
+class Hang:
+    """A job that makes no progress.
+
+    Attributes:
+        sights: what is known of its ranks on this machine.
+        seconds: for how long.
+        ended: says what is ended.
+        file: the report with all stacks; None if it could not be written.
+    """
+
+    sights: Sequence[Sight]
+    seconds: float
+    ended: str
+    file: Path | None = None
+
+    @property
+    def odd(self) -> list[Sight]:
+        """The ranks that the others wait for; none if all of them wait."""
+        sights = self.sights
+        if len(sights) == 1:
+            return [sight for sight in sights if not sight.collective]
+        for kind in (
+            [sight for sight in sights if sight.is_stopped],
+            [sight for sight in sights if sight.threads is None],
+            [sight for sight in sights if not sight.collective],
+            [sight for sight in sights if sight.words[BATCHES] < max(other.words[BATCHES] for other in sights)],
+        ):
+            if kind:
+                return kind
+        names = [sight.collective for sight in sights]
+        often = max(set(names), key=names.count)
+        return [sight for sight in sights if sight.collective != often]
+
+    @property
+    def waits(self) -> bool:
+        """Every rank here waits for one that is not here."""
+        return not self.odd
+
+    def __str__(self) -> str:
+        odd = self.odd
+        others = [sight for sight in self.sights if sight not in odd]
+        parts = [f"rank {sight.rank}, at {sight.where}, {sight.words_for()}" for sight in odd[:4]]
+        if len(odd) > 4:
+            parts.append(f"{ranks_in_words([sight.rank for sight in odd[4:]])} likewise")
+        if others:
+            first, wait = others[0], "wait" if len(others) > 1 else "waits"
+            ranks = ranks_in_words([sight.rank for sight in others])
+            place = f" in {first.collective}" if first.collective else ""
+            parts.append(f"{ranks} {wait} for it{place}" if odd else f"{ranks} {wait}{place}, at {first.where}")
+        if not odd:
+            parts.append("nobody here is the odd one: a rank that is not seen from here has stopped or gone")
+        file = f"Every stack is in {self.file}." if self.file is not None else ""
+        said = f"no progress for {self.seconds:.0f} s (hang_timeout): {'; '.join(parts)}."
+        return " ".join(part for part in (said, self.ended, file) if part)
+
+
+def report(hang: Hang, folders: Sequence[str]) -> Path | None:
+    """Writes a hang down in the run's folder, or in the temporary one if that cannot be written to.
+
+    Args:
+        hang: what was found.
+        folders: where the ranks want it.
+
+    Returns:
+        The file; None if there is none.
+    """
+    name = f"hang-{time.strftime('%Y%m%d-%H%M%S')}-{platform.node() or 'host'}-{os.getpid()}.txt"
+    text = "\n".join(_lines(hang)) + "\n"
+    for folder in (*dict.fromkeys(folder for folder in folders if folder), tempfile.gettempdir()):
+        with suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            path = Path(folder) / name
+            path.write_text(text, encoding="utf-8")
+            return path
+    return None
+
+
+def _lines(hang: Hang) -> list[str]:
+    lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S %z')} on {platform.node()}", str(hang), ""]
+    for sight in hang.sights:
+        lines += [f"rank {sight.rank} (process {sight.process}), at {sight.where}, {sight.words_for()}", ""]
+        lines += _proc_lines(sight)
+        main = sight.main
+        if main is not None:
+            lines += ["  main thread:", *lines_of(main)]
+        for thread in sight.threads or ():
+            if thread is not main:
+                lines += [f"  thread 0x{thread.ident:x}:", *lines_of(thread)]
+        for process, threads in sight.children.items():
+            for thread in threads:
+                lines += [f"  its process {process}, thread 0x{thread.ident:x}:", *lines_of(thread)]
+        lines.append("")
+    return lines
+
+
+def _proc_lines(sight: Sight) -> list[str]:
+    """What the kernel says of it: its state, and what it waits for."""
+    found = [f"  state {sight.state}"] if sight.state else []
+    for name in ("wchan", "syscall", "stack"):
+        with suppress(OSError):
+            text = Path(f"/proc/{sight.process}/{name}").read_text().strip()
+            found += [f"  {name} {line}" for line in text.splitlines() if line.strip() not in ("", "0")]
+    return found

@@ -1,0 +1,179 @@
+"""Python stacks of other processes: each writes its own when it is asked by a signal, whatever its threads wait for."""
+
+from __future__ import annotations
+
+import faulthandler
+import linecache
+import os
+import re
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leyden.strategies.launch.processes import status_of
+
+SIGNAL: int | None = getattr(signal, "SIGURG", None)
+"""By which a process is asked. It is ignored by a process that does not expect it, and no run is preempted by it."""
+ANSWER = 2.0
+"""Seconds in which a process must have answered; faulthandler needs no thread, so that only a stopped one does not."""
+FOREIGN = ("site-packages", "dist-packages", f"{os.sep}lib{os.sep}python", "<frozen ", "<string>")
+_ROOT = Path(__file__).parents[2]
+OURS = tuple(f"{_ROOT / room}{os.sep}" for room in ("leyden", "trainer", "strategies", "callbacks"))
+DEBUGGERS = {
+    "pdb.py": ("interaction", "_interact", "cmdloop"),
+    "bdb.py": ("user_line", "dispatch_line"),
+    "code.py": ("interact",),
+    "pydevd.py": ("do_wait_suspend", "_do_wait_suspend"),
+    "pudb": ("interaction",),
+}
+"""Functions of debuggers in which a process waits for a person."""
+WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/graph.py", "strategies/process_group.py")
+"""Files whose functions wait for other ranks; `backward` does, where its gradients are reduced."""
+_HEAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'  File "(.*)", line (\S+) in (.*)')
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        source = f": {self.source}" if self.source else ""
+        return f"at {self.file}, line {self.line}, in {self.function}{source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A thread of a process; its innermost frame first."""
+
+    ident: int
+    frames: tuple[Frame, ...]
+
+    @property
+    def users(self) -> Frame | None:
+        """The innermost line of the user's own; None if it has none."""
+        own = (frame for frame in self.frames if not any(part in frame.file for part in FOREIGN))
+        return next((frame for frame in own if not frame.file.startswith(OURS)), None)
+
+    @property
+    def place(self) -> Frame | None:
+        """The innermost line of the user's own, or the innermost of all."""
+        return self.users or next(iter(self.frames), None)
+
+    @property
+    def collective(self) -> str:
+        """The function in which it waits for other ranks; "" if it does not."""
+        if not self.frames or not _is_in(self.frames[0].file, WAITING):
+            return ""
+        inner = [frame.function for frame in self.frames]
+        files = [_is_in(frame.file, WAITING) for frame in self.frames]
+        count = files.index(False) if False in files else len(files)
+        # The function that the waiting code was called by.
+        name = next((name for name in reversed(inner[:count]) if name not in ("wrapper", "_call_impl")), inner[0])
+        return "backward" if name in ("_engine_run_backward", "backward") else name
+
+    @property
+    def loads(self) -> bool:
+        """It waits for a loader's worker."""
+        return any("torch/utils/data/" in frame.file.replace(os.sep, "/") for frame in self.frames[:12])
+
+    @property
+    def is_debugged(self) -> bool:
+        """A debugger holds it, and waits for a person."""
+        return any(frame.function in DEBUGGERS.get(os.path.basename(frame.file), ()) for frame in self.frames)
+
+
+class StackFile:
+    """Answers the signal with this process's stacks; forked processes, such as a loader's workers, do so too.
+
+    Args:
+        path: of the file that is appended to.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._file: Any = None
+        if SIGNAL is not None and path:
+            with suppress(OSError):
+                self._file = open(path, "a")  # noqa: SIM115 - for faulthandler, until `close`
+                faulthandler.register(SIGNAL, self._file, all_threads=True)
+
+    def close(self) -> None:
+        """Answers no more."""
+        if self._file is not None and SIGNAL is not None:
+            faulthandler.unregister(SIGNAL)
+            self._file.close()
+
+
+def ask(files: Mapping[int, Any]) -> dict[int, list[Thread]]:
+    """Asks processes for their stacks; those that do not answer are left out.
+
+    Args:
+        files: process → the file that it appends to, opened here.
+    """
+    found: dict[int, list[Thread]] = {}
+    if SIGNAL is None:
+        return found
+    before = {}
+    for process, file in files.items():
+        # A process that does not catch the signal has no stacks to give.
+        if catches(process, SIGNAL):
+            before[process] = os.fstat(file.fileno()).st_size
+            with suppress(OSError):
+                os.kill(process, SIGNAL)
+    deadline, sizes = time.monotonic() + ANSWER, dict[int, int]()
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = {process: os.fstat(files[process].fileno()).st_size for process in before}
+        if now == sizes and all(now[process] > before[process] for process in before):
+            break
+        sizes = now
+    for process, start in before.items():
+        text = os.pread(files[process].fileno(), 1 << 20, start).decode(errors="replace")
+        if text:
+            found[process] = threads_in(text)
+    return found
+
+
+def threads_in(text: str) -> list[Thread]:
+    """Reads what faulthandler wrote."""
+    threads: list[tuple[int, list[Frame]]] = []
+    for line in text.splitlines():
+        head, frame = _HEAD.match(line), _FRAME.match(line)
+        if head is not None:
+            threads.append((int(head[1], 16), []))
+        elif frame is not None and threads:
+            number = int(frame[2]) if frame[2].isdigit() else 0
+            threads[-1][1].append(Frame(frame[1], number, frame[3]))
+    return [Thread(ident, tuple(frames)) for ident, frames in threads]
+
+
+def catches(process: int, number: int) -> bool:
+    """True if a process has a handler for a signal; also where nobody can tell."""
+    status = status_of(process)
+    return not status or bool(int(status.get("SigCgt", "0"), 16) & 1 << number - 1)
+
+
+def lines_of(thread: Thread) -> list[str]:
+    """A stack as it is read, the innermost line last."""
+    lines = []
+    for frame in reversed(thread.frames):
+        lines.append(f'    File "{frame.file}", line {frame.line}, in {frame.function}')
+        if frame.source:
+            lines.append(f"      {frame.source}")
+    return lines
+
+
+def _is_in(file: str, places: Iterable[str]) -> bool:
+    return any(place in file.replace(os.sep, "/") for place in places)

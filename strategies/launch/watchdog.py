@@ -1,0 +1,351 @@
+"""The watchdog: ends a job that makes no progress, names the rank that the others wait for, and writes all stacks down.
+
+It runs beside the ranks, in the process that started them, and looks at the memory in which they store their signs of
+life. So it needs nothing of a rank, which may be stopped, or wait where no thread of it can run. A process that nobody
+started has one in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.environment import is_interactive, is_running
+from leyden.strategies.launch.hangs import Hang, Sight, report
+from leyden.strategies.launch.heartbeat import (
+    AUTO,
+    BATCHES,
+    EPOCH_BEGAN,
+    EVALUATED,
+    FIT_BEGAN,
+    HEARTBEATS,
+    LIMIT,
+    MARKS,
+    PHASE,
+    PROCESS,
+    STEP,
+    Heartbeat,
+    Phase,
+    SharedSlots,
+    Slot,
+    slot_of_agent,
+)
+from leyden.strategies.launch.processes import descendants, runs, started, status_of
+from leyden.strategies.launch.stacks import Thread, ask
+
+if TYPE_CHECKING:
+    from leyden.strategies.ranks import Ranks
+
+LEAST = 60.0
+"""Seconds that a training batch may take at least, where the limit follows the slowest."""
+TIMES = 10
+"""It may take so many times as long as the slowest of late."""
+LATE = 100
+"""So many waits are of late."""
+GRACE = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+ASLEEP = 5.0
+"""Seconds by which a look comes too late if this process itself was suspended."""
+OTHERS = 5.0
+"""Seconds for which a rank that waits for others lets them report themselves, where each has a watchdog of its own."""
+LONGER = {
+    Phase.TRAINING: 1,
+    Phase.EPOCH: 5,
+    Phase.EVALUATION: 5,
+}
+"""How many times as long as a training batch a phase may take."""
+LONGEST = 30
+"""The same of all others."""
+
+
+class Pulse:
+    """What a watchdog has seen of one rank.
+
+    Args:
+        slot: of the rank.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+        self.since = time.monotonic()
+        """When it last stored something new."""
+        self._seen: tuple[int, ...] = ()
+        self._phase = Phase.OUTSIDE
+        """Of the last look."""
+        self._waits: dict[Phase, deque[float]] = {}
+
+    @property
+    def process(self) -> int:
+        return self.slot.words[PROCESS]
+
+    @property
+    def is_there(self) -> bool:
+        """A run has begun in it, and its process lives."""
+        process = self.process
+        return process != 0 and is_running(process) and not self.state.startswith(("Z", "X"))
+
+    @property
+    def state(self) -> str:
+        """The state of its process as /proc has it; "" where there is none."""
+        return status_of(self.process).get("State", "")
+
+    @property
+    def phase(self) -> Phase:
+        words = self.slot.words
+        phase = Phase(words[PHASE])
+        if phase == Phase.TRAINING and words[BATCHES] - words[FIT_BEGAN] < 2:
+            return Phase.FIRST
+        # The first batch of an epoch waits for new workers.
+        return Phase.EPOCH if phase == Phase.TRAINING and words[BATCHES] == words[EPOCH_BEGAN] else phase
+
+    def look(self, now: float) -> bool:
+        """True if it has stored something new since the last look."""
+        words = self.slot.words
+        seen = tuple(words[number] for number in (PROCESS, BATCHES, STEP, MARKS, EVALUATED))
+        if seen == self._seen:
+            return False
+        if seen[:1] != self._seen[:1]:
+            self._waits.clear()
+        else:
+            self._waits.setdefault(self._phase, deque(maxlen=LATE)).append(now - self.since)
+        self._seen, self._phase, self.since = seen, self.phase, now
+        return True
+
+    def limit(self, phase: Phase) -> float:
+        """Seconds without a sign of life that are too many."""
+        given, times = self.slot.words[LIMIT], LONGER.get(phase, LONGEST)
+        if given != AUTO:
+            return given / 1000 * times
+        return max(LEAST * times, TIMES * max(self._waits.get(phase, ()), default=0.0))
+
+    def is_overdue(self, now: float) -> bool:
+        return now - self.since > self.limit(self.phase)
+
+
+class Watchdog:
+    """Watches the ranks that this process starts, or this process alone.
+
+    Args:
+        count: ranks.
+        say: called with what happened, once for each hang.
+        ended: says what is ended then; "" if a hang is only reported.
+    """
+
+    def __init__(self, count: int, say: Callable[[Hang], None], ended: str = "All ranks are ended.") -> None:
+        self._shared = SharedSlots(count)
+        self._pulses = [Pulse(slot) for slot in self._shared.slots]
+        self._say, self._words = say, ended
+        self._over = threading.Event()
+        self._ended: set[int] = set()
+        self.hang: Hang | None = None
+        """The last one that was found."""
+        self._thread = threading.Thread(target=self._watch, name="leyden-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(GRACE + 1)
+        self._shared.close()
+
+    @property
+    def slot(self) -> Slot:
+        """Of the first rank."""
+        return self._shared.slots[0]
+
+    def variables(self) -> dict[str, str]:
+        """What ranks find in their environment."""
+        return {HEARTBEATS: self._shared.path}
+
+    def has_ended(self, process: int) -> bool:
+        """True if it has ended this process, since it hung or waited for one that did."""
+        return process in self._ended
+
+    # the thread -------------------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        looked = time.monotonic()
+        while not self._over.wait(self._pause()):
+            now = time.monotonic()
+            suspended, looked = now - looked > self._pause() + ASLEEP, now
+            there = [pulse for pulse in self._pulses if pulse.is_there]
+            for pulse in there:
+                pulse.look(now)
+                if suspended:
+                    pulse.since = now
+            if self._hangs(there, now):
+                self._judge(there)
+                looked = time.monotonic()
+
+    def _pause(self) -> float:
+        limits = [pulse.slot.words[LIMIT] / 1000 for pulse in self._pulses]
+        return min(1.0, *(limit / 10 for limit in limits if limit > 0), 1.0)
+
+    def _hangs(self, there: list[Pulse], now: float) -> bool:
+        """True if no rank makes progress, and at least one of them should have.
+
+        A rank that waits for one that compiles, saves or validates has the same patience as that one.
+        """
+        if not any(pulse.phase != Phase.OUTSIDE and pulse.is_overdue(now) for pulse in there):
+            return self._has_stopped(there, now)
+        stopped = [pulse.state.startswith("T") for pulse in there]
+        if all(stopped):
+            # The job is suspended, as by Ctrl-Z.
+            self._forgive(there)
+            return False
+        return all(pulse.is_overdue(now) for pulse in there)
+
+    def _has_stopped(self, there: list[Pulse], now: float) -> bool:
+        """True if some rank is stopped, and nobody has done anything for as long as a training batch may take."""
+        if not there or not all(now - pulse.since > pulse.limit(Phase.TRAINING) for pulse in there):
+            return False
+        stopped = [pulse.state.startswith("T") for pulse in there]
+        if all(stopped):
+            self._forgive(there)
+        return any(stopped) and not all(stopped)
+
+    def _forgive(self, there: list[Pulse]) -> None:
+        now = time.monotonic()
+        for pulse in there:
+            pulse.since = now
+
+    def _judge(self, there: list[Pulse]) -> None:
+        """Looks at the ranks themselves; ends them unless a debugger holds one, or one goes on."""
+        silent = max(time.monotonic() - pulse.since for pulse in there)
+        sights = self._sights(there)
+        if any(sight.is_debugged for sight in sights) or _go_on(there):
+            self._forgive(there)
+            return
+        if self._over.is_set():
+            return
+        hang = Hang(sights, silent, self._words)
+        hang.file = report(hang, [pulse.slot.folder for pulse in there])
+        self.hang = hang
+        if self._words:
+            self._end([pulse.process for pulse in there], hang)
+        else:
+            self._say(hang)
+            while not self._over.wait(1.0) and not _go_on(there):
+                pass
+
+    def _sights(self, there: list[Pulse]) -> list[Sight]:
+        """What is known of each rank: words, state and stacks, those of its loader's workers with it."""
+        files = {pulse.process: self._shared.stacks[self._pulses.index(pulse)] for pulse in there}
+        stacks = ask(files)
+        inner = {pulse.process: descendants(pulse.process)[:8] for pulse in there}
+        of_children: dict[int, dict[int, list[Thread]]] = {process: {} for process in files}
+        for turn in range(max(map(len, inner.values()), default=0)):
+            # One of each rank at a time: those of one rank write to the same file.
+            asked = {children[turn]: process for process, children in inner.items() if turn < len(children)}
+            for child, threads in ask({child: files[process] for child, process in asked.items()}).items():
+                of_children[asked[child]][child] = threads
+        return [
+            Sight(pulse.slot.words.tolist(), pulse.phase, pulse.state, stacks.get(pulse.process), children)
+            for pulse, children in zip(there, of_children.values(), strict=True)
+        ]
+
+    def _end(self, processes: list[int], hang: Hang) -> None:
+        self._ended.update(processes)
+        self._say(hang)
+        known = {process: started(process) for rank in processes for process in (rank, *descendants(rank))}
+        for process in processes:
+            with suppress(OSError):
+                os.kill(process, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE
+        while time.monotonic() < deadline and any(runs(process, known[process]) for process in processes):
+            time.sleep(0.05)
+        for process, start in known.items():
+            if runs(process, start):
+                with suppress(OSError):
+                    os.kill(process, signal.SIGKILL)
+
+
+def _go_on(there: list[Pulse]) -> bool:
+    """True if some rank has done something since the last look."""
+    now = time.monotonic()
+    return bool([pulse for pulse in there if pulse.look(now)])
+
+
+class OwnWatchdog(Watchdog):
+    """Watches this process, which nobody who watches it has started: a single one, or a rank of torchrun or srun.
+
+    It cannot see other ranks, nor itself while it is stopped or a library holds the GIL. Where a person sits before the
+    process, in a notebook or under pytest, it only reports.
+
+    Args:
+        size: ranks of the run.
+    """
+
+    def __init__(self, size: int) -> None:
+        is_watched = is_interactive() or "PYTEST_CURRENT_TEST" in os.environ
+        super().__init__(1, say, "" if is_watched else "This process is ended.")
+        self._size = size
+
+    def _end(self, processes: list[int], hang: Hang) -> None:
+        if hang.waits and self._size > 1 and self._over.wait(OTHERS):
+            return
+        self._say(hang)
+        for process in descendants(os.getpid()):
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextmanager
+def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None, folder: str) -> Iterator[None]:
+    """A run that is watched: by who started this rank, or else by a thread of this process.
+
+    Args:
+        heartbeat: of the run.
+        ranks: of the run.
+        hang_timeout: seconds that a training batch may take; "auto" for ten times the slowest of late; None for ever.
+        folder: where a report is wanted.
+    """
+    if hang_timeout is None:
+        yield
+        return
+    limit = None if hang_timeout == "auto" else float(hang_timeout)
+    slot = slot_of_agent(ranks.local_rank)
+    own: AbstractContextManager[Watchdog | None] = nullcontext() if slot is not None else OwnWatchdog(ranks.world_size)
+    with own as watchdog:
+        mine = watchdog.slot if slot is None and watchdog is not None else slot
+        assert mine is not None
+        with heartbeat.beating(mine, ranks.global_rank, limit, folder):
+            yield
+
+
+def hang_limit(value: object) -> float | str | None:
+    """Reads `hang_timeout`: seconds, "auto", or None for no watchdog.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    if value is None or value is False:
+        return None
+    if value is True or value == "auto":
+        return "auto"
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, (int, float)) and 0 < seconds < math.inf:
+        return float(seconds)
+    raise ConfigurationError(
+        f"hang_timeout={value!r}: use a number of seconds above 0, a timedelta, 'auto', or None for no watchdog."
+    )
+
+
+def say(hang: Hang) -> None:
+    """Prints what happened."""
+    print(f"leyden: {hang}", file=sys.stderr, flush=True)

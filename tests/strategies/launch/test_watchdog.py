@@ -1,0 +1,245 @@
+"""The watchdog's parts: how long each phase may take, whose stacks are read, which rank is the odd one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leyden import ConfigurationError, Trainer
+from leyden.strategies.launch import heartbeat as words
+from leyden.strategies.launch.hangs import Hang, Sight
+from leyden.strategies.launch.heartbeat import HEARTBEATS, Heartbeat, Phase, SharedSlots, slot_of_agent
+from leyden.strategies.launch.stacks import Frame, StackFile, Thread, ask
+from leyden.strategies.launch.watchdog import Pulse, hang_limit
+from leyden.trainer import Preemption
+
+HAS_SIGNAL = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/*/status")
+
+
+@pytest.fixture
+def shared() -> Iterator[SharedSlots]:
+    found = SharedSlots(2)
+    yield found
+    found.close()
+
+
+# how long a phase may take --------------------------------------------------------------------------------------------
+def trained(beat: Heartbeat, pulse: Pulse, batches: int, seconds: float) -> float:
+    """Trains so many batches, each of which takes so long; returns the time."""
+    beat.begin_fit(0)
+    beat.begin_epoch(0, 0, 0, 0)
+    now = pulse.since
+    for batch in range(batches):
+        now += seconds
+        pulse.look(now)
+        beat.words[words.BATCHES] = batch + 1
+    pulse.look(now)
+    return now
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.01, 60.0), (20.0, 200.0)])
+def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
+    shared: SharedSlots, tmp_path: Path, seconds: float, limit: float
+) -> None:
+    beat = Heartbeat()
+    with beat.beating(shared.slots[0], 0, None, str(tmp_path)):
+        pulse = Pulse(shared.slots[0])
+        # A set-up of ten minutes says nothing about batches.
+        pulse.look(pulse.since)
+        pulse.look(pulse.since + 600)
+        now = trained(beat, pulse, 5, seconds)
+        assert pulse.phase == Phase.TRAINING and pulse.limit(Phase.TRAINING) == pytest.approx(limit)
+        assert not pulse.is_overdue(now + limit - 0.1) and pulse.is_overdue(now + limit + 0.1)
+        assert pulse.limit(Phase.EPOCH) == pulse.limit(Phase.EVALUATION) == 300
+        assert pulse.limit(Phase.SAVING) == 1800
+
+
+def test_each_phase_has_a_multiple_of_a_given_limit(shared: SharedSlots, tmp_path: Path) -> None:
+    beat = Heartbeat()
+    with beat.beating(shared.slots[0], 0, 7.5, str(tmp_path)):
+        pulse = Pulse(shared.slots[0])
+        phases = [pulse.phase]
+        trained(beat, pulse, 1, 100.0)
+        phases.append(pulse.phase)
+        trained(beat, pulse, 5, 100.0)
+        with beat.during(Phase.EVALUATION), beat.during(Phase.SAVING):
+            phases.append(pulse.phase)
+        beat.begin_epoch(1, 0, 5, 5)
+        # The first batch of a later epoch waits for workers.
+        phases.append(pulse.phase)
+        beat.words[words.BATCHES] = 6
+        assert [*phases, pulse.phase] == [Phase.SETUP, Phase.FIRST, Phase.SAVING, Phase.EPOCH, Phase.TRAINING]
+        assert [pulse.limit(phase) for phase in (Phase.TRAINING, Phase.EVALUATION, Phase.FIRST)] == [7.5, 37.5, 225.0]
+    assert pulse.phase == Phase.OUTSIDE
+
+
+def test_compiling_is_a_phase_of_its_own(shared: SharedSlots, tmp_path: Path) -> None:
+    import torch
+    from torch._dynamo.callback import callback_handler
+
+    beat, seen = Heartbeat(), list[Phase]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(Phase(beat.words[words.PHASE]))
+        return graph.forward
+
+    torch.compiler.reset()
+    before = len(callback_handler.start_callbacks)
+    with beat.beating(shared.slots[0], 0, None, str(tmp_path)):
+        beat.begin_epoch(0, 0, 0, 0)
+        torch.compile(lambda value: value + 1, backend=backend)(torch.ones(2))
+        assert seen == [Phase.COMPILING] and beat.words[words.PHASE] == Phase.TRAINING
+    assert len(callback_handler.start_callbacks) == before
+
+
+def test_a_run_within_a_run_leaves_the_slot_as_it_was(shared: SharedSlots, tmp_path: Path) -> None:
+    outer, slot = Heartbeat(), shared.slots[0]
+    with outer.beating(slot, 0, 5.0, str(tmp_path)):
+        outer.begin_epoch(3, 2, 20, 20)
+        before = slot.words.tolist()
+        with Heartbeat().beating(slot, 0, 90.0, str(tmp_path / "inner")):
+            assert slot.folder.endswith("inner") and slot.words[words.LIMIT] == 90_000
+        after = slot.words.tolist()
+        assert slot.folder == str(tmp_path)
+        # What it has done is progress.
+        assert after.pop(words.MARKS) > before.pop(words.MARKS) and after == before
+
+
+def test_a_process_that_a_rank_starts_takes_no_slot(shared: SharedSlots, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert slot_of_agent(0) is None
+    monkeypatch.setenv(HEARTBEATS, shared.path)
+    assert slot_of_agent(1) is not None and slot_of_agent(2) is None
+    shared.slots[1].words[words.PROCESS] = os.getppid()
+    assert slot_of_agent(1) is None
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    shared.slots[1].words[words.PROCESS] = gone.pid
+    assert slot_of_agent(1) is not None
+
+
+# stacks ---------------------------------------------------------------------------------------------------------------
+@HAS_SIGNAL
+def test_every_thread_is_read_whatever_it_waits_for(tmp_path: Path) -> None:
+    over = threading.Event()
+    waits = threading.Thread(target=over.wait)
+    waits.start()
+    answers = StackFile(str(tmp_path / "stacks"))
+    try:
+        with open(tmp_path / "stacks", "r+b") as file:
+            found = ask({os.getpid(): file})[os.getpid()]
+    finally:
+        answers.close()
+        over.set()
+        waits.join()
+    mine = next(thread for thread in found if thread.ident == threading.main_thread().ident)
+    assert mine.users is not None and mine.users.function == "test_every_thread_is_read_whatever_it_waits_for"
+    assert "ask({os.getpid(): file})" in mine.users.source
+    assert any(thread.ident == waits.ident for thread in found)
+
+
+@HAS_SIGNAL
+def test_a_process_that_does_not_answer_is_not_harmed(tmp_path: Path) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        with open(tmp_path / "stacks", "w+b") as file:
+            assert ask({other.pid: file}) == {}
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+PROMPT = """
+import sys
+from leyden.strategies.launch.stacks import StackFile
+answers = StackFile(sys.argv[1])
+print("here", flush=True)
+breakpoint()
+sys.stdin.read()
+"""
+
+
+@HAS_SIGNAL
+def test_a_debuggers_prompt_is_recognised(tmp_path: Path) -> None:
+    path = tmp_path / "stacks"
+    path.touch()
+    command = [sys.executable, "-c", PROMPT, str(path)]
+    debugged = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert debugged.stdin is not None and debugged.stdout is not None
+    try:
+        with open(path, "r+b") as file:
+            printed = b""
+            while not printed.endswith(b"(Pdb) "):
+                printed += debugged.stdout.read(1)
+            assert any(thread.is_debugged for thread in ask({debugged.pid: file})[debugged.pid])
+            debugged.stdin.write(b"continue\n")
+            found = [thread.is_debugged for thread in ask({debugged.pid: file})[debugged.pid]]
+            while any(found):
+                found = [thread.is_debugged for thread in ask({debugged.pid: file})[debugged.pid]]
+    finally:
+        debugged.kill()
+        debugged.wait()
+
+
+# who is the odd one ---------------------------------------------------------------------------------------------------
+def sight(rank: int, at: str = "train.py", state: str = "S (sleeping)", batch: int = 5, function: str = "f") -> Sight:
+    """A rank whose innermost line is in this file; "" for one that does not answer."""
+    found = [0] * 16
+    found[words.RANK], found[words.BATCHES] = rank, batch
+    threads = [Thread(0, (Frame(at, 3, function), Frame("train.py", 9, "main")))] if at else None
+    return Sight(found, Phase.TRAINING, state, threads)
+
+
+COLLECTIVE = "/x/site-packages/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("sights", "odd"),
+    [
+        ([sight(0, COLLECTIVE), sight(1)], [1]),
+        ([sight(0, COLLECTIVE), sight(1, ""), sight(2, COLLECTIVE)], [1]),
+        ([sight(0, COLLECTIVE), sight(1, ""), sight(2, "", state="T (stopped)")], [2]),
+        ([sight(0, COLLECTIVE), sight(1, COLLECTIVE, batch=4)], [1]),
+        ([sight(0, COLLECTIVE), sight(1, COLLECTIVE), sight(2, COLLECTIVE, function="barrier")], [2]),
+        ([sight(0, COLLECTIVE), sight(1, COLLECTIVE)], []),
+        ([sight(0)], [0]),
+        ([sight(0, COLLECTIVE)], []),
+    ],
+)
+def test_the_odd_rank_is_the_one_that_the_others_wait_for(sights: list[Sight], odd: list[int]) -> None:
+    hang = Hang(sights, 61.0, "All ranks are ended.")
+    assert [found.rank for found in hang.odd] == odd
+    assert ("nobody here is the odd one" in str(hang)) is not bool(odd)
+    for rank in odd:
+        assert str(hang).count(f"rank {rank}, at step") == 1
+
+
+# the argument ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [(None, None), (False, None), (True, "auto"), ("auto", "auto"), (90, 90.0), (timedelta(minutes=5), 300.0)],
+)
+def test_what_hang_timeout_means(given: Any, limit: Any) -> None:
+    assert hang_limit(given) == limit
+    assert Trainer(hang_timeout=given, logger=False).arguments.hang_timeout == limit
+    assert Trainer(logger=False).arguments.hang_timeout == "auto"
+
+
+@pytest.mark.parametrize("given", [0, -1, float("nan"), float("inf"), "1 minute", timedelta(0), [60]])
+def test_a_limit_that_cannot_be_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match="hang_timeout=.*use a number of seconds above 0"):
+        Trainer(hang_timeout=given)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no SIGURG")
+def test_the_watchdogs_signal_cannot_preempt() -> None:
+    with pytest.raises(ConfigurationError, match="SIGURG announces nothing: the watchdog asks"):
+        Preemption(signals="SIGURG")
