@@ -1,0 +1,105 @@
+"""Pipelines of models that are built late or recompute their activations, and a step that fails on one rank alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET
+from ranks.mesh_gpt import GPT, PLAN, data
+from ranks.world import run_world
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from leyden import Trainer
+from leyden.strategies import MeshStrategy
+from leyden.strategies.fsdp.sharding import local
+
+STEPS = 4
+PARTS = ("tokens", "places", "blocks", "norm", "head")
+
+
+class Late(GPT):
+    """Is built by configure_model."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.sizes = sizes
+        self.built_on: set[str] = set()
+        for name in PARTS:
+            setattr(self, name, None)
+
+    def configure_model(self) -> None:
+        if self.blocks is None:
+            whole = GPT(**self.sizes)
+            for name in PARTS:
+                setattr(self, name, getattr(whole, name))
+            self.built_on = {parameter.device.type for parameter in self.parameters()}
+
+
+class FailsAlone(GPT):
+    """Raises in the third step of one rank."""
+
+    def __init__(self, rank: int, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.rank = rank
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.trainer.global_step == 2 and self.trainer.global_rank == self.rank:
+            raise ValueError("of this rank alone")
+        return super().forward(tokens)
+
+
+def fit(kind: type[GPT], sizes: dict[str, Any] | None, model: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The losses of a fit of 8 samples per step, what the model was built on, and the bytes that a rank has of it."""
+    torch.manual_seed(0)
+    module = kind(depth=4, **(model or {}))
+    strategy: Any = "single_device" if sizes is None else MeshStrategy(microbatches=2, **{"dp_shard": 1, **sizes})
+    rows = 8 if sizes is None else 8 // sizes.get("dp_shard", 1)
+    Trainer(strategy=strategy, max_steps=STEPS, **QUIET).fit(module, DataLoader(data(), rows))
+    stored = sum(local(parameter).untyped_storage().nbytes() for parameter in module.parameters())
+    return {"losses": module.losses, "on": getattr(module, "built_on", None), "stored": stored}
+
+
+def with_loss(found: list[dict[str, Any]]) -> list[list[float]]:
+    """The losses of each rank that has them: those of last stages."""
+    return [each["losses"] for each in found if each["losses"]]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pp": 2},
+        pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.full),
+        pytest.param({"pp": 2, "tp": 2, "plan": PLAN}, marks=pytest.mark.full),
+    ],
+    ids=["pp", "pp × fsdp", "pp × tp"],
+)
+def test_a_model_that_configure_model_builds_has_one_process_values_and_no_rank_holds_the_whole(
+    sizes: dict[str, Any],
+) -> None:
+    one = fit(Late, None)
+    ranks = sizes["pp"] * sizes.get("dp_shard", 1) * sizes.get("tp", 1)
+    found = run_world(ranks, fit, Late, sizes)
+    assert one["on"] == {"cpu"}
+    assert all(each["on"] == {"meta"} for each in found)
+    # Tied embeddings are in both stages.
+    assert all(each["stored"] < 1.15 * one["stored"] / ranks for each in found)
+    losses = torch.tensor(with_loss(found)).mean(0).tolist()
+    assert losses == pytest.approx(one["losses"], abs=1e-4)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_recomputed_activations_have_the_bits_of_kept_ones(dropout: float) -> None:
+    kept = with_loss(run_world(2, fit, GPT, {"pp": 2}, {"dropout": dropout}))
+    sizes = {"pp": 2, "activation_checkpointing_policy": {"Block"}}
+    assert with_loss(run_world(2, fit, GPT, sizes, {"dropout": dropout})) == kept != []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rank", [1, 2], ids=["first stage", "last stage"])
+def test_an_error_of_one_rank_ends_all_stages_of_all_data_ranks(rank: int) -> None:
+    found = run_world(4, fit, FailsAlone, {"pp": 2, "dp_shard": 2}, {"rank": rank}, may_fail=True, timeout=120)
+    assert found[rank] == "ValueError: of this rank alone"
+    assert [code for other, code in enumerate(found) if other != rank] == [1] * 3
