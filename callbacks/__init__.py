@@ -10,6 +10,7 @@ _HOMES = {
     "CSVLogger": "csv_logger",
     "CometLogger": "comet_logger",
     "EarlyStopping": "early_stopping",
+    "EMAWeightAveraging": "weight_averaging",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
@@ -26,6 +27,7 @@ _HOMES = {
     "TensorBoardLogger": "tensorboard",
     "Timer": "timer",
     "WandbLogger": "wandb_logger",
+    "WeightAveraging": "weight_averaging",
 }
 
 if TYPE_CHECKING:
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.timer import Timer as Timer
     from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger
+    from leyden.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
+    from leyden.callbacks.weight_averaging import WeightAveraging as WeightAveraging
 
 __all__ = list(_HOMES)
 

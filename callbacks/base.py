@@ -69,6 +69,13 @@ class Callback:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state that `state_dict` returned."""
 
+    def saved_weights(self) -> Mapping[str, Tensor]:
+        """Returns what a checkpoint holds in place of the module's own tensors, by their names; empty for nothing."""
+        return {}
+
+    def weights_loaded(self) -> None:
+        """Called in a resume, once the module has the checkpoint's weights and all callbacks have their states."""
+
     # set-up and tear-down; stage is "fit", "validate", "test" or "predict"
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...
     def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None: ...

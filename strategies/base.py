@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from leyden.strategies.batch import move_to_device
 from leyden.strategies.empty_init import EmptyInit
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.master_weights import MasterWeights
 from leyden.strategies.outputs import StepOutputs
 from leyden.strategies.own_loop import OwnLoop
@@ -134,6 +135,13 @@ class Strategy:
     @property
     def refuses_compiled(self) -> str | None:
         """Why it takes no module of `torch.compile`, and what to give instead; None if it takes one."""
+        return None
+
+    @property
+    def refuses_exchange(self) -> str | None:
+        """Why weights cannot be exchanged for others between two steps, and what to do; None if they can."""
+        if self.drives_one:
+            return "its engine steps copies of the weights, which overwrite what is written to them. Use FSDP or DDP"
         return None
 
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
@@ -468,6 +476,10 @@ class Strategy:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the strategy's own state. Another strategy may have saved it: unknown entries are ignored."""
+
+    def local_weights(self, module: nn.Module) -> LocalWeights:
+        """Returns this rank's part of the module's tensors, to be read and written between two steps."""
+        return LocalWeights(module)
 
     def full_state_dict(self, module: nn.Module, rank0_only: bool = True) -> dict[str, Any]:
         """The module's state with whole tensors. If they are sharded, every rank must call it.

@@ -35,6 +35,7 @@ from leyden.strategies.fsdp.sharding import (
     whole,
 )
 from leyden.strategies.fsdp.values import Slot, Values
+from leyden.strategies.local_weights import LocalWeights
 from leyden.strategies.process_group import ProcessGroupStrategy
 from leyden.strategies.window import Window, read_loss
 
@@ -278,6 +279,11 @@ class FSDPStrategy(ProcessGroupStrategy):
 
     def end_evaluation(self) -> None:
         self._reshard_roots()
+
+    def local_weights(self, module: nn.Module) -> LocalWeights:
+        # An evaluation leaves the outermost group gathered: what is written to its shards would not be seen.
+        self._reshard_roots()
+        return super().local_weights(module)
 
     @property
     def details(self) -> str:

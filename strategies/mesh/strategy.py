@@ -523,6 +523,12 @@ class MeshStrategy(FSDPStrategy):
             "MeshStrategy(compile=True), which compiles the blocks"
         )
 
+    @property
+    def refuses_exchange(self) -> str | None:
+        if self.layout.pp == 1:
+            return super().refuses_exchange
+        return "a rank has the weights of its own stages alone. Use a mesh without pp"
+
     # state ------------------------------------------------------------------------------------------------------------
     def save(self, writer: StateWriter, module: nn.Module, optimizers: list[dict[str, Any]] | None) -> None:
         holdings: Holdings | None = module.__dict__.get("_leyden_holdings")

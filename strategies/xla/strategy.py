@@ -156,6 +156,10 @@ class XLAStrategy(Strategy):
         return "its engine compiles the whole step by itself. Give the module as it is"
 
     @property
+    def refuses_exchange(self) -> str | None:
+        return "its tensors are values of a traced step, and writing to them in place is not tried. Use DDP or FSDP"
+
+    @property
     def details(self) -> str:
         return self.layout.described(self.modules)
 

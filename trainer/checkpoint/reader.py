@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -134,6 +134,7 @@ class CheckpointReader:
         like: Any = None,
         types: Classes | None = None,
         device: str | torch.device | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
     ) -> Any:
         """Reads what `CheckpointWriter.state` wrote.
 
@@ -143,10 +144,12 @@ class CheckpointReader:
                 Without it these are read as values, SimpleNamespaces and tuples.
             types: further such classes.
             device: the device of tensors that were not on the CPU when saved; the CPU by default.
+            parameters: by name. Of what was saved in shards under the name of one that is sharded, and has its shape,
+                only this rank's part is read, sharded as it is. All else is read whole.
         """
         with self._blame(f"{name}.json"):
             parsed = self.json(name)
-            return self._tree(parsed, f"{name}.json", device, like, types)
+            return self._tree(parsed, f"{name}.json", device, like, types, _named_alike(parameters or {}))
 
     def model(self, names: Iterable[str] | None = None, device: str | torch.device = "cpu") -> dict[str, Tensor]:
         """Reads the module's tensors, merged from all shards, and the entries from `get_extra_state`.
@@ -259,7 +262,8 @@ class CheckpointReader:
             return []
         parsed = self.json(OPTIMIZERS)
         with self._blame(OPTIMIZERS):
-            return [self._tree(entry, OPTIMIZERS, device, like=like) for entry in parsed["optimizers"]]
+            find = _of_optimizer(like or {})
+            return [self._tree(entry, OPTIMIZERS, device, find=find) for entry in parsed["optimizers"]]
 
     def progress(self) -> dict[str, Any]:
         """Returns the progress that was passed to `commit`."""
@@ -275,6 +279,7 @@ class CheckpointReader:
         device: str | torch.device | None,
         like: Any = None,
         types: Classes | None = None,
+        find: Sharded | None = None,
     ) -> Any:
         where, found = str(self.path / name), parsed["tensors"]
         tensors: Mapping[str, Tensor] = {}
@@ -282,7 +287,7 @@ class CheckpointReader:
             with self._file(found) as file, self._blame(found):
                 tensors = read_tensors(file)
         elif found is not None:
-            sharded = _sharded_keys(parsed["tree"], like or {}, where)
+            sharded = _sharded_keys(parsed["tree"], find, where)
             wants = self._whole({key: table for key, table in found.items() if key not in sharded})
             tensors = {key: want.target for key, want in wants.items()}
             rectangles: dict[str, list[Want]] = {}
@@ -292,7 +297,6 @@ class CheckpointReader:
                 for key, (entry, parameter) in sharded.items():
                     rectangles[key], tensors[key] = room_for(found[key], entry, parameter)
             fill(self._file, [*wants.values(), *(want for part in rectangles.values() for want in part)])
-            like = None
         return decode(parsed["tree"], TensorSource(tensors, device), like=like, types=types, where=where)
 
     def _whole(self, tables: Mapping[str, Table]) -> dict[str, Want]:
@@ -333,21 +337,45 @@ class _Forms:
         return self._given[id(tensor)][1]
 
 
-def _sharded_keys(tree: Any, parameters: Mapping[str, Tensor], where: str) -> dict[str, tuple[str, Tensor]]:
-    """Returns the keys of an optimizer's tensors that are to be sharded, each with its entry name and its parameter."""
-    sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
-    if not sharded:
+Sharded: TypeAlias = Callable[[Any], Iterable[tuple[str, Tensor, Tensor]]]
+"""Finds in a tree what is to be sharded: the name of an entry, its tensor, and the parameter that it is sharded as."""
+
+
+def _sharded_keys(tree: Any, find: Sharded | None, where: str) -> dict[str, tuple[str, Tensor]]:
+    """Returns the keys of the tensors that are to be sharded, each with its entry name and its parameter."""
+    if find is None:
         return {}
     forms = _Forms()
-    state = decode(tree, forms, where=where)["state"]
-    return {
-        forms.key(value): (str(entry), sharded[name])
-        for name, entries in state.items()
-        if name in sharded and isinstance(entries, Mapping)
-        for entry, value in entries.items()
-        # torch's "step" is a number, even if its parameter has one element.
-        if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step"
-    }
+    found = find(decode(tree, forms, where=where))
+    return {forms.key(tensor): (entry, parameter) for entry, tensor, parameter in found}
+
+
+def _of_optimizer(parameters: Mapping[str, Tensor]) -> Sharded | None:
+    """Finds the state of sharded parameters in an optimizer's, where each is under the name of its parameter."""
+    sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
+
+    def find(tree: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for name, entries in tree["state"].items():
+            if name in sharded and isinstance(entries, Mapping):
+                for entry, value in entries.items():
+                    # torch's "step" is a number, even if its parameter has one element.
+                    if isinstance(value, Tensor) and value.shape == sharded[name].shape and entry != "step":
+                        yield str(entry), value, sharded[name]
+
+    return find if sharded else None
+
+
+def _named_alike(parameters: Mapping[str, Tensor]) -> Sharded | None:
+    """Finds tensors with the name and the shape of a sharded parameter, in dicts of any depth."""
+    sharded = {name: parameter for name, parameter in parameters.items() if is_sharded(parameter)}
+
+    def find(tree: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for name, value in tree.items() if isinstance(tree, Mapping) else ():
+            if isinstance(value, Tensor) and name in sharded and value.shape == sharded[name].shape:
+                yield name, value, sharded[name]
+            yield from find(value)
+
+    return find if sharded else None
 
 
 def open_verified(

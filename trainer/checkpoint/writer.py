@@ -102,6 +102,7 @@ class CheckpointWriter:
         self._plan: dict[str, str] = {}
         self._plans = ShardPlans() if plans is None else plans
         self._unflushed = Unflushed()
+        self._instead: Mapping[str, Tensor] = {}
         self._open = False
         self._heartbeat: staging.Heartbeat | None = None
         self._ranks = CheckpointRanks() if ranks is None else ranks
@@ -181,7 +182,13 @@ class CheckpointWriter:
         if self.is_first:
             self._write(name, lambda path: write_file(path, [data], unflushed=self._unflushed))
 
-    def state(self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False) -> None:
+    def substitute(self, tensors: Mapping[str, Tensor]) -> None:
+        """Has `model` write these tensors in place of those of the same names, such as averages of weights."""
+        self._instead = tensors
+
+    def state(
+        self, name: str, tree: Any, where: str | None = None, *, of_rank: bool = False, sharded: bool = False
+    ) -> None:
         """Writes any tree of state to `name.json`, and its tensors to `name.safetensors`.
 
         Args:
@@ -189,15 +196,20 @@ class CheckpointWriter:
             tree: any nest of types that `codec.encode` supports.
             where: the name of its root in errors; `name` by default.
             of_rank: the state is this rank's own, under its own name; otherwise rank 0 writes it for all.
+            sharded: all ranks have the tree, and of its DTensors each writes its shards.
 
         Raises:
             UnsupportedStateError: if a part cannot be saved; names its key path.
         """
-        collector = TensorCollector()
+        collector = TensorCollector(sharded)
         encoded = encode(tree, collector, where or name)
+        tensors = collector.finish() if sharded or of_rank or self.is_first else {}
+        if any(is_sharded(tensor) for tensor in tensors.values()):
+            tables = self._tensors(name, tensors, ())
+            self._compact(f"{name}.json", {"tensors": tables, "tree": encoded}, where=where or name)
+            return
         if not (of_rank or self.is_first):
             return
-        tensors = collector.finish()
         file = f"{name}.safetensors" if tensors else None
         if file is not None:
             self._write(file, lambda path: write_tensors(path, tensors, unflushed=self._unflushed))
@@ -222,7 +234,8 @@ class CheckpointWriter:
         stored: dict[str, Tensor] = {}
         extra: dict[str, Any] = {}
         seen: dict[tuple[Any, ...], str] = {}
-        for name, value in state_dict.items():
+        for name, own in state_dict.items():
+            value = self._instead.get(name, own)
             if not isinstance(value, Tensor):
                 extra[name] = value
                 continue

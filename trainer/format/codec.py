@@ -96,8 +96,13 @@ def decode(
         return decoder.decode(value, 0)
 
 
-def check_encodable(tree: Any, where: str = "state") -> None:
+def check_encodable(tree: Any, where: str = "state", sharded: bool = False) -> None:
     """Encodes a tree in memory, without its tensors' data, to find out early what cannot be saved.
+
+    Args:
+        tree: of state.
+        where: the name of its root in errors.
+        sharded: accept DTensors and Fragments.
 
     Raises:
         UnsupportedStateError: names the key path and the type of the first part that cannot be saved.
@@ -108,12 +113,15 @@ def check_encodable(tree: Any, where: str = "state") -> None:
         ...
         leyden.trainer.format.errors.UnsupportedStateError: user['queue'][1] is a builtin_function_or_method, ...
     """
-    encode(tree, _Inspector(), where)
+    encode(tree, _Inspector(sharded), where)
 
 
 class _Inspector:
+    def __init__(self, sharded: bool) -> None:
+        self._sharded = sharded
+
     def put(self, tensor: Tensor, where: str, key: str) -> Spec:
-        check_tensor(tensor, where)
+        check_tensor(tensor, where, self._sharded)
         return {}
 
 

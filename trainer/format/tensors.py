@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from leyden.strategies import local_weights
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.format.errors import UnsupportedStateError
 
@@ -57,19 +57,14 @@ def is_sharded(tensor: Tensor) -> bool:
     """Returns True for a DTensor or a Fragment, of which each rank holds a part."""
     if isinstance(tensor, Fragment):
         return True
-    # If nothing has imported DTensors, there are none.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return local_weights.is_dtensor(tensor)
 
 
 def local_part(tensor: Any) -> Tensor:
     """Returns this rank's part of a tensor: a DTensor's shard, a Fragment's elements, else the tensor itself."""
     if isinstance(tensor, Fragment):
         return tensor.flat
-    local: Tensor = tensor.detach()._local_tensor if is_sharded(tensor) else tensor
-    # A shard that is cast before it is gathered (fp8) wraps its memory.
-    within: Tensor | None = getattr(local, "_tensor", None)
-    return local if within is None else within
+    return local_weights.local_part(tensor) if is_sharded(tensor) else tensor
 
 
 def address_of(tensor: Tensor) -> int:

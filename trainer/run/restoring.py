@@ -112,10 +112,12 @@ class Restorer:
                 check_partial(run.module, reader.names(), warns=run.strategy.ranks.is_global_zero)
             with naming(reader.weights_file):
                 run.strategy.load_module(reader, run.module, run.module.strict_loading)
-            if self._rank is not None:
-                self._rank.load("buffers")
         if run.state.stage == "fit" and "callbacks" in self._parts:
             self._users.load()
+        if self._rank is not None and "weights" in self._parts:
+            self._users.end_weights()
+            # After callbacks that put weights of their own in place.
+            self._rank.load("buffers")
 
     def restore_run(self) -> Unclaimed | None:
         """Optimizers, schedulers, scaler and progress.

@@ -76,6 +76,7 @@ def save(
         progress = run.progress if loop is None else loop.progress_to_save()
         for logger in run.loggers:
             logger.save()
+        writer.substitute(UserStates(run).replaced_weights())
         if weights_only:
             strategy.save(writer, run.module, None)
         else:
@@ -97,7 +98,7 @@ def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ran
     composed = users.compose(run.progress)
     step_states_of(run).save(writer, run.module)
     users.warn_of_difference(composed, ranks)
-    writer.state("callbacks", composed["callbacks"])
+    writer.state("callbacks", composed["callbacks"], sharded=True)
     writer.state("user", composed["user"])
     if run.identity is not None:
         writer.json(IDENTITY, run.identity.to_dict())
@@ -127,7 +128,7 @@ def check_composable(run: Run) -> None:
     for optimizer in run.engine.optimizers if saves else ():
         run.engine.strategy.master_weights.saved_form(optimizer)
     for name, tree in states.items():
-        check_encodable(tree, where=name)
+        check_encodable(tree, where=name, sharded=name == "callbacks")
 
 
 def _home(trainer: Trainer, path: Path) -> tuple[Path, int] | None:

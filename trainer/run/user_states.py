@@ -166,7 +166,8 @@ class UserStates:
         per_rank = {callback.state_key: callback for callback in self._callbacks if callback.state_per_rank}
         mine = _unclaimed(own_file, ours, per_rank)
         others = {callback.state_key: callback for callback in self._callbacks if callback.state_key not in mine}
-        self._saved = [mine, _unclaimed(reader.path / "callbacks.json", reader.state("callbacks", like=like), others)]
+        states = reader.state("callbacks", like=like, parameters=dict(self._module.named_parameters()))
+        self._saved = [mine, _unclaimed(reader.path / "callbacks.json", states, others)]
         splits = self._datamodule is not None and self._datamodule.state_per_rank and "datamodule" in saved
         if splits and self._user is not None:
             self._user = {**self._user, "datamodule": saved.value("datamodule")}
@@ -190,6 +191,15 @@ class UserStates:
         for callback in self._callbacks:
             for states in self._saved:
                 states.load(callback.state_key)
+
+    def replaced_weights(self) -> dict[str, Tensor]:
+        """What callbacks have a checkpoint hold in place of the module's own tensors, by name."""
+        return {name: tensor for callback in self._callbacks for name, tensor in callback.saved_weights().items()}
+
+    def end_weights(self) -> None:
+        """Tells callbacks that a resume has loaded the weights, and their states."""
+        for callback in self._callbacks:
+            callback.weights_loaded()
 
 
 def _unclaimed(file: Path, states: Any, callbacks: Mapping[str, Callback]) -> Unclaimed:

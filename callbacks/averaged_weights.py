@@ -1,0 +1,170 @@
+"""Averages of a module's weights, beside the weights themselves: updated, exchanged, saved and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from leyden.strategies.base import Strategy
+from leyden.strategies.errors import ConfigurationError, StateError
+from leyden.strategies.local_weights import LocalWeights, sharded_like
+from leyden.strategies.saved_state import SavedState, brief
+from leyden.trainer.checkpoint.shards import copy_part
+
+if TYPE_CHECKING:
+    from torch.optim.swa_utils import AveragedModel
+
+
+class AveragedWeights:
+    """The averages of one module's weights and buffers, made by torch's AveragedModel.
+
+    It averages this rank's tensors: of a sharded module the shards, and no message is sent. One of two sets of values
+    is in the module, and the other here; `exchange` swaps them, in place.
+
+    Args:
+        module: whose weights they are.
+        strategy: of the run.
+        average: makes an AveragedModel of a flat module that has the tensors as parameters and buffers.
+        device: of the averages; that of the weights if None.
+
+    Attributes:
+        in_module: the module has the averages, and the current weights are here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        strategy: Strategy,
+        average: Callable[[nn.Module], AveragedModel],
+        device: torch.device | None = None,
+    ) -> None:
+        self._module, self._strategy, self._make, self._device = module, strategy, average, device
+        self._average: AveragedModel | None = None
+        self.in_module = False
+
+    @property
+    def count(self) -> int:
+        """How often they have been updated. There are none before the first time."""
+        return 0 if self._average is None else int(self._average.n_averaged)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Takes the current weights, which are in the module, into the averages."""
+        flat = _Flat(self._strategy.local_weights(self._module))
+        if self._average is None:
+            self._average = self._begin(flat)
+        self._average.update_parameters(flat)
+
+    def _begin(self, flat: nn.Module) -> AveragedModel:
+        # Moved by itself: AveragedModel would move its counter too, and read it back in every update.
+        return self._make(flat if self._device is None else flat.to(self._device))
+
+    @torch.no_grad()
+    def exchange(self) -> None:
+        """Puts the averages into the module and the current weights here, or the other way round."""
+        there = self._strategy.local_weights(self._module).tensors.values()
+        for own, other in zip(self._held(), there, strict=True):
+            kept = other.clone()
+            other.copy_(own)
+            own.copy_(kept)
+        self.in_module = not self.in_module
+        if self.in_module:
+            # Averages of batch norm's statistics, which each rank has of its own samples.
+            self._strategy.synchronize_buffers()
+
+    def _held(self) -> list[Tensor]:
+        """The values that are here, in the order of `LocalWeights.tensors`."""
+        assert self._average is not None
+        own = self._average.module
+        return [tensor.detach() for tensor in (*own.parameters(), *own.buffers())]
+
+    # in a checkpoint --------------------------------------------------------------------------------------------------
+    def held(self) -> dict[str, Tensor]:
+        """What is here, by the names that a checkpoint has for them, sharded as the module's are."""
+        return self._named(self._held())
+
+    def in_place(self) -> dict[str, Tensor]:
+        """What is in the module, likewise."""
+        return self._named(list(self._strategy.local_weights(self._module).tensors.values()))
+
+    def replacing(self) -> dict[str, Tensor]:
+        """What is here, also under the further names of tied weights."""
+        held, module = self.held(), self._module
+        first = {id(tensor): name for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+        every = (
+            *module.named_parameters(remove_duplicate=False),
+            *module.named_buffers(remove_duplicate=False),
+        )
+        return {name: held[first[id(tensor)]] for name, tensor in every if first[id(tensor)] in held}
+
+    def _named(self, local: list[Tensor]) -> dict[str, Tensor]:
+        own = self._own()
+        saved = self._module.state_dict(keep_vars=True)
+        pairs = zip(own.items(), local, strict=True)
+        return {name: sharded_like(part, tensor) for (name, tensor), part in pairs if name in saved}
+
+    def _own(self) -> dict[str, Tensor]:
+        """The module's tensors, tied ones once, in the order of `LocalWeights.tensors`."""
+        # Brings sharded ones back to their shards, if an evaluation has left them whole.
+        self._strategy.local_weights(self._module)
+        return {**dict(self._module.named_parameters()), **dict(self._module.named_buffers())}
+
+    def check_names(self) -> None:
+        """Raises ConfigurationError if a checkpoint knows a parameter by another name than the module."""
+        missing = sorted(dict(self._module.named_parameters()).keys() - self._module.state_dict(keep_vars=True).keys())
+        if missing:
+            raise ConfigurationError(
+                f"the averages of {', '.join(missing[:3])} could not be saved: state_dict of "
+                f"{type(self._module).__name__} has no such names. Leave torch's state_dict as it is."
+            )
+
+    def check(self, saved: SavedState) -> None:
+        """Raises StateError for tensors that `held` cannot have returned."""
+        own = self._own()
+        for name, value in saved.entries.items():
+            if name in own and (not isinstance(value, Tensor) or value.shape != own[name].shape):
+                found = f"of {tuple(value.shape)}" if isinstance(value, Tensor) else brief(value)
+                raise StateError(saved.path(name), f"is {found}, and must be a tensor of {tuple(own[name].shape)}")
+
+    @torch.no_grad()
+    def restore(self, count: int, held: Mapping[str, Any], in_module: bool) -> None:
+        """Continues where a checkpoint was saved, once the module has its weights.
+
+        Args:
+            count: how often the averages had been updated.
+            held: what `held` returned; whole tensors or, sharded as the module's are, this rank's parts.
+            in_module: the module has the averages.
+        """
+        average = self._average = self._begin(_Flat(self._strategy.local_weights(self._module)))
+        average.n_averaged.fill_(count)
+        for (name, tensor), local in zip(self._own().items(), self._held(), strict=True):
+            if name in held:
+                _fill(name, held[name], local, tensor)
+        self.in_module = in_module
+
+
+class _Flat(nn.Module):
+    """Some tensors as parameters and buffers of one module, in the memory that they have."""
+
+    def __init__(self, weights: LocalWeights) -> None:
+        super().__init__()
+        for number, tensor in enumerate(weights.parameters.values()):
+            self.register_parameter(f"parameter{number}", nn.Parameter(tensor, requires_grad=False))
+        for number, tensor in enumerate(weights.buffers.values()):
+            self.register_buffer(f"buffer{number}", tensor)
+
+
+def _fill(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
+    """Copies a saved tensor, or this rank's part of it, to where this rank has its part."""
+    part = getattr(saved, "_local_tensor", None)
+    if part is not None:
+        local.copy_(part)
+    elif like.shape == local.shape:
+        local.copy_(saved)
+    else:
+        own = torch.empty_like(local, device=like.device)
+        copy_part(name, saved, sharded_like(own, like))
+        local.copy_(own)

@@ -1,0 +1,286 @@
+"""WeightAveraging and EMAWeightAveraging, callbacks that evaluate and save running averages of the weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from leyden.callbacks.averaged_weights import AveragedWeights
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.saved_state import SavedState
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+FUNCTIONS = ("avg_fn", "multi_avg_fn")
+
+
+class WeightAveraging(Callback):
+    """Averages the weights after steps or epochs, by torch's `AveragedModel`; the plain mean if left as it is.
+
+    The averages are in the module during each validation in fit, and once fit has ended: so test, predict and what is
+    exported use them. A checkpoint's model is the averages, and the current weights are saved in this callback's state,
+    from which a resume continues bit for bit. Before the first update there are no averages, and the current weights
+    are evaluated and saved (Lightning evaluates and saves those from before the first step until then).
+
+    Under FSDP and tensor parallelism each rank averages its own shards.
+
+    Args:
+        device: where the averages are kept, such as "cpu" to save a GPU's memory; where the weights are if None.
+        use_buffers: average buffers, such as batch norm's statistics, too; False keeps those of the last update.
+        **kwargs: of `AveragedModel`: `avg_fn(average, current, count)` or `multi_avg_fn(averages, currents, count)`.
+
+    Raises:
+        ConfigurationError: for an unknown argument, and under a strategy that cannot exchange weights (DeepSpeed, a
+            pipeline, XLA).
+
+    Example:
+        >>> from torch.optim.swa_utils import get_ema_avg_fn
+        >>> class FromStep100(WeightAveraging):
+        ...     def should_update(self, step_idx=None, epoch_idx=None):
+        ...         return step_idx is not None and step_idx >= 100
+        >>> FromStep100(avg_fn=get_ema_avg_fn(0.999)).should_update(step_idx=99)
+        False
+    """
+
+    # Before other callbacks, which may save or look at weights in the same hooks.
+    order: ClassVar[int] = -100
+    state_per_rank = False
+
+    def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in FUNCTIONS:
+                raise ConfigurationError(f"{type(self).__name__}({name}=…): {nearest(name, FUNCTIONS)}")
+        if all(kwargs.get(name) is not None for name in FUNCTIONS):
+            raise ConfigurationError(f"{type(self).__name__} was given avg_fn and multi_avg_fn: give one of them.")
+        self._device = parse_device(self, device)
+        self._use_buffers, self._functions = use_buffers, kwargs
+        self._weights: AveragedWeights | None = None
+        self._restored: SavedState | None = None
+        self._latest_update_step = 0
+        """The global step after which `should_update` was true last."""
+        self._latest_update_epoch = -1
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Returns True if the averages are to be updated now. Override it to choose when; by default after each step.
+
+        Args:
+            step_idx: number from 0 of the step just done; None at the end of an epoch.
+            epoch_idx: number from 0 of the epoch that ends; None after a step.
+        """
+        return step_idx is not None
+
+    @property
+    def n_averaged(self) -> int:
+        """How often the averages have been updated."""
+        return 0 if self._weights is None else self._weights.count
+
+    # a run ------------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        check_exchange(self, trainer)
+        if self._weights is None or trainer.global_step == 0:
+            self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
+            self._latest_update_step, self._latest_update_epoch = 0, -1
+
+    def _average(self, flat: nn.Module) -> AveragedModel:
+        return AveragedModel(flat, use_buffers=self._use_buffers, **self._functions)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        assert self._weights is not None
+        self._weights.check_names()
+        if self._restored is not None:
+            self._restored = None
+            warnings.warn(
+                f"{type(self).__name__} starts its averages anew, since restore= leaves out the weights, which the "
+                "saved averages are.",
+                stacklevel=2,
+            )
+        if self._weights.in_module:
+            # The fit goes on from where the last one ended.
+            self._weights.exchange()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        step = trainer.global_step
+        if step > self._latest_update_step and self.should_update(step_idx=step - 1):
+            self._update()
+            self._latest_update_step = step
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        epoch, progress = trainer.current_epoch, trainer.progress
+        # The hook runs for an epoch that a limit interrupts, too, and once more when a resume has ended it.
+        is_over = progress.ended or progress.cut
+        if is_over and epoch > self._latest_update_epoch and self.should_update(epoch_idx=epoch):
+            self._update()
+            self._latest_update_epoch = epoch
+
+    def _update(self) -> None:
+        assert self._weights is not None
+        self._weights.update()
+
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._put(trainer, in_module=True)
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._put(trainer, in_module=False)
+
+    def on_validation_model_train(self, trainer: Trainer, module: TrainModule) -> None:
+        """Called when a signal has broken off a validation, too, which then has no other end."""
+        self._put(trainer, in_module=False)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._put(trainer, in_module=True)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._put(trainer, in_module=False)
+
+    def _put(self, trainer: Trainer, in_module: bool) -> None:
+        """Brings the averages into the module, or the current weights, if there are averages."""
+        weights = self._weights
+        if trainer.state.stage == "fit" and weights is not None and weights.count and weights.in_module != in_module:
+            weights.exchange()
+
+    # in a checkpoint --------------------------------------------------------------------------------------------------
+    def saved_weights(self) -> Mapping[str, Tensor]:
+        weights = self._weights
+        return {} if weights is None or not weights.count or weights.in_module else weights.replacing()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "latest_update_step": self._latest_update_step,
+            "latest_update_epoch": self._latest_update_epoch,
+        }
+        weights = self._weights
+        if weights is None or not weights.count:
+            return state
+        current = weights.held() if weights.in_module else weights.in_place()
+        return {**state, "n_averaged": weights.count, "current": current}
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        saved = SavedState(state)
+        saved.integer("latest_update_step", least=0)
+        saved.integer("latest_update_epoch", -1, least=-1)
+        if saved.integer("n_averaged", 0, least=0) and self._weights is not None:
+            self._weights.check(saved.nested("current"))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = SavedState(state)
+        self._latest_update_step = saved.integer("latest_update_step", least=0)
+        self._latest_update_epoch = saved.integer("latest_update_epoch", -1, least=-1)
+        self._restored = saved if saved.integer("n_averaged", 0) else None
+
+    def weights_loaded(self) -> None:
+        saved, self._restored = self._restored, None
+        if saved is not None and self._weights is not None:
+            self._weights.restore(saved.integer("n_averaged"), saved.nested("current").entries, in_module=True)
+            self._weights.exchange()
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Keeps an exponential moving average of the weights: `average = decay * average + (1 - decay) * current`.
+
+    Everything else is as in `WeightAveraging`. The first update takes the weights as they are.
+
+    Args:
+        device: where the averages are kept; where the weights are if None.
+        use_buffers: average buffers too.
+        decay: from 0 to 1; how much of the average stays at an update.
+        update_every_n_steps: update after every so many steps, counted from the first one of the run; 0 for no step,
+            where epochs alone count.
+        update_starting_at_step: no update after steps before this one, counted from 0.
+        update_starting_at_epoch: update at the ends of epochs from this one on as well, counted from 0.
+        **kwargs: nothing more; named so that a wrong name is answered by the nearest.
+
+    Raises:
+        ConfigurationError: for a decay outside of 0 to 1, and numbers below 0.
+
+    Example:
+        >>> ema = EMAWeightAveraging(decay=0.99, update_every_n_steps=2, update_starting_at_step=4)
+        >>> [step for step in range(8) if ema.should_update(step_idx=step)]
+        [4, 6]
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str | int | None = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        given: dict[str, Callable[..., Any]] = {name: kwargs[name] for name in FUNCTIONS if kwargs.get(name)}
+        if given:
+            raise ConfigurationError(
+                f"EMAWeightAveraging({next(iter(given))}=…) has the average's function already, by its decay: use "
+                "WeightAveraging for another."
+            )
+        if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
+            raise ConfigurationError(f"EMAWeightAveraging(decay={decay!r}): give a number from 0 to 1, such as 0.999.")
+        numbers = {
+            "update_every_n_steps": update_every_n_steps,
+            "update_starting_at_step": update_starting_at_step,
+            "update_starting_at_epoch": update_starting_at_epoch,
+        }
+        for name, number in numbers.items():
+            if (number is not None or name == "update_every_n_steps") and (type(number) is not int or number < 0):
+                raise ConfigurationError(f"EMAWeightAveraging({name}={number!r}): give a whole number from 0.")
+        super().__init__(device, use_buffers, **kwargs)
+        self.decay = decay
+        self.update_every_n_steps = update_every_n_steps
+        self.update_starting_at_step = update_starting_at_step
+        self.update_starting_at_epoch = update_starting_at_epoch
+
+    def _average(self, flat: nn.Module) -> AveragedModel:
+        ema = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        return AveragedModel(flat, use_buffers=self._use_buffers, multi_avg_fn=ema)
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        if step_idx is not None:
+            every, first = self.update_every_n_steps, self.update_starting_at_step
+            return every > 0 and step_idx % every == 0 and (first is None or step_idx >= first)
+        start = self.update_starting_at_epoch
+        return epoch_idx is not None and start is not None and epoch_idx >= start
+
+
+def parse_device(callback: Callback, device: torch.device | str | int | None) -> torch.device | None:
+    """Returns the device of averages; None for that of the weights.
+
+    Raises:
+        ConfigurationError: if there is no such device, or a number was meant for another argument.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{type(callback).__name__}(device={device!r}) names no device: give 'cpu', 'cuda' or None, and other "
+            "arguments by name, such as decay=0.999."
+        ) from error
+
+
+def check_exchange(callback: Callback, trainer: Trainer) -> None:
+    """Refuses a callback that puts averages into the module where that cannot be done, or where another does it.
+
+    Raises:
+        ConfigurationError: names the strategy or the other callback.
+    """
+    name, why = type(callback).__name__, trainer.strategy.refuses_exchange
+    if why is not None:
+        raise ConfigurationError(
+            f"{name} puts averages in the place of weights, and strategy={trainer.strategy.name!r} cannot have that: "
+            f"{why}."
+        )
+    others = [other for other in trainer.callbacks if isinstance(other, WeightAveraging) and other is not callback]
+    if others:
+        raise ConfigurationError(f"{name} and {type(others[0]).__name__} both put averages into the module: give one.")

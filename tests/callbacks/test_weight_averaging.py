@@ -1,0 +1,405 @@
+"""Averages of weights: torch's own by hand, what is evaluated and saved, resumes, and shards on several ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares
+from ranks.world import run_world
+from same import differences
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+
+from leyden import ConfigurationError, Trainer
+from leyden.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from leyden.strategies import DeepSpeedStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, XLAStrategy
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+
+class Net(Squares):
+    """Batch norm, tied weights and AdamW; notes the weights after each step, and what a validation sees."""
+
+    def __init__(self, norm: bool = True, dtype: torch.dtype = torch.float32) -> None:
+        layers = [nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 4)]
+        super().__init__(nn.Sequential(*layers).to(dtype), lambda m: torch.optim.AdamW(m.parameters(), lr=0.05))
+        self.net.tied = self.net[3]
+        self.after: list[dict[str, Tensor]] = []
+        self.seen: list[dict[str, Tensor]] = []
+        self.losses: list[Tensor] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.after.append(weights(self))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.losses.append(self.loss(batch).detach())
+        if not self.trainer.sanity_checking:
+            self.seen.append(weights(self) if self.trainer.world_size == 1 else {})
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def numbers(module: nn.Module) -> dict[str, list[float]]:
+    """The whole tensors in a form that travels between processes, every bit of them."""
+    state = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in module.state_dict().items()}
+    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
+
+
+def data(dtype: torch.dtype = torch.float32, samples: int = 24, shuffle: bool = False) -> DataLoader[Any]:
+    x = torch.randn(samples, 4, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    return DataLoader(x, 4, shuffle=shuffle)  # type: ignore[arg-type]
+
+
+def fit(callbacks: Any, module: Net | None = None, ckpt_path: Any = None, **arguments: Any) -> Net:
+    if module is None:
+        torch.manual_seed(0)
+        module = Net()
+    trainer = Trainer(callbacks=callbacks, **{**QUIET, "max_epochs": 2, **arguments})
+    trainer.fit(module, data(shuffle=True), data(), ckpt_path=ckpt_path)
+    return module
+
+
+def by_hand(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tensor]:
+    """AveragedModel over the weights that were there after some steps."""
+    model = Net().net
+    average = AveragedModel(model, use_buffers=True, **arguments)
+    for step in steps:
+        model.load_state_dict({name.removeprefix("net."): tensor for name, tensor in step.items()})
+        average.update_parameters(model)
+    return {f"net.{name}": tensor for name, tensor in average.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("callback", "chosen", "arguments"),
+    [
+        (WeightAveraging(), slice(None), {}),
+        (WeightAveraging(device="cpu", avg_fn=get_ema_avg_fn(0.9)), slice(None), {"avg_fn": get_ema_avg_fn(0.9)}),
+        (EMAWeightAveraging(decay=0.9), slice(None), {"multi_avg_fn": get_ema_multi_avg_fn(0.9)}),
+        (
+            EMAWeightAveraging(decay=0.5, update_every_n_steps=3, update_starting_at_step=2),
+            slice(3, None, 3),
+            {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+        ),
+        (
+            EMAWeightAveraging(decay=0.5, update_every_n_steps=0, update_starting_at_epoch=0),
+            slice(5, None, 6),
+            {"multi_avg_fn": get_ema_multi_avg_fn(0.5)},
+        ),
+    ],
+)
+def test_the_averages_are_torchs_own(callback: WeightAveraging, chosen: slice, arguments: Any) -> None:
+    module = fit(callback)
+    assert len(module.after) == 12
+    assert not differences(weights(module), by_hand(module.after[chosen], **arguments))
+    assert callback.n_averaged == len(module.after[chosen])
+
+
+def test_training_goes_on_as_without_the_callback() -> None:
+    assert not differences(fit(EMAWeightAveraging(decay=0.9)).after, fit([]).after)
+
+
+def test_validations_see_the_averages_from_the_first_update_on() -> None:
+    module = fit(EMAWeightAveraging(decay=0.9, update_starting_at_step=8), val_check_interval=3)
+    *before, last = module.seen[::6]
+    assert [len(module.seen), len(before)] == [24, 3]
+    for seen, step in zip(before, (2, 5, 8), strict=True):
+        assert not differences(seen, module.after[step])
+    assert not differences(last, by_hand(module.after[8:], multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+
+
+def test_without_buffers_those_of_the_last_update_are_kept() -> None:
+    module = fit(WeightAveraging(use_buffers=False))
+    assert not differences(dict(module.named_buffers()), {n: module.after[-1][n] for n, _ in module.named_buffers()})
+
+
+def test_accumulated_windows_count_as_one_step_each() -> None:
+    callback = WeightAveraging()
+    fit(callback, accumulate_grad_batches=4)
+    assert callback.n_averaged == 4
+
+
+def test_what_runs_after_fit_has_the_averages(tmp_path: Path) -> None:
+    callback = EMAWeightAveraging(decay=0.9)
+    module = fit(callback)
+    expected = weights(module)
+    module.trainer.validate(module, data(), verbose=False)
+    assert not differences(module.seen[-1], expected) and not differences(weights(module), expected)
+    path = module.trainer.save_checkpoint(tmp_path / "end")
+    assert not differences(CheckpointReader(path).model(), expected)
+
+
+def test_a_fit_that_goes_on_goes_on_from_the_current_weights() -> None:
+    straight = fit(EMAWeightAveraging(decay=0.9), max_epochs=4)
+    module = fit(EMAWeightAveraging(decay=0.9))
+    module.trainer.fit(module, data(shuffle=True), data(), ckpt_path="current", max_epochs=4)
+    assert not differences(weights(module), weights(straight)) and not differences(module.after, straight.after)
+
+
+def test_a_second_fit_starts_from_the_averages_and_averages_anew() -> None:
+    callback = EMAWeightAveraging(decay=0.9)
+    module = fit(callback)
+    start, module.after = copy.deepcopy(module), []
+    module.trainer.fit(module, data(shuffle=True), max_epochs=1)
+    assert callback.n_averaged == 6
+    assert not differences(weights(module), by_hand(module.after, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    assert (start.net[0].weight != module.after[0]["net.0.weight"]).any()
+
+
+class Ends(Callback):
+    """Raises at a step, or at a batch of a validation."""
+
+    def __init__(self, step: int = -1, validation: int = -1) -> None:
+        self.step, self.validation = step, validation
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("end")
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == self.validation:
+            raise RuntimeError("end")
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("at", [2, 7, 9])
+def test_a_run_that_broke_off_and_goes_on_equals_the_straight_one(tmp_path: Path, at: int, every: int) -> None:
+    def callbacks(folder: str) -> list[Callback]:
+        checkpoint = ModelCheckpoint(tmp_path / folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        return [EMAWeightAveraging(decay=0.9, update_every_n_steps=every), checkpoint]
+
+    straight = fit(callbacks("straight"), enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="end"):
+        fit([*callbacks("broken"), Ends(step=at + 1)], enable_checkpointing=True)
+    resumed = fit(callbacks("broken"), Net(), tmp_path / "broken" / f"step={at}", enable_checkpointing=True)
+    assert not differences(weights(resumed), weights(straight))
+    assert not differences(resumed.after, straight.after[at:])
+    assert not differences(resumed.seen[-6:], straight.seen[-6:])
+    ends = [CheckpointReader(tmp_path / folder / "step=12") for folder in ("straight", "broken")]
+    assert not differences(*(reader.model() for reader in ends))
+    assert not differences(*(reader.state("callbacks")["EMAWeightAveraging"] for reader in ends))
+
+
+def test_a_checkpoint_holds_the_averages_and_the_callback_the_current_weights(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1, filename="{step}")
+    module = fit([EMAWeightAveraging(decay=0.9), checkpoint], enable_checkpointing=True)
+    reader = CheckpointReader(tmp_path / "step=5")
+    state = reader.state("callbacks")["EMAWeightAveraging"]
+    averages = by_hand(module.after[:5], multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    assert not differences(reader.model(), averages)
+    current = {name: tensor for name, tensor in module.after[4].items() if "tied" not in name}
+    assert state["n_averaged"] == 5 and not differences(
+        dict(sorted(state["current"].items())), dict(sorted(current.items()))
+    )
+    assert not differences(weights(Net.load_from_checkpoint(tmp_path / "step=5")), averages)
+
+
+class SavesInside(Callback):
+    """Saves in the middle of a validation, in which the averages are in the module."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and not trainer.sanity_checking and batch_idx == 2:
+            trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_of_a_validation_resumes_exactly(tmp_path: Path) -> None:
+    straight = fit([EMAWeightAveraging(decay=0.9), SavesInside(tmp_path / "inside")])
+    averages = by_hand(straight.after[:6], multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    assert not differences(CheckpointReader(tmp_path / "inside").model(), averages)
+    resumed = fit([EMAWeightAveraging(decay=0.9)], Net(), tmp_path / "inside")
+    assert not differences(weights(resumed), weights(straight))
+    assert not differences(resumed.after, straight.after[6:])
+
+
+def test_an_error_in_a_validation_leaves_the_current_weights() -> None:
+    torch.manual_seed(0)
+    module = Net()
+    with pytest.raises(RuntimeError, match="end"):
+        fit([EMAWeightAveraging(decay=0.9), Ends(validation=6)], module)
+    assert differences(weights(module), module.seen[0]) and not differences(weights(module), module.after[5])
+
+
+def test_a_limit_inside_an_epoch_is_no_end_of_it(tmp_path: Path) -> None:
+    def callbacks() -> list[Callback]:
+        return [EMAWeightAveraging(update_every_n_steps=0, update_starting_at_epoch=0, decay=0.5)]
+
+    straight = fit(callbacks())
+    first = fit(callbacks(), max_steps=8)
+    assert first.trainer.callbacks[0].n_averaged == 1  # type: ignore[attr-defined]
+    path = first.trainer.save_checkpoint(tmp_path / "eight")
+    assert not differences(weights(fit(callbacks(), Net(), path)), weights(straight))
+
+
+def test_weights_alone_are_the_averages_and_start_new_ones(tmp_path: Path) -> None:
+    path = fit(EMAWeightAveraging(decay=0.9)).trainer.save_checkpoint(tmp_path / "one")
+    module, callback = Net(), EMAWeightAveraging(decay=0.9)
+    trainer = Trainer(callbacks=callback, max_epochs=1, **QUIET)
+    trainer.fit(module, data(), ckpt_path=path, restore="weights")
+    assert callback.n_averaged == 6
+    parts = ("optimizers", "progress", "rng", "callbacks", "loaders")
+    trainer = Trainer(callbacks=EMAWeightAveraging(), max_epochs=3, **QUIET)
+    with pytest.warns(UserWarning, match="starts its averages anew"):
+        trainer.fit(Net(), data(), ckpt_path=path, restore=parts)
+
+
+def test_a_checkpoint_without_averages_starts_them(tmp_path: Path) -> None:
+    path = fit([], max_epochs=1).trainer.save_checkpoint(tmp_path / "one")
+    callback = WeightAveraging()
+    module = fit(callback, Net(), path)
+    assert callback.n_averaged == 6 and not differences(weights(module), by_hand(module.after))
+
+
+def test_a_damaged_state_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    callback = EMAWeightAveraging(decay=0.9)
+    module = fit(callback)
+    state = callback.state_dict()
+    state["current"]["net.0.weight"] = torch.zeros(2)
+    with pytest.raises(Exception, match=r"current\.net\.0\.weight is of \(2,\), and must be a tensor of \(6, 4\)"):
+        callback.check_state_dict(state)
+    with pytest.raises(Exception, match="n_averaged is -1"):
+        callback.check_state_dict({**callback.state_dict(), "n_averaged": -1})
+    assert module.trainer.global_step == 12
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: EMAWeightAveraging(decay=1.5), r"decay=1.5\): give a number from 0 to 1"),
+        (lambda: EMAWeightAveraging(update_every_n_steps=-1), "give a whole number from 0"),
+        (lambda: EMAWeightAveraging(update_starting_at_step=0.5), "give a whole number from 0"),  # type: ignore[arg-type]
+        (lambda: EMAWeightAveraging(avg_fn=max), "use WeightAveraging for another"),
+        (lambda: EMAWeightAveraging(decays=0.9), r"EMAWeightAveraging\(decays=…\)"),
+        (lambda: EMAWeightAveraging(0.999), "arguments by name, such as decay=0.999"),
+        (lambda: WeightAveraging(avg_fn=max, multi_avg_fn=max), "give one of them"),
+    ],
+)
+def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        make()
+
+
+def test_two_averages_in_one_module_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="both put averages into the module"):
+        fit([WeightAveraging(), EMAWeightAveraging()])
+
+
+# several ranks --------------------------------------------------------------------------------------------------------
+def exact(dtype: torch.dtype = torch.float64) -> Net:
+    """A net whose numbers are the same on any number of ranks, but for rounding."""
+    torch.manual_seed(0)
+    return Net(norm=False, dtype=dtype)
+
+
+def sgd_only(module: Net) -> Net:
+    module.configure = lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)
+    return module
+
+
+def run_on_ranks(folder: str, strategy: Any, ckpt: str | None = None) -> Any:
+    module = sgd_only(exact())
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+    callbacks = [EMAWeightAveraging(decay=0.8), checkpoint]
+    ranks = {} if strategy is None else {"strategy": strategy, "devices": 2, "global_batch_size": 4}
+    arguments = {**QUIET, "enable_checkpointing": True, "precision": "64-true", **ranks}
+    trainer = Trainer(callbacks=callbacks, max_epochs=2, **arguments)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, data(torch.float64), data(torch.float64), ckpt_path=ckpt)
+    return numbers(module), float(trainer.callback_metrics["val_loss"])
+
+
+def on_two_ranks(folder: str) -> list[Any]:
+    found = []
+    for name, strategy in {"ddp": "ddp", "fsdp": FSDPStrategy, "tp": lambda: MeshStrategy(tp=2, plan=PLAN)}.items():
+        make = strategy if callable(strategy) else lambda s=strategy: s
+        straight = run_on_ranks(f"{folder}/{name}", make())
+        resumed = run_on_ranks(f"{folder}/{name}-resumed", make(), ckpt=f"{folder}/{name}/step=8")
+        elsewhere = run_on_ranks(f"{folder}/{name}-elsewhere", make(), ckpt=f"{folder}/one/step=8")
+        found.append((name, straight, resumed, elsewhere))
+    return found
+
+
+PLAN = {"net.0": "colwise", "net.2": "rowwise"}
+
+
+def test_ranks_that_share_or_split_the_model_average_as_one_process_does(tmp_path: Path) -> None:
+    expected, loss = run_on_ranks(str(tmp_path / "one"), None)
+    for results in run_world(2, on_two_ranks, str(tmp_path)):
+        for name, straight, resumed, elsewhere in results:
+            assert not differences(resumed, straight), name
+            for averages, value in (straight, elsewhere):
+                for key, tensor in expected.items():
+                    assert averages[key] == pytest.approx(tensor, rel=0, abs=1e-12), (name, key)
+                assert value == pytest.approx(loss, abs=1e-12)
+    # What shards have saved, one process resumes from.
+    for name in ("ddp", "fsdp", "tp"):
+        averages, value = run_on_ranks(str(tmp_path / f"{name}-one"), None, ckpt=str(tmp_path / name / "step=8"))
+        for key, tensor in expected.items():
+            assert averages[key] == pytest.approx(tensor, rel=0, abs=1e-12), (name, key)
+        model = CheckpointReader(tmp_path / name / "step=8").model()
+        one = CheckpointReader(tmp_path / "one" / "step=8").model()
+        for key, tensor in one.items():
+            torch.testing.assert_close(model[key], tensor, rtol=0, atol=1e-12)
+    files = {path.name for path in (tmp_path / "fsdp" / "step=8").iterdir()}
+    assert "callbacks-00002-of-00002.safetensors" in files
+    assert not any(path.name.startswith("callbacks-0") for path in (tmp_path / "ddp" / "step=8").iterdir())
+
+
+def batch_norm_on_ranks(folder: str) -> Any:
+    """Statistics differ between ranks; the averages of rank 0 count, and a resume has each rank's current ones."""
+    found = []
+    for name in ("ddp", "fsdp"):
+
+        def train(folder: str, ckpt: str | None = None, name: str = name) -> Any:
+            torch.manual_seed(0)
+            module = Net()
+            checkpoint = ModelCheckpoint(folder, every_n_train_steps=4, save_top_k=-1, filename="{step}")
+            callbacks = [EMAWeightAveraging(decay=0.8), checkpoint]
+            arguments = {**QUIET, "enable_checkpointing": True, "strategy": name, "devices": 2}
+            trainer = Trainer(callbacks=callbacks, max_epochs=2, **arguments)
+            trainer.fit(module, data(samples=48), data(), ckpt_path=ckpt)
+            return numbers(module), [float(loss) for loss in module.losses[-3:]]
+
+        straight = train(f"{folder}/{name}")
+        found.append((straight, train(f"{folder}/{name}-resumed", f"{folder}/{name}/step=8")))
+    return found
+
+
+@pytest.mark.full
+def test_batch_norm_resumes_exactly_on_ranks(tmp_path: Path) -> None:
+    for results in run_world(2, batch_norm_on_ranks, str(tmp_path)):
+        for straight, resumed in results:
+            assert not differences(resumed, straight)
+
+
+def refused_on_a_pipeline() -> str:
+    strategy = MeshStrategy(pp=2, dp_shard=1, pipeline_module="net")
+    trainer = Trainer(strategy=strategy, devices=2, **QUIET)
+    with pytest.raises(ConfigurationError) as refused:
+        EMAWeightAveraging().setup(trainer, sgd_only(exact()), "fit")
+    return str(refused.value)
+
+
+def test_a_pipeline_is_refused_by_name() -> None:
+    for message in run_world(2, refused_on_a_pipeline):
+        assert message.startswith("EMAWeightAveraging puts averages in the place of weights, and strategy='mesh'")
+        assert message.endswith("Use a mesh without pp.")
+
+
+def test_engines_that_step_copies_are_refused_by_name() -> None:
+    class Engine(SingleDeviceStrategy):
+        drives_one = True
+
+    with pytest.raises(ConfigurationError, match="its engine steps copies of the weights"):
+        fit(EMAWeightAveraging(), strategy=Engine())
+    assert DeepSpeedStrategy.drives_one and "not tried" in str(XLAStrategy.refuses_exchange.fget(None))  # type: ignore[attr-defined]
