@@ -20,6 +20,7 @@ from leyden import Trainer, TrainModule
 from leyden.callbacks import ModelCheckpoint
 from leyden.strategies import MeshStrategy
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.mesh.pipeline.draws import may_draw
 from leyden.strategies.mesh.pipeline.micro_batches import cut
 
 
@@ -269,3 +270,15 @@ def test_a_list_of_samples_of_several_lengths_is_refused() -> None:
         with pytest.raises(ConfigurationError, match="lengths \\[4, 5\\], and a pipeline cuts batches by samples"):
             cut(batch, 2)
     assert [part.rows for part in cut([torch.zeros(2, 3), torch.zeros(2)], 2)] == [1, 1]
+
+
+def test_random_numbers_are_switched_for_all_but_torch_layers_that_never_draw() -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + torch.randn(())
+
+    hooked = nn.Embedding(4, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    assert not may_draw(nn.Embedding(4, 2)) and not may_draw(nn.Linear(2, 2))
+    assert may_draw(nn.Sequential(nn.Embedding(4, 2), nn.Dropout(0.1)))
+    assert may_draw(Noisy(2, 2)) and may_draw(hooked)

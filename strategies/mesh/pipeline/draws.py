@@ -11,6 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+
+NEVER_DRAW = (nn.Embedding, nn.Linear, nn.Identity, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d)
+"""Layers whose forward draws no random number."""
 
 
 class StageDraws:
@@ -19,7 +23,7 @@ class StageDraws:
     Every stage runs the code of a step before the blocks (noise, augmentation, masks), which must draw the same on all
     of them: the ranks of a pipeline begin with one state, and that code draws from it. From the first block on each
     stage gets through other code, and draws from a seed of its own for each micro-batch. So does a module before the
-    blocks that only the first stage holds.
+    blocks that only the first stage holds, if it may draw.
 
     Args:
         group: the ranks of the pipeline.
@@ -125,6 +129,13 @@ class StageDraws:
         self._numbers.seed(int.from_bytes(digest, "little") >> 1)
 
 
+def may_draw(module: nn.Module) -> bool:
+    """False for a module of `NEVER_DRAW` alone, without hooks: random numbers need not be switched for it."""
+    return any(
+        type(part) not in NEVER_DRAW or part._forward_hooks or part._forward_pre_hooks for part in module.modules()
+    )
+
+
 class _Generators:
     """The generators that code draws from if it names none: torch's, Python's and NumPy's.
 
@@ -186,4 +197,4 @@ class _Generators:
             generator.set_state(state)
 
 
-__all__ = ["StageDraws"]
+__all__ = ["StageDraws", "may_draw"]

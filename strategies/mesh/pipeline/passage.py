@@ -17,7 +17,7 @@ from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.mesh.pipeline.attributes import Attributes
 from leyden.strategies.mesh.pipeline.checks import refuse_records
 from leyden.strategies.mesh.pipeline.cut import Holdings
-from leyden.strategies.mesh.pipeline.draws import StageDraws
+from leyden.strategies.mesh.pipeline.draws import StageDraws, may_draw
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -154,7 +154,7 @@ class Passages:
             for full in self._cut.before:
                 owner, _, name = full.rpartition(".")
                 held = self._root.get_submodule(owner)._modules.get(name)
-                if held is not None and stage == 0:
+                if held is not None and stage == 0 and may_draw(held):
                     self._handles += [
                         held.register_forward_pre_hook(
                             _hook_of(held, lambda *_: self._draws.begin_held()), prepend=True
