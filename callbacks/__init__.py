@@ -23,6 +23,7 @@ _HOMES = {
     "NonFiniteGuard": "non_finite_guard",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PreemptionCheckpoint": "preemption_checkpoint",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "TensorBoardLogger": "tensorboard",
     "Timer": "timer",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
+    from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.timer import Timer as Timer
     from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger

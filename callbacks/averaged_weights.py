@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from leyden.callbacks.base import Callback
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, StateError
 from leyden.strategies.local_weights import LocalWeights, sharded_like
@@ -16,6 +17,8 @@ from leyden.trainer.checkpoint.shards import copy_part
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
+
+    from leyden.trainer.trainer import Trainer
 
 
 class AveragedWeights:
@@ -168,3 +171,44 @@ def _fill(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
         own = torch.empty_like(local, device=like.device)
         copy_part(name, saved, sharded_like(own, like))
         local.copy_(own)
+
+
+class ExchangesWeights(Callback):
+    """A callback that puts averages in the place of the weights."""
+
+    # Before other callbacks, which may save or look at weights in the same hooks.
+    order: ClassVar[int] = -100
+    state_per_rank = False
+
+    def check_exchange(self, trainer: Trainer) -> None:
+        """Refuses a strategy that cannot exchange weights, and a second callback that does.
+
+        Raises:
+            ConfigurationError: names the strategy or the other callback.
+        """
+        name, why = type(self).__name__, trainer.strategy.refuses_exchange
+        if why is not None:
+            raise ConfigurationError(
+                f"{name} puts averages in the place of weights, and strategy={trainer.strategy.name!r} cannot have "
+                f"that: {why}."
+            )
+        for other in trainer.callbacks:
+            if isinstance(other, ExchangesWeights) and other is not self:
+                raise ConfigurationError(
+                    f"{name} and {type(other).__name__} both put averages into the module: give one."
+                )
+
+
+def parse_device(callback: Callback, device: torch.device | str | int | None) -> torch.device | None:
+    """Returns the device of averages; None for that of the weights.
+
+    Raises:
+        ConfigurationError: if there is no such device, or a number was meant for another argument.
+    """
+    try:
+        return None if device is None else torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigurationError(
+            f"{type(callback).__name__}(device={device!r}) names no device: give 'cpu', 'cuda' or None, and other "
+            "arguments by name, such as decay=0.999."
+        ) from error

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from leyden.callbacks.averaged_weights import AveragedWeights
-from leyden.callbacks.base import Callback
+from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.saved_state import SavedState
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 FUNCTIONS = ("avg_fn", "multi_avg_fn")
 
 
-class WeightAveraging(Callback):
+class WeightAveraging(ExchangesWeights):
     """Averages the weights after steps or epochs, by torch's `AveragedModel`; the plain mean if left as it is.
 
     The averages are in the module during each validation in fit, and once fit has ended: so test, predict and what is
@@ -49,10 +48,6 @@ class WeightAveraging(Callback):
         >>> FromStep100(avg_fn=get_ema_avg_fn(0.999)).should_update(step_idx=99)
         False
     """
-
-    # Before other callbacks, which may save or look at weights in the same hooks.
-    order: ClassVar[int] = -100
-    state_per_rank = False
 
     def __init__(self, device: torch.device | str | int | None = None, use_buffers: bool = True, **kwargs: Any) -> None:
         for name in kwargs:
@@ -86,7 +81,7 @@ class WeightAveraging(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        check_exchange(self, trainer)
+        self.check_exchange(trainer)
         if self._weights is None or trainer.global_step == 0:
             self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
             self._latest_update_step, self._latest_update_epoch = 0, -1
@@ -252,35 +247,3 @@ class EMAWeightAveraging(WeightAveraging):
             return every > 0 and step_idx % every == 0 and (first is None or step_idx >= first)
         start = self.update_starting_at_epoch
         return epoch_idx is not None and start is not None and epoch_idx >= start
-
-
-def parse_device(callback: Callback, device: torch.device | str | int | None) -> torch.device | None:
-    """Returns the device of averages; None for that of the weights.
-
-    Raises:
-        ConfigurationError: if there is no such device, or a number was meant for another argument.
-    """
-    try:
-        return None if device is None else torch.device(device)
-    except (TypeError, RuntimeError) as error:
-        raise ConfigurationError(
-            f"{type(callback).__name__}(device={device!r}) names no device: give 'cpu', 'cuda' or None, and other "
-            "arguments by name, such as decay=0.999."
-        ) from error
-
-
-def check_exchange(callback: Callback, trainer: Trainer) -> None:
-    """Refuses a callback that puts averages into the module where that cannot be done, or where another does it.
-
-    Raises:
-        ConfigurationError: names the strategy or the other callback.
-    """
-    name, why = type(callback).__name__, trainer.strategy.refuses_exchange
-    if why is not None:
-        raise ConfigurationError(
-            f"{name} puts averages in the place of weights, and strategy={trainer.strategy.name!r} cannot have that: "
-            f"{why}."
-        )
-    others = [other for other in trainer.callbacks if isinstance(other, WeightAveraging) and other is not callback]
-    if others:
-        raise ConfigurationError(f"{name} and {type(others[0]).__name__} both put averages into the module: give one.")

@@ -28,6 +28,7 @@ from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.values import Value, read_back
+from leyden.trainer.loops.batch_norm import update_batch_norm
 from leyden.trainer.loops.evaluate import EvaluationLoop, PredictionLoop, keeping
 from leyden.trainer.loops.fit import FitLoop
 from leyden.trainer.module import TrainModule
@@ -361,6 +362,20 @@ class Trainer(TrainerView):
         with self._run.heartbeat.during(Phase.SAVING):
             self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
+
+    def rest_schedulers(self) -> None:
+        """From here on this run's schedulers do not step: for callbacks that set the learning rates themselves."""
+        self._run.rest_schedulers()
+
+    def update_batch_norm(self) -> None:
+        """Computes batch norm's statistics anew for the weights as they are, within fit: torch's `update_bn`.
+
+        All ranks call it, between two steps. `training_step` runs on each batch of the training data, without
+        gradients; what it logs is dropped, and random numbers are as before.
+        """
+        if self.state.stage != "fit":
+            raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook of one.")
+        update_batch_norm(self._run)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints as Python's `print` does, on the main process alone, and above a progress bar."""

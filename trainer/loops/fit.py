@@ -99,7 +99,7 @@ class FitLoop:
         run = self._run
         step = AutomaticStep if self.module.automatic_optimization else ManualStep
         longest = 1 if self.accumulation is None else self.accumulation.longest
-        self.schedulers = Schedulers(run.schedulers, self.module, self.hooks, self.strategy.ranks)
+        self.schedulers = Schedulers(run.schedulers, run.module, run.hooks, run.strategy.ranks, run.schedulers_rest)
         self.step = step(run, run.step_function("training_step"), self.schedulers, longest > 1)
         draws = draws_itself(self.module.training_step)
         if draws:

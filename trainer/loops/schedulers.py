@@ -21,21 +21,30 @@ class Schedulers:
         module: whose `lr_scheduler_step` steps them.
         hooks: of the run.
         ranks: must all end up with one learning rate.
+        rest: returns True where none of them is to step any more.
     """
 
-    def __init__(self, configs: Sequence[SchedulerConfig], module: TrainModule, hooks: Hooks, ranks: Ranks) -> None:
-        self.configs = configs
+    def __init__(
+        self,
+        configs: Sequence[SchedulerConfig],
+        module: TrainModule,
+        hooks: Hooks,
+        ranks: Ranks,
+        rest: Callable[[], bool],
+    ) -> None:
+        self.configs, self._rest = configs, rest
         self._module, self._hooks, self._ranks = module, hooks, ranks
 
     def step(self, interval: str, count: int) -> None:
         """Steps those of an interval that are due, all but those on a plateau."""
-        for config in self.configs:
+        for config in () if self._rest() else self.configs:
             if not config.reduce_on_plateau and config.due(interval, count):
                 self._step(config, None)
 
     def due_on_plateau(self, interval: str, count: int) -> list[SchedulerConfig]:
         """Returns those due that step on a monitored value, once a validation may have logged it."""
-        return [config for config in self.configs if config.reduce_on_plateau and config.due(interval, count)]
+        configs = () if self._rest() else self.configs
+        return [config for config in configs if config.reduce_on_plateau and config.due(interval, count)]
 
     def step_on_plateau(self, due: Sequence[SchedulerConfig], metrics: Callable[[], Mapping[str, Value]]) -> None:
         """Steps them on the values that are logged by now."""

@@ -76,6 +76,7 @@ class Run:
         state: the current stage.
         transfer: moves a batch to the device; None until set-up, and where there is nothing to do.
         should_stop: somebody asked the run to end.
+        resting: its schedulers do not step any more.
         origin: what the run starts from, in words.
         ckpt_path: the checkpoint that it starts from; None without one.
         lock: of the folder that it holds alone; None if it does not.
@@ -103,6 +104,7 @@ class Run:
     state: RunState
     transfer: Transfer | None = field(default=None, init=False)
     should_stop: bool = field(default=False, init=False)
+    resting: bool = field(default=False, init=False)
     origin: str = field(default="anew", init=False)
     ckpt_path: str | None = field(default=None, init=False)
     lock: FolderLock | None = field(default=None, init=False)
@@ -339,6 +341,14 @@ class Run:
     def ask_to_stop(self, asked: bool = True) -> None:
         """Ends the fit where the open window closes; False withdraws the request."""
         self.should_stop = asked
+
+    def rest_schedulers(self) -> None:
+        """From here on the run's schedulers do not step, since another sets the learning rates."""
+        self.resting = True
+
+    def schedulers_rest(self) -> bool:
+        """True if the schedulers do not step any more."""
+        return self.resting
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints on the main process, above a progress bar if there is one on the screen."""

@@ -1,0 +1,243 @@
+"""StochasticWeightAveraging, a callback that averages the weights of the last epochs at a learning rate of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import SWALR, AveragedModel
+
+from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.saved_state import SavedState
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+ANNEALING = ("cos", "linear")
+
+
+class StochasticWeightAveraging(ExchangesWeights):
+    """Averages the weights at the ends of the last epochs, by torch's recipe (Izmailov et al., 2018).
+
+    From its first epoch on, torch's `SWALR` sets the learning rate, and the run's schedulers rest. When the last epoch
+    ends, the averages take the place of the weights, and one more pass over the training data gives batch norm the
+    statistics of the averages; the checkpoint of that epoch holds them. Until then, validations and checkpoints have
+    the current weights. A resume continues bit for bit.
+
+    Lightning averages the weights with which each of these epochs begins, and so never those of the last one.
+
+    Args:
+        swa_lrs: the learning rate, or one for each group of the optimizer.
+        swa_epoch_start: the first epoch: a number counted from 1, or a fraction of `max_epochs`.
+        annealing_epochs: epochs in which the learning rate goes to `swa_lrs`; 0 for at once.
+        annealing_strategy: how: "cos" or "linear".
+        avg_fn: called with average, weight and the number of averages so far; the plain mean if left out.
+        device: where the averages are kept; where the weights are if None.
+
+    Raises:
+        ConfigurationError: for a value that cannot be, several optimizers or schedulers, and under a strategy that
+            cannot exchange weights.
+
+    Example:
+        >>> swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.5)
+        >>> swa.first_epoch(max_epochs=10)
+        4
+    """
+
+    def __init__(
+        self,
+        swa_lrs: float | Sequence[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: str = "cos",
+        avg_fn: Callable[[Tensor, Tensor, Tensor | int], Tensor] | None = None,
+        device: torch.device | str | None = "cpu",
+    ) -> None:
+        by_group = isinstance(swa_lrs, (list, tuple))
+        rates: list[Any] = list(swa_lrs) if isinstance(swa_lrs, (list, tuple)) else [swa_lrs]
+        if not rates or any(
+            isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0 for rate in rates
+        ):
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): give a learning rate above 0, or a list of one for "
+                "each group of the optimizer."
+            )
+        start = swa_epoch_start
+        is_count = type(start) is int and start >= 1
+        if not is_count and not (isinstance(start, float) and 0 <= start <= 1):
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(swa_epoch_start={start!r}): give an epoch from 1, or a fraction of "
+                "max_epochs from 0.0 to 1.0."
+            )
+        if type(annealing_epochs) is not int or annealing_epochs < 0:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(annealing_epochs={annealing_epochs!r}): give a whole number from 0."
+            )
+        if annealing_strategy not in ANNEALING:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging(annealing_strategy={annealing_strategy!r}): "
+                f"{nearest(str(annealing_strategy), ANNEALING)}"
+            )
+        if avg_fn is not None and not callable(avg_fn):
+            raise ConfigurationError(f"StochasticWeightAveraging(avg_fn={avg_fn!r}): give a function, or None.")
+        self._rates: float | list[float] = rates if by_group else float(rates[0])
+        self._start, self._epochs, self._strategy = swa_epoch_start, annealing_epochs, annealing_strategy
+        self._function, self._device = avg_fn, parse_device(self, device)
+        self._weights: AveragedWeights | None = None
+        self._scheduler: SWALR | None = None
+        self._restored: SavedState | None = None
+        self._latest_update_epoch = -1
+        self._steps: int | None = None
+        """Steps of the scheduler; None before the first epoch."""
+        self._measured = 0
+        """Number of averages for which batch norm has its statistics."""
+
+    @property
+    def n_averaged(self) -> int:
+        """How often the averages have been updated."""
+        return 0 if self._weights is None else self._weights.count
+
+    def first_epoch(self, max_epochs: int | None) -> int:
+        """The first epoch that is averaged, counted from 0.
+
+        Args:
+            max_epochs: of the fit.
+
+        Raises:
+            ConfigurationError: if a fraction was given, and the fit has no number of epochs.
+        """
+        if isinstance(self._start, int):
+            return self._start - 1
+        if max_epochs is None or max_epochs < 0:
+            raise ConfigurationError(
+                f"swa_epoch_start={self._start} is a fraction of max_epochs={max_epochs}: give the Trainer max_epochs, "
+                "or the epoch itself."
+            )
+        return max(int(max_epochs * self._start) - 1, 0)
+
+    # a run ------------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self.check_exchange(trainer)
+        self.first_epoch(trainer.max_epochs)
+        if self._weights is None or trainer.global_step == 0:
+            self._weights = AveragedWeights(module, trainer.strategy, self._average, self._device)
+            self._latest_update_epoch, self._steps, self._measured = -1, None, 0
+
+    def _average(self, flat: nn.Module) -> AveragedModel:
+        return AveragedModel(flat, avg_fn=self._function)
+
+    def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
+        assert self._weights is not None
+        self._weights.check_names()
+        self._scheduler = None
+        if len(trainer.optimizers) != 1 or len(trainer.lr_schedulers) > 1:
+            raise ConfigurationError(
+                f"StochasticWeightAveraging sets the learning rate of one optimizer with at most one scheduler, and "
+                f"there are {len(trainer.optimizers)} and {len(trainer.lr_schedulers)}: return one of each from "
+                "configure_optimizers."
+            )
+        groups = len(trainer.optimizers[0].param_groups)
+        if isinstance(self._rates, list) and len(self._rates) != groups:
+            raise ConfigurationError(
+                f"swa_lrs has {len(self._rates)} learning rates, and the optimizer has {groups} groups: give one for "
+                "each, or a single one for all."
+            )
+        if self._weights.in_module:
+            # The fit goes on from where the last one ended.
+            self._weights.exchange()
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps is not None:
+            self._take_over(trainer, self._steps)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._steps is None and trainer.current_epoch >= self.first_epoch(trainer.max_epochs):
+            self._steps = 0
+            self._take_over(trainer, 0)
+
+    def _take_over(self, trainer: Trainer, steps: int) -> None:
+        """Has SWALR set the learning rate, after so many steps of it, in place of the run's scheduler."""
+        trainer.rest_schedulers()
+        [optimizer] = trainer.optimizers
+        before = [{key: group.get(key) for key in ("lr", "initial_lr")} for group in optimizer.param_groups]
+        self._scheduler = SWALR(optimizer, self._rates, self._epochs, self._strategy)  # type: ignore[arg-type]
+        if steps:
+            # Its making is a step, which a run that goes on has done.
+            for group, values in zip(optimizer.param_groups, before, strict=True):
+                group.update({key: value for key, value in values.items() if value is not None})
+            rates = [group["lr"] for group in optimizer.param_groups]
+            self._scheduler.load_state_dict({"last_epoch": steps, "_step_count": steps + 1, "_last_lr": rates})
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        epoch, progress = trainer.current_epoch, trainer.progress
+        is_over = progress.ended or progress.cut
+        if self._scheduler is None or self._steps is None or not is_over or epoch <= self._latest_update_epoch:
+            return
+        assert self._weights is not None
+        self._weights.update()
+        self._scheduler.step()
+        self._steps += 1
+        self._latest_update_epoch = epoch
+        if trainer.max_epochs is not None and epoch + 1 == trainer.max_epochs:
+            self._finish(trainer)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if not trainer.interrupted:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Puts the averages in the place of the weights, with batch norm's statistics of them."""
+        weights = self._weights
+        if weights is None or not weights.count:
+            return
+        if not weights.in_module:
+            weights.exchange()
+        if self._measured != weights.count:
+            trainer.update_batch_norm()
+            self._measured = weights.count
+
+    # in a checkpoint --------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"latest_update_epoch": self._latest_update_epoch, "steps": self._steps}
+        weights = self._weights
+        if weights is None or not weights.count:
+            return state
+        return {
+            **state,
+            "n_averaged": weights.count,
+            "measured": self._measured,
+            "averages_are_in_model": weights.in_module,
+            "held": weights.held(),
+        }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        saved = SavedState(state)
+        saved.integer("latest_update_epoch", least=-1)
+        if not saved.is_none("steps"):
+            saved.integer("steps", least=0, most=2**53)
+        if saved.integer("n_averaged", 0, least=0):
+            saved.integer("measured", least=0)
+            saved.flag("averages_are_in_model")
+            if self._weights is not None:
+                self._weights.check(saved.nested("held"))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = SavedState(state)
+        self._latest_update_epoch = saved.integer("latest_update_epoch", least=-1)
+        self._steps = None if saved.is_none("steps") else saved.integer("steps", least=0)
+        self._measured = saved.integer("measured", 0)
+        self._restored = saved if saved.integer("n_averaged", 0) else None
+
+    def weights_loaded(self) -> None:
+        saved, self._restored = self._restored, None
+        if saved is not None and self._weights is not None:
+            in_module = saved.flag("averages_are_in_model")
+            self._weights.restore(saved.integer("n_averaged"), saved.nested("held").entries, in_module)
+            if in_module:
+                self._weights.exchange()

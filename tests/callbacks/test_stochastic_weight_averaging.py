@@ -1,0 +1,230 @@
+"""StochasticWeightAveraging: torch.optim.swa_utils by hand, resumes before, inside and after its epochs, and ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares, input_of
+from ranks.world import run_world
+from same import differences
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
+from torch.utils.data import DataLoader
+
+from leyden import ConfigurationError, Trainer
+from leyden.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from leyden.trainer.checkpoint.reader import CheckpointReader
+
+EPOCHS, START = 6, 3
+
+
+def configured(module: nn.Module) -> Any:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    return [optimizer], [ExponentialLR(optimizer, 0.9)]
+
+
+class Net(Squares):
+    """Notes its learning rates."""
+
+    def __init__(self, norm: bool = True, configure: Any = configured) -> None:
+        super().__init__(nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6) if norm else nn.Tanh(), nn.Linear(6, 4)))
+        self.configure = configure
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+def net(norm: bool = True) -> Net:
+    torch.manual_seed(0)
+    return Net(norm)
+
+
+def data(dtype: torch.dtype = torch.float32) -> DataLoader[Any]:
+    return DataLoader(torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=dtype), 4)  # type: ignore[arg-type]
+
+
+def callback(**arguments: Any) -> StochasticWeightAveraging:
+    return StochasticWeightAveraging(0.03, START, **{"annealing_epochs": 2, **arguments})
+
+
+def fit(callbacks: list[Callback], module: Net | None = None, ckpt_path: Any = None, **arguments: Any) -> Net:
+    module = net() if module is None else module
+    trainer = Trainer(callbacks=callbacks, **{**QUIET, "max_epochs": EPOCHS, **arguments})
+    trainer.fit(module, data(), data(), ckpt_path=ckpt_path)
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("strategy", ["cos", "linear"])
+@pytest.mark.parametrize("epochs", [0, 2])
+def test_it_is_torchs_recipe_bit_for_bit(strategy: str, epochs: int) -> None:
+    module = fit([callback(annealing_strategy=strategy, annealing_epochs=epochs)])
+    model = net()
+    [optimizer], [scheduler] = configured(model)
+    average = AveragedModel(model)
+    rates = []
+    for epoch in range(EPOCHS):
+        if epoch == START - 1:
+            swa = SWALR(optimizer, 0.03, epochs, strategy)  # type: ignore[arg-type]
+        for batch in data():
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            model.loss(batch).backward()
+            optimizer.step()
+        if epoch >= START - 1:
+            average.update_parameters(model)
+            swa.step()
+        else:
+            scheduler.step()
+    update_bn(data(), average)
+    assert module.rates == rates
+    assert not differences(weights(module), weights(average.module))
+
+
+class Spoils(Callback):
+    """Draws a random number after each epoch, which a pass of its own must not shift."""
+
+    def __init__(self) -> None:
+        self.drawn: list[float] = []
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.drawn.append(float(torch.rand(())))
+
+
+def test_the_pass_for_batch_norm_leaves_random_numbers_and_values_alone() -> None:
+    one, other = Spoils(), Spoils()
+    module = fit([callback(), one])
+    plain = fit([other])
+    assert one.drawn == other.drawn
+    assert module.trainer.callback_metrics.keys() == plain.trainer.callback_metrics.keys()
+    assert module.net.training and module.net[1].momentum == 0.1
+
+
+def every_epoch(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+
+
+@pytest.mark.parametrize("at", [8, 14, 18, 29, 36])
+def test_a_resume_in_each_phase_equals_the_straight_run(tmp_path: Path, at: int) -> None:
+    straight = fit([callback(), every_epoch(tmp_path / "one")], enable_checkpointing=True)
+    resumed = fit([callback()], Net(), tmp_path / "one" / f"step={at}")
+    assert not differences(weights(resumed), weights(straight)) and resumed.rates == straight.rates[at:]
+
+
+def test_a_checkpoint_has_the_current_weights_until_the_last_epoch_is_over(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    module = fit([callback(), checkpoint], enable_checkpointing=True)
+    plain = fit([callback()], max_steps=24)
+    inside = CheckpointReader(tmp_path / "epoch=4")
+    assert inside.state("callbacks")["StochasticWeightAveraging"]["averages_are_in_model"] is False
+    assert differences(inside.model(), weights(module)) and plain.trainer.global_step == 24
+    assert not differences(CheckpointReader(tmp_path / "epoch=5").model(), weights(module))
+
+
+def test_a_longer_fit_goes_on_from_the_current_weights(tmp_path: Path) -> None:
+    straight = fit([callback()], max_epochs=8)
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
+    fit([callback(), checkpoint], enable_checkpointing=True)
+    assert not differences(weights(fit([callback()], Net(), tmp_path / "epoch=5", max_epochs=8)), weights(straight))
+    module = fit([callback()])
+    module.trainer.fit(module, data(), data(), ckpt_path="current", max_epochs=8)
+    assert not differences(weights(module), weights(straight))
+
+
+def test_a_run_that_ends_early_has_its_averages() -> None:
+    swa = callback(avg_fn=lambda average, current, count: average + (current - average) / (count + 1), device=None)
+    fit([swa], max_steps=27)
+    assert swa.n_averaged == 2
+
+
+@pytest.mark.parametrize(("start", "first"), [(1, 0), (4, 3), (0.5, 4), (0.0, 0), (1.0, 9)])
+def test_the_first_epoch(start: float, first: int) -> None:
+    assert StochasticWeightAveraging(0.1, start).first_epoch(10) == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"swa_lrs": 0.0}, "give a learning rate above 0"),
+        ({"swa_lrs": [0.1, -1.0]}, "give a learning rate above 0"),
+        ({"swa_lrs": []}, "give a learning rate above 0"),
+        ({"swa_epoch_start": 0}, "give an epoch from 1"),
+        ({"swa_epoch_start": 1.5}, "give an epoch from 1"),
+        ({"annealing_epochs": -1}, "give a whole number from 0"),
+        ({"annealing_strategy": "cosine"}, "'cos'"),
+        ({"avg_fn": 3}, "give a function"),
+        ({"device": "gpux"}, "names no device"),
+    ],
+)
+def test_bad_arguments_name_the_fix(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        StochasticWeightAveraging(**{"swa_lrs": 0.1, **arguments})
+
+
+def test_what_does_not_go_with_it_is_refused() -> None:
+    def two(module: nn.Module) -> Any:
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in list(module.parameters())[:2]]
+
+    with pytest.raises(ConfigurationError, match="there are 2 and 0"):
+        fit([callback()], Net(configure=two))
+    with pytest.raises(ConfigurationError, match="2 learning rates, and the optimizer has 1"):
+        fit([StochasticWeightAveraging([0.1, 0.2])])
+    with pytest.raises(ConfigurationError, match="give the Trainer max_epochs"):
+        fit([StochasticWeightAveraging(0.1)], max_epochs=-1, max_steps=3)
+
+
+def test_batch_norm_is_measured_in_a_fit_alone() -> None:
+    with pytest.raises(Exception, match="call it in a hook of one"):
+        Trainer(**QUIET).update_batch_norm()
+
+
+# several ranks --------------------------------------------------------------------------------------------------------
+class OfAllSamples(Net):
+    """Its batch norm sees the ranks' batches of two, as one process does whose batches have two."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(input_of(batch)).square().mean()
+
+
+def run_on_ranks(folder: str, strategy: str | None, norm: bool, ckpt: str | None = None) -> Any:
+    torch.manual_seed(0)
+    module = OfAllSamples(norm)
+    ranks = {} if strategy is None else {"strategy": strategy, "devices": 2, "global_batch_size": 4}
+    arguments = {**QUIET, "enable_checkpointing": True, "precision": "64-true", **ranks}
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=10, save_top_k=-1, filename="{step}")
+    Trainer(callbacks=[callback(), checkpoint], max_epochs=EPOCHS, **arguments).fit(
+        module, data(torch.float64), ckpt_path=ckpt
+    )
+    state = {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in module.state_dict().items()}
+    return {name: tensor.flatten().tolist() for name, tensor in state.items()}
+
+
+def on_two_ranks(folder: str) -> Any:
+    found = []
+    for strategy in ("ddp", "fsdp"):
+        straight = run_on_ranks(f"{folder}/{strategy}", strategy, norm=False)
+        resumed = run_on_ranks(f"{folder}/{strategy}-resumed", strategy, False, f"{folder}/{strategy}/step=20")
+        normed = run_on_ranks(f"{folder}/{strategy}-norm", strategy, norm=True)
+        found.append((straight, resumed, normed))
+    return found
+
+
+def test_ranks_average_as_one_process_does(tmp_path: Path) -> None:
+    expected = run_on_ranks(str(tmp_path / "one"), None, norm=False)
+    ranks = run_world(2, on_two_ranks, str(tmp_path))
+    for straight, resumed, _ in (strategy for rank in ranks for strategy in rank):
+        assert not differences(straight, resumed)
+        for name, values in expected.items():
+            assert straight[name] == pytest.approx(values, rel=0, abs=1e-12), name
+    # Batch norm's statistics are those over the batches of all ranks, equal on them.
+    for one, other in zip(*ranks, strict=True):
+        assert not differences(one[2], other[2])
+        assert one[2]["net.1.num_batches_tracked"] == [6]
