@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.contents import Content, Tensors, Text
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.trainer.checkpoint.nodes import ship
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
@@ -40,7 +41,7 @@ from leyden.trainer.format.manifest import (
     parts_in,
     unsafe,
 )
-from leyden.trainer.format.safefile import entry_of, write_file, write_tensors
+from leyden.trainer.format.safefile import entry_of, write_file
 from leyden.trainer.format.shard_table import Table, file_name, spread, whole_table
 from leyden.trainer.format.tensors import (
     TensorCollector,
@@ -180,7 +181,7 @@ class CheckpointWriter:
                 self._target / name, f"cannot be written as plain JSON: {error}. Use state()."
             ) from error
         if self.is_first:
-            self._write(name, lambda path: write_file(path, [data], unflushed=self._unflushed))
+            self._write(name, Text(data))
 
     def substitute(self, tensors: Mapping[str, Tensor]) -> None:
         """Has `model` write these tensors in place of those of the same names, such as averages of weights."""
@@ -212,7 +213,7 @@ class CheckpointWriter:
             return
         file = f"{name}.safetensors" if tensors else None
         if file is not None:
-            self._write(file, lambda path: write_tensors(path, tensors, unflushed=self._unflushed))
+            self._write(file, Tensors(tensors))
         self._compact(f"{name}.json", {"tensors": file, "tree": encoded}, of_rank, where or name)
 
     def model(self, state_dict: Mapping[str, Any], replicated: Collection[str] = ()) -> None:
@@ -293,8 +294,7 @@ class CheckpointWriter:
             planned = [json.dumps(tables)]
         self._plan[stem] = hashlib.sha256("\n".join(planned).encode()).hexdigest()
         for name, own in mine.items():
-            # Bound now, since the loop has moved on when the lambda is called.
-            self._write(name, lambda path, own=own: write_tensors(path, own, metadata, self._unflushed))  # type: ignore[misc]
+            self._write(name, Tensors(own, metadata))
         return tables
 
     def optimizers(self, states: list[dict[str, Any]]) -> None:
@@ -474,15 +474,15 @@ class CheckpointWriter:
         if where is not None and parts_in(data) > MAX_PARTS:
             kind = f"a nest of {parts_in(data)} lists and dicts"
             raise UnsupportedStateError(where, kind, f"Save tensors or arrays: a reader accepts up to {MAX_PARTS}.")
-        self._write(name, lambda path: write_file(path, [data], unflushed=self._unflushed))
+        self._write(name, Text(data))
 
-    def _write(self, name: str, write: Callable[[Path], FileEntry]) -> None:
+    def _write(self, name: str, content: Content) -> None:
         self._claim(name)
         path = self._folder / name
         with self._writing(self._target / name):
             if "/" in name:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._files[name] = write(path)
+            self._files[name] = content.write(path, self._unflushed)
 
     def _claim(self, name: str) -> None:
         if not self._open:
