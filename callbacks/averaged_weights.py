@@ -178,6 +178,7 @@ class ExchangesWeights(Callback):
 
     # Before other callbacks, which may save or look at weights in the same hooks.
     order: ClassVar[int] = -100
+    changes_weights = True
     state_per_rank = False
 
     def check_exchange(self, trainer: Trainer) -> None:

@@ -32,6 +32,8 @@ class Callback:
     order: ClassVar[int] = 0
     state_per_rank: ClassVar[bool | None] = None
     """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
+    changes_weights: ClassVar[bool] = False
+    """True for a callback of Leyden's own that writes to the module's weights; of any other it is assumed."""
 
     @property
     def state_key(self) -> str:

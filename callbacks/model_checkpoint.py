@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.checkpoint_arguments import check_arguments, triggers
 from leyden.callbacks.checkpoint_books import read_books
+from leyden.callbacks.checkpoint_commit import Following, after_commit, delete_each
 from leyden.callbacks.checkpoint_name import check_template, folders_in, format_name, metrics_in
-from leyden.callbacks.early_stopping import MODES, missing_metric, validates, validates_at_epoch_end
+from leyden.callbacks.early_stopping import missing_metric, validates, validates_at_epoch_end
 from leyden.callbacks.on_exception_checkpoint import can_save_after, save_after
-from leyden.callbacks.timer import parse_duration
-from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
-from leyden.trainer.checkpoint.folder import delete, identity
-from leyden.trainer.format import staging
+from leyden.trainer.checkpoint.folder import identity
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.given import checks_names
 
@@ -73,6 +73,8 @@ class ModelCheckpoint(Callback):
         enable_version_counter: append `-v1` and so on to a name that is taken; False replaces what is there.
         save_on_each_node: each machine keeps whole checkpoints of its own. fit requires this on machines that share no
             folder; if they share one, it changes nothing.
+        asynchronous: a thread writes checkpoints beside the training; see docs/checkpoints.md. The paths below are
+            known before it is done, and old checkpoints are deleted after it. None for what the Trainer's plugins say.
 
     Raises:
         ConfigurationError: for an invalid argument or combination; at a save if `monitor` was never logged.
@@ -116,8 +118,9 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
         save_on_each_node: bool = False,
+        asynchronous: bool | None = None,
     ) -> None:
-        _check(monitor, mode, save_top_k, save_last)
+        check_arguments(monitor, mode, save_top_k, save_last)
         self._given_dirpath = None if dirpath is None else os.path.abspath(os.path.expanduser(os.fspath(dirpath)))
         self.dirpath = self._given_dirpath
         self.filename = "{epoch}-{step}" if filename is None else filename
@@ -132,10 +135,13 @@ class ModelCheckpoint(Callback):
         self.auto_insert_metric_name = auto_insert_metric_name
         self.enable_version_counter = enable_version_counter
         self.save_on_each_node = save_on_each_node
+        self.asynchronous = asynchronous
+        self._following: Following | None = None
+        """Its own save that a thread writes; None once that is known to be done."""
         self.saves_on_each_node = False
         """True if the machines of this run share no folder."""
         self._on_train_epoch_end = save_on_train_epoch_end
-        self._every_n_train_steps, self._every_n_epochs, self._interval = _triggers(
+        self._every_n_train_steps, self._every_n_epochs, self._interval = triggers(
             every_n_train_steps, every_n_epochs, train_time_interval
         )
         self._asked: Callable[[], list[bool]] | None = None
@@ -179,6 +185,7 @@ class ModelCheckpoint(Callback):
 
     # state ------------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
+        self._settle()
         return {
             "dirpath": self.dirpath,
             "best_model_path": self._relative(self.best_model_path),
@@ -254,11 +261,14 @@ class ModelCheckpoint(Callback):
             self._saved_at = time.monotonic()
         self._seen_step = trainer.global_step
         if self._ranks(trainer).is_keeper:
-            self._delete_doomed()
+            self._doomed = delete_each(self._doomed)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._following is not None and self._following.save.is_done:
+            trainer.finish_saving()
+            self._settle()
         if not self._every_n_train_steps and self._interval is None:
             return
         # In manual optimisation a batch may pass without a step.
@@ -282,9 +292,10 @@ class ModelCheckpoint(Callback):
         if self._asked is not None:
             self._asked()
             self._asked = None
+        self._settle()
         if self.save_last:
-            # Metrics may be older than the weights here, so it is not ranked.
-            self._save(trainer, may_rank=False)
+            # Metrics may be older than the weights here, so it is not ranked. Nothing is left to be written beside.
+            self._save(trainer, may_rank=False, asynchronous=False)
 
     def secure(self, trainer: Trainer) -> bool:
         """Returns True if the run can be resumed from this very batch by "last" or "auto".
@@ -294,10 +305,11 @@ class ModelCheckpoint(Callback):
         if self.save_weights_only or self.dirpath != str(trainer.checkpoint_folder):
             return False
         if self.save_last:
-            self._save(trainer, may_rank=False)
+            self._save(trainer, may_rank=False, asynchronous=False)
         return self._saved_batch == trainer.progress.batches
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._settle()
         if not self.save_on_exception or self.dirpath is None or self._saved_step == trainer.global_step:
             return
         if not can_save_after(trainer, exception):
@@ -335,12 +347,22 @@ class ModelCheckpoint(Callback):
         return validates_at_epoch_end(trainer) if self._on_train_epoch_end is None else self._on_train_epoch_end
 
     # what -------------------------------------------------------------------------------------------------------------
-    def _save(self, trainer: Trainer, may_rank: bool = True) -> None:
-        """Saves if the checkpoint would be kept, at most once per batch."""
+    def _save(self, trainer: Trainer, may_rank: bool = True, asynchronous: bool | None = None) -> None:
+        """Saves if the checkpoint would be kept, at most once per batch.
+
+        Args:
+            trainer: of the run.
+            may_rank: it may be among the best.
+            asynchronous: None for what this callback was given.
+        """
         if trainer.fast_dev_run or self._saved_batch == trainer.progress.batches:
             return
         values = self._values(trainer)
         ranks = may_rank and self._is_among_best(self._score(trainer, values))
+        if ranks or self.save_last:
+            # One at a time, and the name of the one before is taken once it is there.
+            trainer.finish_saving()
+            self._settle()
         path = self._path(values, ranks) if ranks or self.save_last else None
         # Only the first rank is sure to see the folder, so it decides.
         found = ranks, path and self._relative(path), path is not None and os.path.lexists(path)
@@ -348,18 +370,36 @@ class ModelCheckpoint(Callback):
         if name is None:
             return
         path = os.path.join(self.dirpath or "", name)
-        with self._rolling_back():
+        asynchronous = self.asynchronous if asynchronous is None else asynchronous
+        with self._rolling_back() as before:
             self._enter(path, trainer, ranks)
-            written = str(trainer.save_checkpoint(path, self.save_weights_only, overwrite=replaces))
+            written = str(
+                trainer.save_checkpoint(path, self.save_weights_only, overwrite=replaces, asynchronous=asynchronous)
+            )
             if written != path:
                 self._rename(path, written)
-        if self._ranks(trainer).is_keeper:
-            self._link_last(written, values)
-            self._delete_doomed()
-        else:
-            self._doomed.clear()
+        is_keeper, save, link = self._ranks(trainer).is_keeper, trainer.pending_save, self._link(values)
         if self.verbose:
-            trainer.print(self._report(written, trainer.global_step, ranks))
+            trainer.print(self._report(written, trainer.global_step, ranks, "saving" if save is not None else "saved"))
+        if save is not None:
+            self._following = Following(save, written, before, dict(self._doomed), link, is_keeper)
+            save.follow(self._following.follow)
+        else:
+            self._doomed = after_commit(written, link, self._doomed) if is_keeper else {}
+
+    def _settle(self) -> None:
+        """Takes over what has come of a save that a thread wrote, once it is done."""
+        following = self._following
+        if following is None or not following.save.is_done:
+            return
+        self._following = None
+        if following.save.error is not None:
+            for name, value in following.before.items():
+                setattr(self, name, value)
+            return
+        self._doomed = following.doomed
+        if str(following.save.path) != following.path:
+            self._rename(following.path, str(following.save.path))
 
     def _values(self, trainer: Trainer) -> dict[str, float]:
         """Returns epoch, step, and the metrics that the name or the ranking needs, in one read-back."""
@@ -451,27 +491,15 @@ class ModelCheckpoint(Callback):
             self.best_model_path = written
 
     @contextmanager
-    def _rolling_back(self) -> Iterator[None]:
-        """Restores the ranking if the save in this block fails."""
+    def _rolling_back(self) -> Iterator[dict[str, Any]]:
+        """Restores the ranking if the save in this block fails; gives what it was."""
         before = {name: copy.copy(getattr(self, name)) for name in RANKING}
         try:
-            yield
+            yield before
         except BaseException:
             for name, value in before.items():
                 setattr(self, name, value)
             raise
-
-    def _delete_doomed(self) -> None:
-        """Deletes replaced checkpoints. One that cannot be deleted is tried again at the next save."""
-        for path, who in list(self._doomed.items()):
-            # Another run may have used the name for another checkpoint.
-            if who is not None and identity(path) == who:
-                try:
-                    delete(path)
-                except CheckpointError as error:
-                    warnings.warn(f"an old checkpoint was not deleted: {error}", stacklevel=2)
-                    continue
-            del self._doomed[path]
 
     # names ------------------------------------------------------------------------------------------------------------
     def format_checkpoint_name(
@@ -523,24 +551,15 @@ class ModelCheckpoint(Callback):
             version += 1
         return path
 
-    def _link_last(self, written: str, values: Mapping[str, float]) -> None:
-        """Points the link `last` to the newest checkpoint, atomically."""
+    def _link(self, values: Mapping[str, float]) -> Path | None:
+        """The link that points to the newest checkpoint; None where there is none."""
         assert self.dirpath is not None
         name = format_name(self.CHECKPOINT_NAME_LAST, values, self.auto_insert_metric_name)
-        link = Path(self.dirpath, name)
-        if not self.save_last or (os.path.lexists(link) and not link.is_symlink()):
-            return
-        new = staging.sibling(link, "tmp")
-        try:
-            os.symlink(os.path.relpath(written, link.parent), new, target_is_directory=True)
-            os.replace(new, link)
-        except OSError:
-            # The file system has no links: the checkpoint itself is kept, and ckpt_path="last" finds it.
-            new.unlink(missing_ok=True)
+        return Path(self.dirpath, name) if self.save_last else None
 
-    def _report(self, path: str, step: int, ranks: bool) -> str:
+    def _report(self, path: str, step: int, ranks: bool, verb: str) -> str:
         if self.monitor is None or self.current_score is None:
-            return f"step {step}: saved {path}"
+            return f"step {step}: {verb} {path}"
         place = (
             f"among the best {self.save_top_k}"
             if ranks and self.save_top_k > 0
@@ -548,36 +567,7 @@ class ModelCheckpoint(Callback):
             if ranks
             else "not among the best"
         )
-        return f"step {step}: {self.monitor} = {float(self.current_score):.5f}, {place}: saved {path}"
-
-
-def _check(monitor: Any, mode: Any, save_top_k: Any, save_last: Any) -> None:
-    if monitor is not None and (not isinstance(monitor, str) or not monitor):
-        raise ConfigurationError(f"ModelCheckpoint(monitor={monitor!r}): give the name of a logged metric, or None.")
-    if mode not in MODES:
-        raise ConfigurationError(f"ModelCheckpoint(mode={mode!r}) is not known. {nearest(str(mode), MODES)}")
-    if isinstance(save_top_k, bool) or not isinstance(save_top_k, int) or save_top_k < -1:
-        raise ConfigurationError(
-            f"ModelCheckpoint(save_top_k={save_top_k!r}): give a whole number from 0, or -1 for all."
-        )
-    if save_last not in (None, True, False, "link"):
-        raise ConfigurationError(f"ModelCheckpoint(save_last={save_last!r}): use True, False or 'link'.")
-
-
-def _triggers(steps: Any, epochs: Any, interval: Any) -> tuple[int, int, float | None]:
-    """Checks and returns the steps, epochs and seconds between saves; at most one may be given."""
-    for name, value in (("every_n_train_steps", steps), ("every_n_epochs", epochs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise ConfigurationError(f"ModelCheckpoint({name}={value!r}): give a whole number from 1, or 0 for never.")
-    seconds = None if interval is None else parse_duration(interval, "train_time_interval").total_seconds()
-    if bool(steps) + bool(epochs) + (seconds is not None) > 1:
-        raise ConfigurationError(
-            f"ModelCheckpoint(every_n_train_steps={steps!r}, every_n_epochs={epochs!r}, "
-            f"train_time_interval={interval!r}): give one of the three, and a ModelCheckpoint for each."
-        )
-    if steps is None and epochs is None and seconds is None:
-        epochs = 1
-    return steps or 0, epochs or 0, seconds
+        return f"step {step}: {self.monitor} = {float(self.current_score):.5f}, {place}: {verb} {path}"
 
 
 def _number(value: Tensor | None) -> float | None:

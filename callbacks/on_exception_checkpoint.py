@@ -87,7 +87,9 @@ def save_after(trainer: Trainer, path: str, exception: BaseException, weights_on
         return None
     try:
         path = trainer.strategy.ranks.broadcast(path)
-        return trainer.save_checkpoint(path, weights_only, exact=trainer.window_is_over, overwrite=False)
+        return trainer.save_checkpoint(
+            path, weights_only, exact=trainer.window_is_over, overwrite=False, asynchronous=False
+        )
     except Exception as error:
         warnings.warn(f"no checkpoint could be saved after {type(exception).__name__}: {error}", stacklevel=3)
         return None

@@ -57,7 +57,7 @@ class PreemptionCheckpoint(Callback):
         # Only the first rank is sure to see the folder, so it decides.
         self._name = trainer.strategy.ranks.broadcast(before or _free(folder))
         try:
-            trainer.save_checkpoint(os.path.join(folder, self._name))
+            trainer.save_checkpoint(os.path.join(folder, self._name), asynchronous=False)
         except BaseException:
             self._name = before
             raise

@@ -144,6 +144,11 @@ class Strategy:
             return "its engine steps copies of the weights, which overwrite what is written to them. Use FSDP or DDP"
         return None
 
+    @property
+    def refuses_asynchronous(self) -> str | None:
+        """Why a checkpoint cannot be written beside its training; None if it can."""
+        return None
+
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         """Takes the devices that the Trainer's arguments name; a strategy that was given its own keeps them."""
 

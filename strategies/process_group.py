@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import multiprocessing.util
@@ -228,6 +229,11 @@ class GroupRanks(Ranks):
         dist.init_process_group(backend, timeout=self.timeout, device_id=bound, store=store, rank=rank, world_size=size)
         return is_host
 
+    def beside(self) -> GroupRanks:
+        others = copy.copy(self)
+        others.host_group = _group_beside(self.timeout)
+        return others
+
     def report_failure(self, error: BaseException, where: str = "") -> bool:
         return _first_failure is None or _first_failure.report(error, where)
 
@@ -399,6 +405,7 @@ class _GatherWithGradient(torch.autograd.Function):
 # A process has one process group, and one of each of these with it.
 _first_failure: FirstFailure | None = None
 _host: Any = None
+_beside: Any = None
 _joined: WeakSet[Strategy] = WeakSet()
 
 
@@ -438,13 +445,24 @@ def _host_group(timeout: timedelta) -> Any:
     return _host
 
 
+def _group_beside(timeout: timedelta) -> Any:
+    """Returns a gloo group of all ranks for threads beside the run, made once.
+
+    Collectives of two threads in one group abort the process (tried).
+    """
+    global _beside
+    if _beside is None:
+        _beside = dist.new_group(backend="gloo", timeout=timeout)
+    return _beside
+
+
 def _leave() -> None:
     """The one place where a process leaves its group.
 
     gloo aborts a process that ends within it, in one run of three (tried).
     """
-    global _first_failure, _host
-    watch, _first_failure, _host = _first_failure, None, None
+    global _first_failure, _host, _beside
+    watch, _first_failure, _host, _beside = _first_failure, None, None, None
     failed = watch is not None and (watch.reported or watch.follows)
     if watch is not None:
         watch.close()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+from leyden.strategies.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from leyden.strategies.launch.environment import RankEnvironment
 
@@ -110,6 +112,21 @@ class Ranks:
 
     def end_run(self) -> None:
         """Ends a run. Ranks stay joined for the next one."""
+
+    def beside(self) -> Ranks:
+        """Returns the same ranks with a process group of their own, for a thread that runs beside the training.
+
+        Its collectives on objects then never meet those of the run. Every rank must call it.
+
+        Raises:
+            ConfigurationError: if these ranks have none.
+        """
+        if self.world_size > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} has no process group for a thread beside the training: override beside(), or "
+                "save with asynchronous=False."
+            )
+        return self
 
     # collectives ------------------------------------------------------------------------------------------------------
     def barrier(self) -> None:

@@ -30,7 +30,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.given"),
     ("leyden.callbacks",),
     (
-        *("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.preemption"),
+        *("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.preemption", "leyden.trainer.plugins"),
         "leyden.trainer.profilers",
     ),
     ("leyden.trainer.run",),

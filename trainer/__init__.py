@@ -7,7 +7,7 @@ optimizer step.
     trainer.py view.py                       the Trainer and what callbacks read of it
     module.py datamodule.py hparams.py       what users subclass
     arguments.py given.py launched.py        the Trainer's arguments, and what `leyden launch` adds to them
-    preemption.py profilers.py               two of them that have arguments of their own
+    preemption.py profilers.py plugins.py    three of them that have arguments of their own
     run/                                     one run: its parts, its ranks, how it is saved, resumed and ended
     loops/                                   fit, validation, evaluation, prediction, and the optimizer step
     events/                                  hooks, progress, signals, and the stage of a run
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 _HOMES = {
     "Accelerator": "leyden.trainer.accelerator.accelerator",
+    "AsyncCheckpointIO": "leyden.trainer.plugins",
     "CombinedLoader": "leyden.trainer.data.combined",
     "DataModule": "leyden.trainer.datamodule",
     "Preemption": "leyden.trainer.preemption",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from leyden.trainer.data.rng import seed_everything as seed_everything
     from leyden.trainer.datamodule import DataModule as DataModule
     from leyden.trainer.module import TrainModule as TrainModule
+    from leyden.trainer.plugins import AsyncCheckpointIO as AsyncCheckpointIO
     from leyden.trainer.preemption import Preemption as Preemption
     from leyden.trainer.trainer import Trainer as Trainer
 

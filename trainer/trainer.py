@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from typing_extensions import Never
 
     from leyden.strategies.precision import Precision
+    from leyden.trainer.plugins import AsyncCheckpointIO
     from leyden.trainer.preemption import Preemption
     from leyden.trainer.profilers import Profiler
 
@@ -80,7 +81,8 @@ class Trainer(TrainerView):
             a short name (`no fp32 fp16 bf16 16 32 64`) or a `Precision`. Default: "32-true", or a given strategy's own.
         logger: True (TensorBoard), False, a logger or several. Default True.
         callbacks: one or a list.
-        plugins: a `Precision`, as another way to give it.
+        plugins: a `Precision`, as another way to give it; `AsyncCheckpointIO`, by which checkpoints are written beside
+            the training.
         fast_dev_run: True or a number of batches: runs every hook once and writes nothing.
         max_epochs: default 1000 if nothing else ends the run; -1 for no end.
         min_epochs: no early stop before.
@@ -144,7 +146,7 @@ class Trainer(TrainerView):
         precision: str | int | Precision | None = None,
         logger: bool | Logger | Sequence[Logger] | None = True,
         callbacks: Callback | Sequence[Callback] | None = None,
-        plugins: Precision | Sequence[Precision] | None = None,
+        plugins: Precision | AsyncCheckpointIO | str | Sequence[Precision | AsyncCheckpointIO | str] | None = None,
         fast_dev_run: bool | int = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -340,7 +342,13 @@ class Trainer(TrainerView):
         return result
 
     def save_checkpoint(
-        self, filepath: str | Path, weights_only: bool = False, *, exact: bool = True, overwrite: bool = True
+        self,
+        filepath: str | Path,
+        weights_only: bool = False,
+        *,
+        exact: bool = True,
+        overwrite: bool = True,
+        asynchronous: bool | None = None,
     ) -> Path:
         """Writes a checkpoint: a folder, complete or absent.
 
@@ -349,9 +357,12 @@ class Trainer(TrainerView):
             weights_only: leave out optimizers, progress and random numbers.
             exact: False lets it be written inside an accumulation window: a resume from it repeats that window.
             overwrite: False keeps what is there; `-v1` and so on is appended to a name that is taken.
+            asynchronous: a thread writes it beside the training, of which it holds this very step; see
+                `docs/checkpoints.md`. An error is raised at the next step, and the end of fit waits. Outside of fit it
+                is written before this returns. None means False, or True with the plugin `AsyncCheckpointIO`.
 
         Returns:
-            The path that was written.
+            The path that was written, or will be.
 
         Raises:
             LeydenError: inside an accumulation window.
@@ -359,6 +370,7 @@ class Trainer(TrainerView):
                 stays whole.
         """
         what = {"weights_only": weights_only, "exact": exact, "overwrite": overwrite}
+        what["asynchronous"] = saving.beside(self._run, asynchronous)
         with self._run.heartbeat.during(Phase.SAVING):
             self.last_checkpoint = saving.save(self, self._run, self._fit, Path(os.path.expanduser(filepath)), **what)
         return self.last_checkpoint
@@ -376,6 +388,24 @@ class Trainer(TrainerView):
         if self.state.stage != "fit":
             raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook of one.")
         update_batch_norm(self._run)
+
+    def finish_copies(self) -> None:
+        """Waits until an asynchronous save has copied its state: call it in a step before you write weights yourself.
+
+        Leyden does so before a step of an optimizer, before an evaluation, and before hooks other than the steps.
+
+        Raises:
+            CheckpointError: if a weight was written before.
+        """
+        self._run.saves.finish_copies()
+
+    def finish_saving(self) -> None:
+        """Waits until an asynchronous save is committed; the end of fit does so.
+
+        Raises:
+            CheckpointError: if it failed; its cause is the error.
+        """
+        self._run.finish_saves()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Prints as Python's `print` does, on the main process alone, and above a progress bar."""
@@ -430,6 +460,7 @@ class Trainer(TrainerView):
                     # What ckpt_path="current" resumes.
                     self._kept = saving.rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
+                    run.finish_saves()
                 elif stage == "predict":
                     found = run.loaders.evaluation("predict")
                     result = PredictionLoop(run, found, keeps).predict() if found else []

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.model_checkpoint import ModelCheckpoint
     from leyden.callbacks.progress_bar import ProgressBar
     from leyden.trainer.arguments import Arguments
+    from leyden.trainer.checkpoint.background import PendingSave
     from leyden.trainer.datamodule import DataModule
     from leyden.trainer.engine.engine import Engine
     from leyden.trainer.engine.schedulers import SchedulerConfig
@@ -76,6 +77,11 @@ class TrainerView:
     def logs(self) -> Logs:
         """What has been logged."""
         return self._run.logs
+
+    @property
+    def pending_save(self) -> PendingSave | None:
+        """The asynchronous save that is under way, or that nothing has waited for yet; None without one."""
+        return self._run.saves.pending
 
     @property
     def state(self) -> RunState:

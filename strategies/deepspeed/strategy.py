@@ -160,6 +160,12 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         """DeepSpeed's engine; None until optimizers are set up. It stays for a run that goes on or evaluates."""
         return self.zero.engine
 
+    @property
+    def refuses_asynchronous(self) -> str | None:
+        return (
+            "the engine may move weights and state in any pass, so each checkpoint is written before training goes on"
+        )
+
     # environment ------------------------------------------------------------------------------------------------------
     def check_settings(self, settings: RunSettings) -> None:
         self.zero.check(settings, self.ranks.world_size)

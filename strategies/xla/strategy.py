@@ -107,6 +107,10 @@ class XLAStrategy(Strategy):
         self.before_forward = self._cut
 
     # its place --------------------------------------------------------------------------------------------------------
+    @property
+    def refuses_asynchronous(self) -> str | None:
+        return "its tensors cannot be copied beside a run, so each checkpoint is written before training goes on"
+
     def place_on(self, accelerator: str, devices: Any, num_nodes: int) -> None:
         self.check_accelerator(accelerator)
         if self._given is None:

@@ -18,7 +18,7 @@ from models import QUIET, Line
 from programs import run_program
 from torch import Tensor, nn
 
-from leyden.callbacks import model_checkpoint
+from leyden.callbacks import checkpoint_commit
 from leyden.callbacks.base import Callback
 from leyden.callbacks.checkpoint_name import format_name
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
@@ -486,7 +486,7 @@ def test_a_checkpoint_that_cannot_be_deleted_is_tried_again(tmp_path: Path, monk
             raise CheckpointError(path, "cannot be deleted: a file in it is in use.")
         delete(path)
 
-    monkeypatch.setattr(model_checkpoint, "delete", delete_not_at_first)
+    monkeypatch.setattr(checkpoint_commit, "delete", delete_not_at_first)
     with pytest.warns(UserWarning, match="an old checkpoint was not deleted: .*epoch=0-step=4: cannot be deleted"):
         fit(tmp_path, ModelCheckpoint(), max_epochs=3)
     assert [Path(path).name for path in refused] == ["epoch=0-step=4"]
@@ -569,26 +569,30 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_model_checkpoint import Scripted, ModelCheckpoint, fit
+from leyden.callbacks import checkpoint_commit
 
-class Killed(ModelCheckpoint):
-    def _delete_doomed(self):
-        if self._saved_step == int(sys.argv[2]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        super()._delete_doomed()
+delete_each = checkpoint_commit.delete_each
+checkpoint = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True, asynchronous=sys.argv[4] == "asynchronous")
 
-Killed.__qualname__ = "ModelCheckpoint"
-fit(Path(sys.argv[1]), Killed(monitor="val", save_top_k=2, save_last=True))
+def killed(doomed):
+    if checkpoint._saved_step == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return delete_each(doomed)
+
+checkpoint_commit.delete_each = killed
+fit(Path(sys.argv[1]), checkpoint)
 """
 
 
+@pytest.mark.parametrize("how", ["synchronous", "asynchronous"])
 @pytest.mark.parametrize(("step", "left"), [(16, [4, 8, 12, 16]), (24, [8, 16, 20, 24])])
 def test_a_kill_between_the_commit_and_the_deletion_leaves_nothing_behind(
-    tmp_path: Path, step: int, left: list[int]
+    tmp_path: Path, step: int, left: list[int], how: str
 ) -> None:
     """The next run does what was left to do, and ends with the same checkpoints."""
     whole = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)
     fit(tmp_path / "whole", whole)
-    done = run_program(["-c", KILLED, tmp_path / "cut", step, Path(__file__).parent])
+    done = run_program(["-c", KILLED, tmp_path / "cut", step, Path(__file__).parent, how])
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert steps(tmp_path / "cut" / "checkpoints") == left
     resumed = ModelCheckpoint(monitor="val", save_top_k=2, save_last=True)

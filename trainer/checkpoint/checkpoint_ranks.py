@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -45,17 +46,25 @@ class CheckpointRanks:
         each_node: bool = False,
     ) -> None:
         together = strategy is not None and strategy.ranks.is_joined and strategy.ranks.world_size > 1
-        self._strategy = strategy if together else None
+        self._ranks = strategy.ranks if strategy is not None and together else None
         self.path = Path(path)
         self._over = False
-        self.rank = 0 if self._strategy is None else self._strategy.ranks.global_rank
-        self.size = 1 if self._strategy is None else self._strategy.ranks.world_size
+        self.rank = 0 if self._ranks is None else self._ranks.global_rank
+        self.size = 1 if self._ranks is None else self._ranks.world_size
         local, here = self.rank, self.size
-        if self._strategy is not None and each_node:
-            local, here = self._strategy.ranks.local_rank, self.size // self._strategy.ranks.num_nodes
+        if self._ranks is not None and each_node:
+            local, here = self._ranks.local_rank, self.size // self._ranks.num_nodes
         self.share = (local, here)
         self.keeper, self.is_keeper = self.rank - local, local == 0
         self.keepers = list(range(0, self.size, here))
+
+    def beside(self) -> CheckpointRanks:
+        """Returns the same ranks for a thread beside the run: they have a process group of their own. Every rank calls
+        it.
+        """
+        others = copy.copy(self)
+        others._ranks = None if self._ranks is None else self._ranks.beside()
+        return others
 
     def gather(self, value: T) -> list[T]:
         """Returns the values of all ranks.
@@ -63,10 +72,10 @@ class CheckpointRanks:
         Raises:
             OtherRankError: if another rank reported an error; names the rank.
         """
-        if self._strategy is None:
+        if self._ranks is None:
             return [value]
         try:
-            found: list[tuple[Any, str | None]] = self._strategy.ranks.all_gather_object((value, None))
+            found: list[tuple[Any, str | None]] = self._ranks.all_gather_object((value, None))
         except BaseException:
             # A rank has died, so no error can be reported.
             self._over = True
@@ -95,13 +104,13 @@ class CheckpointRanks:
 
     def send(self, value: T, source: int) -> T:
         """Returns the value of rank `source` on every rank; an error waits for the next `gather`."""
-        return value if self._strategy is None else self._strategy.ranks.broadcast(value, source)
+        return value if self._ranks is None else self._ranks.broadcast(value, source)
 
     def report(self, error: BaseException) -> None:
         """Reports an error to the other ranks, once, unless they know it already. The caller raises it."""
-        if self._strategy is not None and not self._over and isinstance(error, Exception):
+        if self._ranks is not None and not self._over and isinstance(error, Exception):
             self._over = True
-            self._strategy.ranks.all_gather_object((None, f"{type(error).__name__}: {error}"))
+            self._ranks.all_gather_object((None, f"{type(error).__name__}: {error}"))
 
     def _reporting(self, work: Callable[[], T]) -> T:
         try:

@@ -22,6 +22,7 @@ from torch import Tensor
 from leyden.strategies.fragment import Fragment
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.contents import Content, Tensors, Text
+from leyden.trainer.checkpoint.copies import Copies
 from leyden.trainer.checkpoint.folder import highest_counter, is_checkpoint
 from leyden.trainer.checkpoint.nodes import ship
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
@@ -71,6 +72,7 @@ class CheckpointWriter:
         home: a folder and a number of levels below it: the new checkpoint is the newest of those there. None for the
             checkpoints beside it.
         plans: of this run's earlier saves, who writes which shard; None to plan anew.
+        copies: takes copies of the tensors, and `commit` writes the files; None writes each file at once.
 
     Raises:
         CheckpointError: from every method, if something cannot be written; names the path and the cause. Earlier
@@ -94,12 +96,16 @@ class CheckpointWriter:
         ranks: CheckpointRanks | None = None,
         home: tuple[Path, int] | None = None,
         plans: ShardPlans | None = None,
+        copies: Copies | None = None,
     ) -> None:
         # Absolute, since user code may change the working directory before the commit.
         self._target = Path(os.path.abspath(path))
         self._home = (self._target.parent, 0) if home is None else home
         self._overwrite = overwrite
         self._files: dict[str, FileEntry] = {}
+        self._copies = copies
+        self._held: dict[str, Content] = {}
+        """Files that `commit` writes."""
         self._plan: dict[str, str] = {}
         self._plans = ShardPlans() if plans is None else plans
         self._unflushed = Unflushed()
@@ -144,6 +150,19 @@ class CheckpointWriter:
             # Reported before anything is removed: the others may still be writing, and have stopped once they answer.
             self._ranks.report(error)
         self.abort()
+
+    @property
+    def planned(self) -> Path:
+        """Where the commit is going to put the checkpoint, unless another process takes the name before."""
+        free = self._overwrite or not os.path.lexists(self._target)
+        return self._target if free else next(path for path in self._names() if not os.path.lexists(path))
+
+    def beside(self) -> None:
+        """From here on a thread beside the run writes it; the ranks talk in a process group of their own.
+
+        Every rank calls it.
+        """
+        self._ranks = self._ranks.beside()
 
     @property
     def is_first(self) -> bool:
@@ -319,6 +338,12 @@ class CheckpointWriter:
             described.append({"tensors": tables or None, "tree": encoded})
         self._compact(OPTIMIZERS, {"optimizers": described})
 
+    def write(self) -> None:
+        """Writes the files whose copies are made; `commit` writes those that are left."""
+        held, self._held, self._copies = self._held, {}, None
+        for name, content in held.items():
+            self._put(name, content)
+
     def commit(
         self,
         *,
@@ -339,6 +364,7 @@ class CheckpointWriter:
         Returns:
             The folder, with `-v1`, … appended to its name if the path was taken.
         """
+        self.write()
         self.json(PROGRESS, dict(progress))
         self._flush()
         found = self._ranks.gather((self._files, self._plan))
@@ -439,8 +465,7 @@ class CheckpointWriter:
         """Renames the folder to the first free name; if another writer takes that in between, the next one is tried."""
         if not anew and os.path.lexists(self._target):
             raise CheckpointError(self._target, "exists on this machine, but not on the first one: remove it.")
-        for version in itertools.count():
-            path = self._target if version == 0 else self._target.with_name(f"{self._target.name}-v{version}")
+        for path in self._names():
             if os.path.lexists(path):
                 continue
             try:
@@ -451,6 +476,12 @@ class CheckpointWriter:
                 continue
             return path
         raise AssertionError("unreachable: itertools.count does not end")
+
+    def _names(self) -> Iterator[Path]:
+        """Yields the names that the checkpoint may get, in their order."""
+        yield self._target
+        for version in itertools.count(1):
+            yield self._target.with_name(f"{self._target.name}-v{version}")
 
     def _replace(self) -> Path:
         """Replaces the old checkpoint by two renames. After a kill between them, readers find the old one aside, and
@@ -478,6 +509,12 @@ class CheckpointWriter:
 
     def _write(self, name: str, content: Content) -> None:
         self._claim(name)
+        if self._copies is None:
+            self._put(name, content)
+        else:
+            self._held[name] = self._copies.of(name, content)
+
+    def _put(self, name: str, content: Content) -> None:
         path = self._folder / name
         with self._writing(self._target / name):
             if "/" in name:
@@ -488,7 +525,7 @@ class CheckpointWriter:
         if not self._open:
             raise CheckpointError(self._target / name, "cannot be written: the checkpoint is committed or aborted.")
         reason = "which commit writes" if name == MANIFEST else unsafe(name)
-        if reason or name in self._files:
+        if reason or name in self._files or name in self._held:
             raise CheckpointError(self._target / name, f"cannot be written as {name!r}, {reason or 'which exists'}.")
 
     @contextmanager

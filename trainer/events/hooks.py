@@ -126,6 +126,9 @@ class Hooks:
         """The hook that runs now: it decides whether what `self.log` is given belongs to a step or to an epoch."""
         self._main: dict[str, tuple[Call, ...]] = {}
         self._closing: dict[str, tuple[Call, ...]] = {}
+        self._users: set[int] = set()
+        """The listeners that are not Leyden's own, by their ids."""
+        self._first: Callable[[], None] | None = None
         self._trainer, self._module, self._base, self._wrap = trainer, module, base, wrap
         self.listen(callbacks)
 
@@ -135,6 +138,7 @@ class Hooks:
         ordered = list(in_order(list(callbacks)))
         self._main.clear()
         self._closing.clear()
+        self._users.clear()
 
         def of_callbacks(event: str) -> list[tuple[int, Call]]:
             return [
@@ -146,22 +150,41 @@ class Hooks:
         def of_module(event: str) -> list[Call]:
             return [getattr(module, event)] if overrides(module, event, base) else []
 
+        def final(event: str, call: Call) -> Call:
+            listener = call if wrap is None else wrap(event, call)
+            if not _is_own(call):
+                self._users.add(id(listener))
+            return listener
+
         for event in EVENTS:
             calls = of_callbacks(event)
             main = [call for order, call in calls if order < CLOSING_ORDER] + of_module(event)
-            closing: list[Call] = [call for order, call in calls if order >= CLOSING_ORDER]
-            if wrap is not None:
-                main, closing = [wrap(event, call) for call in main], [wrap(event, call) for call in closing]
+            closing = [call for order, call in calls if order >= CLOSING_ORDER]
             if main:
-                self._main[event] = tuple(main)
+                self._main[event] = tuple(final(event, call) for call in main)
             if closing:
-                self._closing[event] = tuple(closing)
-        self.on_before_backward = self._all("on_before_backward")
-        self.on_after_backward = self._all("on_after_backward")
+                self._closing[event] = tuple(final(event, call) for call in closing)
+        self.precede(self._first)
         self.backward: Callable[[Tensor], Any] | None = next(iter(of_module("backward")), None)
         """The module's `backward`, where it overrides it."""
         self._module_loads = of_module("on_load_checkpoint")
         self._callbacks_load = [call for _, call in of_callbacks("on_load_checkpoint")]
+
+    def precede(self, first: Callable[[], None] | None) -> None:
+        """Has a function called before each hook that may change the weights: the user's own, but not the steps.
+
+        Args:
+            first: waits for a checkpoint's copies, say; None ends that.
+        """
+        self._first = first
+        self.on_before_backward = self._preceded("on_before_backward")
+        self.on_after_backward = self._preceded("on_after_backward")
+
+    def _preceded(self, event: str) -> tuple[Call, ...]:
+        first, calls = self._first, self._all(event)
+        if first is None or not any(id(call) in self._users for call in calls):
+            return calls
+        return ((lambda *args: first()), *calls)
 
     def setup(self, callbacks: Iterable[Callback], stage: str) -> None:
         """Calls `setup` of callbacks that others added in theirs."""
@@ -219,12 +242,21 @@ class Hooks:
         result = None
         try:
             for call in calls:
+                if self._first is not None and id(call) in self._users:
+                    self._first()
                 value = call(*args)
                 if value is not None:
                     result = value
         finally:
             self.current = before
         return result
+
+
+def _is_own(call: Call) -> bool:
+    """True for a hook of Leyden's own that leaves the weights alone."""
+    hook = call.func if isinstance(call, functools.partial) else call
+    owner = getattr(hook, "__self__", None)
+    return str(getattr(hook, "__module__", "")).startswith("leyden.") and not getattr(owner, "changes_weights", False)
 
 
 class Inside:
@@ -239,6 +271,9 @@ class Inside:
         self._hooks, self._event, self._before = hooks, event, ""
 
     def __enter__(self) -> None:
+        first = self._hooks._first
+        if first is not None and self._event != "training_step":
+            first()
         self._before, self._hooks.current = self._hooks.current, self._event
 
     def __exit__(self, *error: object) -> None:

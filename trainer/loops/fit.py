@@ -135,6 +135,7 @@ class FitLoop:
                 self._validate_at_stop()
             self._end_epoch(complete)
         self.clock.note()
+        run.finish_saves()
         self.hooks.fire_all("on_train_end")
 
     def _epoch(self) -> bool:
@@ -412,8 +413,7 @@ class FitLoop:
 
     def _log_step(self) -> None:
         """Sends the values of a step to the loggers, if it is one of those that they are sent."""
-        step, every = self.progress.global_step, self._logs_every
-        # Where no step was counted, these would be further values of the last one.
+        step, every = self.progress.global_step, self._logs_every  # Where no step counts, there is nothing new.
         if every and step % every == 0 and self.step.is_counted:
             values = self.logs.step_values("train")
             if self._row[0] == step:

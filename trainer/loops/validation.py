@@ -141,6 +141,8 @@ class Validation:
             # It was due in the checkpoint's run, and this one has none.
             return True
         self._clock.note()
+        # What swaps averaged weights in for a validation, does so in it.
+        self._run.saves.finish_copies()
         self._progress.begin_validation()
         self._validated = self._progress.batches
         done = False

@@ -25,6 +25,7 @@ from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
+from leyden.trainer.plugins import is_async_plugin
 from leyden.trainer.run.callback_list import check_callbacks
 
 if TYPE_CHECKING:
@@ -35,12 +36,12 @@ CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 def precision_of(arguments: Arguments) -> Any:
     """The precision, from its own argument or from plugins; None leaves the one that a given strategy has."""
-    plugins = _as_list(arguments.plugins)
+    plugins = [plugin for plugin in _as_list(arguments.plugins) if not is_async_plugin(plugin)]
     for plugin in plugins:
         if not isinstance(plugin, Precision):
             raise ConfigurationError(
                 f"plugins: {kind_of(plugin)} is no plugin that this version knows: "
-                f"{ported(plugin, 'give a Precision')}."
+                f"{ported(plugin, 'give a Precision, or an AsyncCheckpointIO')}."
             )
     if len(plugins) + (arguments.precision is not None) > 1:
         raise ConfigurationError("the precision was given more than once, by precision and plugins: give it once.")
@@ -49,6 +50,11 @@ def precision_of(arguments: Arguments) -> Any:
     if isinstance(arguments.strategy, Strategy):
         return with_recipe(arguments.precision)
     return with_recipe(arguments.precision) if arguments.precision is not None else "32-true"
+
+
+def saves_asynchronously(arguments: Arguments) -> bool:
+    """Whether a plugin asks for asynchronous saves."""
+    return any(is_async_plugin(plugin) for plugin in _as_list(arguments.plugins))
 
 
 def build_callbacks(arguments: Arguments) -> list[Callback]:

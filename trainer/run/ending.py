@@ -53,6 +53,12 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     """
     if error is run.signals.interruption:
         return
+    if run.strategy.ranks.world_size == 1:
+        # On several ranks the others may be anywhere, so that a save under way may never be finished.
+        try:
+            run.saves.wait()
+        except Exception as second:
+            _warn_of_second(second)
     ranks, better, place = run.strategy.ranks, advice.in_better_words(run, error, owners), advice.where(run)
     is_first = ranks.report_failure(better, place)
     # Where there are several ranks, the report names the place.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,12 +13,16 @@ from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
+from leyden.trainer.run.build import saves_asynchronously
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.resuming import depth_of
 from leyden.trainer.run.run_states import rank_owners, step_states_of
 from leyden.trainer.run.user_states import UserStates
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from leyden.trainer.engine.engine import Engine
     from leyden.trainer.events.progress import Progress
     from leyden.trainer.run.state import Run
     from leyden.trainer.trainer import Trainer
@@ -43,6 +49,7 @@ def save(
     weights_only: bool,
     exact: bool,
     overwrite: bool,
+    asynchronous: bool,
 ) -> Path:
     """Writes a checkpoint of the run; see `Trainer.save_checkpoint`.
 
@@ -54,6 +61,7 @@ def save(
         weights_only: leave out all but the weights.
         exact: refuse to save inside an accumulation window.
         overwrite: replace what is there.
+        asynchronous: a thread writes it beside the training.
     """
     if run.module._trainer is None:
         raise LeydenError("save_checkpoint has no module to save: fit one first.")
@@ -71,7 +79,16 @@ def save(
     if run.lock is not None:
         ranks.keep(run.lock.check_held)
     home = _home(trainer, Path(os.path.abspath(path)))
-    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home, plans=run.shard_plans) as writer:
+    optimizers, copies = steppers(run.engine), None
+    # One save at a time.
+    if asynchronous:
+        copies = run.saves.take(optimizers)
+    else:
+        run.saves.wait()
+    with ExitStack() as stack:
+        writer = stack.enter_context(
+            CheckpointWriter(path, overwrite=overwrite, ranks=ranks, home=home, plans=run.shard_plans, copies=copies)
+        )
         # The loop first: it sends the loggers the row of the step just done.
         progress = run.progress if loop is None else loop.progress_to_save()
         for logger in run.loggers:
@@ -84,12 +101,16 @@ def save(
         hparams = UserStates(run).hparams()
         if hparams:
             writer.state("hparams", hparams)
-        return writer.commit(
-            progress=progress.to_dict(),
-            world_size=strategy.ranks.world_size,
-            strategy=strategy.name or "custom",
-            data_ranks=strategy.data_ranks,
-        )
+        facts: dict[str, Any] = {
+            "progress": progress.to_dict(),
+            "world_size": strategy.ranks.world_size,
+            "strategy": strategy.name or "custom",
+            "data_ranks": strategy.data_ranks,
+        }
+        if copies is None:
+            return writer.commit(**facts)
+        writer.beside()
+        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks).path
 
 
 def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:
@@ -114,6 +135,31 @@ def rank_state(run: Run, loop: SavedLoop | None, ranks: CheckpointRanks | None =
     of_loop = {"loader": None} if loop is None else loop.state_dict()
     # Inside a validation the loop has metrics and random numbers from before it.
     return {**collect_rank(rank_owners(run, ranks or CheckpointRanks())), **of_loop}
+
+
+def beside(run: Run, asked: bool | None) -> bool:
+    """Whether a save is written beside the training.
+
+    Args:
+        run: that is saved.
+        asked: what the caller gave; None for what the Trainer's plugins say.
+    """
+    if asked is None:
+        asked = saves_asynchronously(run.arguments)
+    if not asked or run.state.stage != "fit":
+        return False
+    reason = run.strategy.refuses_asynchronous
+    if reason is not None and run.strategy.ranks.is_global_zero:
+        # Python shows it once.
+        warnings.warn(f"asynchronous saving with strategy={run.strategy.name!r}: {reason}.", stacklevel=4)
+    return reason is None
+
+
+def steppers(engine: Engine) -> list[Optimizer]:
+    """The optimizers whose own steps change the weights, and nothing else does; none under an engine that steps."""
+    strategy = engine.strategy
+    methods = (type(strategy).step, type(strategy).forward_backward, type(strategy.precision).step)
+    return engine.optimizers if all(method.__module__.startswith("leyden.") for method in methods) else []
 
 
 def check_composable(run: Run) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from leyden.strategies.launch.heartbeat import Heartbeat
+from leyden.strategies.launch.heartbeat import Heartbeat, Phase
+from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
@@ -67,7 +68,7 @@ class Run:
         profiler: measures hooks and steps; None without one.
         callback_list: who takes part in runs.
         heartbeat: this rank's signs of life.
-        hooks: the listeners. Made for this run, as are the next eleven.
+        hooks: the listeners. Made for this run, as are the next twelve.
         module: what runs.
         datamodule: whose loaders run; None without one.
         compiled: the `torch.compile` wrapper around the module; None without one.
@@ -80,6 +81,7 @@ class Run:
         origin: what the run starts from, in words.
         ckpt_path: the checkpoint that it starts from; None without one.
         lock: of the folder that it holds alone; None if it does not.
+        saves: the checkpoints that are written beside it.
         progress: how far training is. Taken over, as are the next four; a fit that starts anew makes its own.
         schedulers: of learning rates, each with the times at which it steps.
         identity: which training this is, for `ckpt_path="auto"`; None before a fit.
@@ -108,6 +110,7 @@ class Run:
     origin: str = field(default="anew", init=False)
     ckpt_path: str | None = field(default=None, init=False)
     lock: FolderLock | None = field(default=None, init=False)
+    saves: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
 
     progress: Progress
     schedulers: list[SchedulerConfig] = field(default_factory=list)
@@ -330,6 +333,7 @@ class Run:
         try:
             call_teardown(self.hooks, self.datamodule, self.state.stage, error)
         finally:
+            self.saves.close()
             self.engine.teardown()
             self.state = RunState()
             self.logs.end_batch()
@@ -359,6 +363,11 @@ class Run:
         bar = next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
         # A pipe, too, gets the text now and not when the buffer is full.
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
+
+    def finish_saves(self) -> None:
+        """Waits until the checkpoint that is written beside it is there; raises what has kept it from being."""
+        with self.heartbeat.during(Phase.SAVING):
+            self.saves.wait()
 
     def send(self, values: Mapping[str, Value], step: int | None = None) -> None:
         """Sends values to the loggers, read back from the device all at once.

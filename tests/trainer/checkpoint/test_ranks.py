@@ -15,7 +15,7 @@ from ranks.world import run_world
 from torch import nn
 
 from leyden.strategies.ddp import DDPStrategy
-from leyden.trainer.checkpoint import writer as writing
+from leyden.trainer.checkpoint import contents
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.owners import rank_seed
@@ -85,13 +85,13 @@ def save_spread(folder: str) -> tuple[str, dict[str, int]]:
     shards.SPREAD_FROM = 0
     strategy = join()
     written: dict[str, int] = {}
-    plain = writing.write_tensors
+    plain = contents.write_tensors
 
     def noting(path: Path, tensors: Any, *rest: Any, **named: Any) -> Any:
         written[path.name] = sum(tensor.numel() for tensor in tensors.values())
         return plain(path, tensors, *rest, **named)
 
-    writing.write_tensors = noting  # type: ignore[assignment]
+    contents.write_tensors = noting  # type: ignore[assignment]
     path = write(folder, "one", strategy)
     again = write(folder, "one", strategy)
     assert again.name == "one-v1"

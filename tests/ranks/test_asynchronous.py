@@ -1,0 +1,146 @@
+"""On several ranks, a checkpoint that is written beside the training holds the step that it was asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import QUIET, Squares
+from ranks.world import run_world
+from torch import nn
+from torch.optim import AdamW
+from torch.utils.data import DataLoader
+
+from leyden import Trainer
+from leyden.callbacks import Callback, ModelCheckpoint
+from leyden.strategies import FSDPStrategy, MeshStrategy
+from leyden.trainer.checkpoint.folder import newest
+from leyden.trainer.format.staging import is_staging
+
+ARGUMENTS: dict[str, Any] = {**QUIET, "enable_checkpointing": True}
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "fsdp": lambda: FSDPStrategy({nn.Linear}),
+    "mesh": lambda: MeshStrategy(dp_shard=2),
+}
+
+
+class Net(Squares):
+    """Dropout, and batch norm's statistics that differ by rank under DDP."""
+
+    def __init__(self, norm: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 64), nn.BatchNorm1d(64) if norm else nn.Identity(), nn.Dropout(0.2), nn.Linear(64, 1)
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=0.01)
+
+
+def fit(folder: Path, strategy: str, asynchronous: bool, *callbacks: Callback, **arguments: Any) -> Trainer:
+    torch.manual_seed(1)
+    module, data = Net(strategy == "ddp"), torch.randn(88, 8)
+    checkpoint = ModelCheckpoint(
+        folder, filename="{step}", every_n_train_steps=2, save_top_k=2, asynchronous=asynchronous
+    )
+    given = {"max_steps": 7, "precision": "bf16-mixed", **arguments}
+    trainer = Trainer(**ARGUMENTS, strategy=STRATEGIES[strategy](), callbacks=[checkpoint, *callbacks], **given)
+    trainer.fit(module, DataLoader(data, batch_size=4))
+    return trainer
+
+
+def both(folder: Path) -> dict[str, list[str]]:
+    found = {}
+    for strategy in STRATEGIES:
+        for asynchronous in (False, True):
+            place = folder / strategy / str(asynchronous)
+            trainer = fit(place, strategy, asynchronous)
+            assert trainer.pending_save is None
+            found[f"{strategy} {asynchronous}"] = sorted(os.listdir(place))
+    return found
+
+
+def content(checkpoint: Path) -> dict[str, Any]:
+    """The bytes of every file, without those that hold a time or a path."""
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in sorted(checkpoint.iterdir())}
+    del found["manifest.json"], found["progress.json"]
+    found["callbacks.json"] = [
+        {key: value for key, value in books.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
+        for books in json.loads(found["callbacks.json"])["tree"].values()
+    ]
+    return found
+
+
+def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path) -> None:
+    for found in run_world(2, both, tmp_path):
+        assert set(map(str, found.values())) == {str(["step=4", "step=6"])}
+    for strategy in STRATEGIES:
+        for name in ("step=4", "step=6"):
+            sync, beside = (content(tmp_path / strategy / str(kind) / name) for kind in (False, True))
+            assert sync == beside
+            assert len([file for file in sync if file.startswith(("model-", "optimizer-0"))]) >= 2 - (strategy == "ddp")
+
+
+class Ending(Callback):
+    """Ends one rank in the step after a save began."""
+
+    order = 300
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != 4:
+            return
+        if self.how == "signal":
+            if trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif trainer.global_rank == 1:
+            raise ValueError("the data of rank 1 is bad")
+
+
+def end(folder: Path, how: str) -> str:
+    try:
+        fit(folder, "fsdp", True, Ending(how), preemption=True)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "ended"
+
+
+def test_a_preempted_run_commits_what_is_pending(tmp_path: Path) -> None:
+    found = run_world(2, end, tmp_path, "signal")
+    assert found == ["SystemExit: 75"] * 2
+    assert not [name for name in os.listdir(tmp_path) if is_staging(name)]
+    last = newest(tmp_path)
+    assert last is not None
+    assert last.name in ("step=4", "step=6")
+
+
+def fail(folder: Path) -> None:
+    """Rank 1 cannot write its shard of the second checkpoint."""
+    from leyden.trainer.checkpoint import contents
+
+    write = contents.write_tensors
+
+    def full(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if ".step=4." in path.parent.name and os.environ["RANK"] == "1":
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **kwargs)
+
+    contents.write_tensors = full
+    fit(folder, "fsdp", True, max_steps=40)
+
+
+def test_a_shard_that_cannot_be_written_ends_the_run_by_name(tmp_path: Path) -> None:
+    found = run_world(2, fail, tmp_path, may_fail=True)
+    assert [text for text in found if "No space left on device" in str(text)], found
+    assert sorted(name for name in os.listdir(tmp_path) if not is_staging(name)) == ["step=2"]

@@ -1,0 +1,297 @@
+"""Checkpoints written beside the training hold exactly the step that they were asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares
+from torch import nn
+from torch.optim import LBFGS, SGD, AdamW
+from torch.utils.data import DataLoader
+
+from leyden import Trainer
+from leyden.callbacks import Callback, ModelCheckpoint
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer import AsyncCheckpointIO
+from leyden.trainer.checkpoint import writer as writing
+from leyden.trainer.checkpoint.copies import Copies, HostMemory, addresses_of
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.staging import is_staging
+
+LOOPING = {**QUIET, "enable_checkpointing": True}
+"""Arguments of a quiet Trainer with a ModelCheckpoint."""
+UNLIKE = {"manifest.json", "progress.json"}
+"""Files with the time of day, or the seconds that training took."""
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 1))
+
+
+class Net(Squares):
+    """Dropout, batch norm, and an average of the weights that no optimizer steps."""
+
+    def __init__(self, optimizer: Callable[..., Any] = AdamW, **options: Any) -> None:
+        super().__init__()
+        self.net, self.average = net(), net().requires_grad_(False)
+        self.make, self.options = optimizer, options
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        for mean, own in zip(self.average.parameters(), self.net.parameters(), strict=True):
+            mean.data.lerp_(own.data, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.net.parameters(), lr=0.01, **self.options)
+
+
+class Swapping(Callback):
+    """Replaces the weights while its hook runs, through `.data`, which torch does not count."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        for parameter in module.parameters():
+            parameter.data.add_(1.0)
+            parameter.data.sub_(1.0)
+            parameter.data.mul_(1.0)
+
+
+class Normalising(Net):
+    """Writes a weight in each training step, as SwAV does with its prototypes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            weight = self.net[0].weight
+            weight.data.copy_(nn.functional.normalize(weight.data))
+        return super().training_step(batch, batch_idx)
+
+
+class Adversarial(Net):
+    """Manual optimisation of two optimizers, the weights of one clipped after its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        first, second = self.optimizers()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).square().mean())
+            optimizer.step()
+            for parameter in self.net[0].parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.net[0].parameters(), lr=0.1), AdamW(self.net[1:].parameters(), lr=0.01)
+
+
+CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
+    "adamw": (Net, {}),
+    "foreach": (lambda: Net(foreach=True), {}),
+    "fused": (lambda: Net(fused=True), {"precision": "bf16-mixed"}),
+    "scaler": (Net, {"precision": "16-mixed"}),
+    "accumulation": (Net, {"accumulate_grad_batches": 2}),
+    "closure": (lambda: Net(LBFGS), {}),
+    "momentum": (lambda: Net(SGD, momentum=0.9), {"precision": "bf16-true"}),
+    "hooks": (Net, {"callbacks": Swapping()}),
+    "writes in the step": (Normalising, {}),
+    "manual": (Adversarial, {}),
+}
+
+
+def fit(folder: Path, make: Callable[[], Net], asynchronous: bool, **arguments: Any) -> ModelCheckpoint:
+    torch.manual_seed(1)
+    module, data = make(), torch.randn(44, 8)
+    checkpoint = ModelCheckpoint(
+        folder, every_n_train_steps=2, save_top_k=-1, save_last=True, asynchronous=asynchronous
+    )
+    callbacks = [checkpoint, *([arguments.pop("callbacks")] if "callbacks" in arguments else [])]
+    arguments = {**LOOPING, "max_steps": 9, "callbacks": callbacks, **arguments}
+    Trainer(**arguments).fit(module, DataLoader(data, batch_size=4))
+    return checkpoint
+
+
+def files(checkpoint: Path) -> dict[str, Any]:
+    """The bytes of every file; of those with times in them, what is left without."""
+    found: dict[str, Any] = {}
+    for path in sorted(checkpoint.iterdir()):
+        found[path.name] = None if path.name in UNLIKE else path.read_bytes()
+    callbacks = json.loads(found["callbacks.json"])
+    found["callbacks.json"] = [
+        {key: value for key, value in books.items() if key not in ("dirpath", "seconds_since_save", "doomed")}
+        for books in callbacks["tree"].values()
+    ]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_files_are_those_of_a_synchronous_save(case: str, tmp_path: Path) -> None:
+    make, arguments = CASES[case]
+    fit(tmp_path / "sync", make, False, **dict(arguments))
+    checkpoint = fit(tmp_path / "async", make, True, **dict(arguments))
+    names = sorted(path.name for path in (tmp_path / "sync").iterdir())
+    assert names == sorted(path.name for path in (tmp_path / "async").iterdir())
+    assert len(names) > 4
+    for name in names:
+        assert files(tmp_path / "sync" / name) == files(tmp_path / "async" / name)
+    assert checkpoint.last_model_path.endswith("step=9")
+
+
+def test_old_checkpoints_go_only_after_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[list[str], str]] = []
+    commit = writing.CheckpointWriter._commit
+
+    def look(self: Any, *args: Any, **kwargs: Any) -> Path:
+        before = [name for name in sorted(os.listdir(tmp_path)) if not is_staging(name)]
+        path = commit(self, *args, **kwargs)
+        seen.append((before, path.name))
+        assert threading.current_thread().name == "leyden-save"
+        return path
+
+    monkeypatch.setattr(writing.CheckpointWriter, "_commit", look)
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
+    Trainer(**LOOPING, max_steps=6, callbacks=checkpoint).fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+    assert seen == [([], "step=2"), (["step=2"], "step=4"), (["step=4"], "step=6")]
+    assert os.listdir(tmp_path) == ["step=6"]
+    assert checkpoint.best_model_path == str(tmp_path / "step=6")
+
+
+def test_a_failed_save_is_raised_at_a_later_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any, *args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    class Failing(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 3:
+                trainer.finish_saving()
+                monkeypatch.setattr(writing, "write_file", fail)
+                monkeypatch.setattr(writing.CheckpointWriter, "_commit", fail)
+            if trainer.pending_save is not None and trainer.global_step > 4:
+                trainer.pending_save.join()
+
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
+    trainer = Trainer(**LOOPING, max_steps=20, callbacks=[checkpoint, Failing()])
+    with pytest.raises(CheckpointError, match="step=4: was not saved") as found:
+        trainer.fit(Net(), DataLoader(torch.randn(88, 8), batch_size=4))
+    assert isinstance(found.value.__cause__, OSError)
+    assert trainer.global_step < 7
+    assert checkpoint.best_model_path == str(tmp_path / "step=2")
+    assert os.listdir(tmp_path) == ["step=2"]
+
+
+def test_a_failed_last_save_is_raised_by_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Callback):
+        order = 300
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 5:
+                trainer.save_checkpoint(tmp_path / "file" / "step=5", asynchronous=True)
+                (tmp_path / "file").rename(tmp_path / "moved")
+
+    trainer = Trainer(**QUIET, max_steps=5, callbacks=Failing())
+    with pytest.raises(CheckpointError, match="was not saved"):
+        trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+
+
+def test_an_error_in_training_lets_a_pending_save_finish(tmp_path: Path) -> None:
+    class Failing(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 2:
+                raise ValueError("the data is bad")
+            return super().training_step(batch, batch_idx)
+
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
+    with pytest.raises(ValueError, match="the data is bad"):
+        Trainer(**LOOPING, callbacks=checkpoint).fit(Failing(), DataLoader(torch.randn(44, 8), batch_size=4))
+    assert os.listdir(tmp_path) == ["step=2"]
+    fit(tmp_path / "again", Net, True)
+
+
+def test_a_weight_that_a_later_step_writes_itself_is_named(tmp_path: Path) -> None:
+    class Late(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 4:
+                with torch.no_grad():
+                    self.net[0].weight.mul_(2.0)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(CheckpointError, match=r"net\.0\.weight.*finish_copies"):
+        fit(tmp_path, Late, True)
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0-step=2", "last"]
+
+
+def test_it_may_be_written_once_the_copies_are_made(tmp_path: Path) -> None:
+    class Late(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.trainer.global_step == 4:
+                self.trainer.finish_copies()
+                self.net[0].weight.data.mul_(2.0)
+            return super().training_step(batch, batch_idx)
+
+    fit(tmp_path / "sync", Late, False)
+    fit(tmp_path / "async", Late, True)
+    for name in os.listdir(tmp_path / "sync"):
+        assert files(tmp_path / "sync" / name) == files(tmp_path / "async" / name)
+
+
+def test_a_plugin_makes_every_save_asynchronous(tmp_path: Path) -> None:
+    pending: list[bool] = []
+
+    class Looking(Callback):
+        order = 300
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            pending.append(trainer.pending_save is not None)
+
+    for plugin in (AsyncCheckpointIO(), "AsyncCheckpointIO", None):
+        callbacks = [ModelCheckpoint(tmp_path / str(len(pending)), every_n_train_steps=1), Looking()]
+        trainer = Trainer(**LOOPING, max_steps=1, callbacks=callbacks, plugins=plugin)
+        trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+    assert pending == [True, True, False]
+    with pytest.raises(ConfigurationError, match="checkpoint_io"):
+        AsyncCheckpointIO(object())  # type: ignore[arg-type]
+
+
+def test_outside_of_fit_a_checkpoint_is_written_at_once(tmp_path: Path) -> None:
+    trainer = Trainer(**QUIET, max_steps=1)
+    trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+    assert (trainer.save_checkpoint(tmp_path / "one", asynchronous=True) / "manifest.json").is_file()
+    assert trainer.pending_save is None
+
+
+def test_no_hook_is_left_when_nothing_is_pending(tmp_path: Path) -> None:
+    class Looking(Callback):
+        order = 300
+
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.finish_saving()
+            assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
+    trainer = Trainer(**LOOPING, max_steps=5, callbacks=[checkpoint, Looking()])
+    trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+
+
+def test_memory_is_kept_between_saves() -> None:
+    optimizer, memory = SGD([nn.Parameter(torch.ones(3))], lr=0.1), HostMemory()
+    stepped = addresses_of([optimizer])
+    [parameter] = optimizer.param_groups[0]["params"]
+    rooms = []
+    for _ in range(3):
+        copies = Copies(memory, stepped, ())
+        content = copies.of("model", writing.Tensors({"weight": parameter.detach(), "other": torch.zeros(2)}))
+        copies.begin()
+        copies.finish()
+        assert isinstance(content, writing.Tensors)
+        rooms.append({name: tensor.data_ptr() for name, tensor in content.tensors.items()})
+        assert torch.equal(content.tensors["weight"], torch.ones(3))
+    assert rooms[0] == rooms[1] == rooms[2]
