@@ -38,8 +38,10 @@ class Unflushed:
         if not files:
             return
         with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-            for _ in pool.map(_flush, files):
-                pass
+            # Each is flushed and closed whatever becomes of the others; pool.map would cancel those that wait.
+            flushed = [pool.submit(_flush, named) for named in files]
+        for one in flushed:
+            one.result()
 
     def close(self) -> None:
         """Closes all files; what was not flushed is given up."""
