@@ -125,7 +125,7 @@ def train_all(cases: list[dict[str, Any]]) -> list[tuple[list[float], list[list[
         return [trained(case, 1, "ddp") for case in cases]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_weights_equal_one_process_with_the_batch_multiplied(ranks: int) -> None:
     results = run_world(ranks, train_all, CASES)
     for number, case in enumerate(CASES):

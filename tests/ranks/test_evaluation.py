@@ -92,7 +92,7 @@ def evaluate_all() -> list[Any]:
     return in_group(run)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_each_sample_is_seen_once(ranks: int) -> None:
     results = run_world(ranks, evaluate_all)
     alone = Trainer(**SETTINGS).test(Counting(), numbers(10), verbose=False)[0]["mean"]

@@ -202,6 +202,7 @@ FOUR = {
 }
 
 
+@pytest.mark.full
 def test_four_ranks_train_as_the_hand_written_script() -> None:
     assert run_world(4, compare, FOUR) == [{name: [] for name in FOUR}] * 4
 

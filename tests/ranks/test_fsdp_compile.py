@@ -112,6 +112,7 @@ def compile_the_module(backend: str) -> tuple[int, float, dict[str, Any]]:
     return graphs, most_apart(*modules), {name: abs(logged[0][name] - logged[1][name]) for name in logged[0]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_whole_module_is_compiled(backend: str) -> None:
     for graphs, apart, logged in run_world(2, compile_the_module, backend):

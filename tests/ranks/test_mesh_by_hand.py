@@ -118,7 +118,7 @@ def result(module: GPT, losses: list[float], counts: dict[str, int]) -> dict[str
     return {"losses": losses, "weights": whole, "counts": counts, "bytes": held}
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.full)], ids=str)
 def test_the_trainer_has_the_bits_and_the_messages_of_a_script(sizes: dict[str, int]) -> None:
     world = sizes["tp"] * sizes.get("dp_shard", 1)
     ours, theirs = run_world(world, by_trainer, sizes), run_world(world, by_hand, sizes)

@@ -293,6 +293,7 @@ def check_learned(fp8: list[float], bf16: list[float]) -> None:
     assert abs(ends[0] / ends[1] - 1) < 0.02, ends
 
 
+@pytest.mark.full
 def test_a_gpt_learns_as_in_bf16(tmp_path: Path) -> None:
     check_learned(trained("fp8", tmp_path), trained("bf16-mixed", tmp_path))
 

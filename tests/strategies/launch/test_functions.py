@@ -61,7 +61,7 @@ def make(tmp_path: Path, strategy: str = "ddp_fork", devices: int = 2, **argumen
     return Trainer(strategy=strategy, devices=devices, **{**settings, **arguments})
 
 
-@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp_fork", pytest.param("ddp_spawn", marks=pytest.mark.full)])
 def test_weights_metrics_and_callbacks_come_back(strategy: str, tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(monitor="val_loss")
     stopping = EarlyStopping("val_loss", patience=5)

@@ -83,6 +83,7 @@ def written(folder: Path, keys: dict[str, Any], kind: str = "FSDP") -> Path:
     return path
 
 
+@pytest.mark.full
 def test_torchao_trains_on_two_ranks_as_the_file_says(leyden: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     file = written(tmp_path, {"backend": "AO", "enable_fsdp_float8_all_gather": "true", "pad_inner_dim": "true"})

@@ -159,6 +159,7 @@ def run_together(commands: list[list[str]], environs: list[dict[str, str]], fold
                 process.wait(30)
 
 
+@pytest.mark.full
 def test_two_machines_meet(script: Path, tmp_path: Path, environ: dict[str, str]) -> None:
     """Two agents on one host, each as a machine of its own."""
     shared = [
