@@ -37,6 +37,7 @@ LOST = (
     "communicator was aborted",
 )
 """What gloo and the store, and from the second line on NCCL, say when another rank is gone."""
+STORE_GONE = "rank 0 is gone, and with it the store: what its machine has printed, if that still runs, says why"
 
 
 class Unanswered(RuntimeError):
@@ -160,11 +161,15 @@ class FirstFailure:
             return True
         self._answer("was " + _place(traceback.extract_tb(error.__traceback__)))
         lost = is_lost(error)
-        if lost and self._another_failed(seconds=2.0):
-            self.follows = True
-            return False
+        heard = self._another_failed(seconds=2.0) if lost else False
         place = f"rank {self.rank}{', ' + where if where else ''}"
         text = f"{place}: {_last_line(error)}"
+        if heard is None:
+            # The agent says it, once for all ranks of this machine.
+            _write_error_file(text, error, lost, [], STORE_GONE)
+        if heard is not False:
+            self.follows = True
+            return False
         first = self._is_first = self._claim(text, lost)
         # The agent reports how a rank ended that wrote no error.
         self.reported = first and not (lost and AGENT in os.environ)
@@ -242,14 +247,18 @@ class FirstFailure:
             # The store is gone with rank 0; an error of this rank's own is shown all the same.
             return not lost
 
-    def _another_failed(self, seconds: float) -> bool:
-        """Waits for a failed rank to say why: its lost connection is noticed earlier than its message."""
+    def _another_failed(self, seconds: float) -> bool | None:
+        """Waits for a failed rank to say why: its lost connection is noticed earlier than its message.
+
+        Returns:
+            None if the store is gone, so that nobody can say.
+        """
         try:
             return until(lambda: bool(self._ask("check", [KEY])), seconds, most=0.05)
         except Unanswered:
             return False
         except RuntimeError:
-            return True
+            return None
 
     def _watch(self) -> None:
         while not self._done.wait(self._interval):

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import is_interactive, is_running
 from leyden.strategies.launch.hangs import Hang, Sight, report
 from leyden.strategies.launch.heartbeat import (
@@ -285,18 +285,20 @@ class OwnWatchdog(Watchdog):
     process, in a notebook or under pytest, it only reports.
 
     Args:
-        size: ranks of the run.
+        ranks: of the run.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         is_watched = is_interactive() or "PYTEST_CURRENT_TEST" in os.environ
         super().__init__(1, say, "" if is_watched else "This process is ended.")
-        self._size = size
+        self._ranks = ranks
 
     def _end(self, processes: list[int], hang: Hang) -> None:
-        if hang.waits and self._size > 1 and self._over.wait(OTHERS):
+        if hang.waits and self._ranks.world_size > 1 and self._over.wait(OTHERS):
             return
-        self._say(hang)
+        # The others leave by themselves, and one of those that only wait says so for all.
+        if self._ranks.report_failure(LeydenError(str(hang))):
+            self._say(hang)
         for process in descendants(os.getpid()):
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
@@ -320,7 +322,7 @@ def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None
         return
     limit = None if hang_timeout == "auto" else float(hang_timeout)
     slot = slot_of_agent(ranks.local_rank)
-    own: AbstractContextManager[Watchdog | None] = nullcontext() if slot is not None else OwnWatchdog(ranks.world_size)
+    own: AbstractContextManager[Watchdog | None] = nullcontext() if slot is not None else OwnWatchdog(ranks)
     with own as watchdog:
         mine = watchdog.slot if slot is None and watchdog is not None else slot
         assert mine is not None
