@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-import tempfile
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.elastic import Machines, engine_config, run_engine
 from leyden.strategies.launch.environment import STARTER, is_interactive
+from leyden.strategies.launch.folders import temporary
 
 
 def obstacle() -> str | None:
@@ -78,6 +78,6 @@ def run_ranks(
         STARTER: "script",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // count)),
     }
-    with tempfile.TemporaryDirectory(prefix="leyden-ranks-") as logs:
-        config = engine_config(count, machines or Machines(), logs, patience)
+    with temporary("ranks") as logs:
+        config = engine_config(count, machines or Machines(), str(logs), patience)
         return run_engine(config, sys.executable, sys.orig_argv[1:], variables, folder)

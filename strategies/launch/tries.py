@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 import json
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from leyden.strategies.launch.folders import temporary
 
 FILE = "LEYDEN_TRIES"
 """Where ranks write down what they have given up; set by a launcher that starts them again."""
@@ -46,8 +47,8 @@ class Tries:
 @contextmanager
 def tries() -> Iterator[Tries]:
     """Tries whose file lasts as long as the block."""
-    with tempfile.TemporaryDirectory(prefix="leyden-tries-") as folder:
-        yield Tries(Path(folder) / "given-up.json")
+    with temporary("tries") as folder:
+        yield Tries(folder / "given-up.json")
 
 
 def starts_again() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.environment import STARTER
+from leyden.strategies.launch.folders import temporary
 
 
 def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
@@ -45,8 +45,8 @@ def run_on_devices(function: Callable[..., Any], *args: Any) -> Any:
             f"start_method='xla' must pickle the Trainer, the module and the loaders, and could not: {error}. Define "
             "classes and functions at the top of a file that can be imported, or use start_method='script'."
         ) from error
-    with tempfile.TemporaryDirectory(prefix="leyden-xla-") as folder:
-        answer = Path(folder) / "answer"
+    with temporary("xla") as folder:
+        answer = folder / "answer"
         torch_xla.launch(_rank, args=(handed, str(answer), free_port()))
         return unpacked(answer.read_bytes())
 

@@ -6,11 +6,11 @@ import os
 import shutil
 import socket
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.launch.folders import temporary
 from leyden.trainer.cli.rank import TRACE
 
 if TYPE_CHECKING:
@@ -37,14 +37,19 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
         os.execvpe(command[0], command, {**os.environ, **plan.variables()})
     if shutil.which(command[0]) is None:
         raise ConfigurationError(f"there is no program {command[0]}: give its path.")
+    kept = plan.elastic.log_dir
+    if kept is None:
+        with temporary("launch") as logs:
+            return _run(plan, command, logs)
+    os.makedirs(kept, exist_ok=True)
+    return _run(plan, command, Path(kept))
+
+
+def _run(plan: LaunchPlan, command: list[str], logs: Path) -> int:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
     from leyden.strategies.launch.elastic import SAVING, Machines, engine_config, run_engine
 
-    kept = plan.elastic.log_dir
-    if kept is not None:
-        os.makedirs(kept, exist_ok=True)
-    logs = Path(kept or tempfile.mkdtemp(prefix="leyden-launch-"))
     machines = Machines(plan.machines, plan.machine_rank or 0, plan.address, plan.port)
     patience = SAVING if plan.launched.resume else None
     config = engine_config(plan.per_machine, machines, str(logs), patience, **_elastic_settings(plan, logs))
@@ -52,16 +57,14 @@ def start(plan: LaunchPlan, command: list[str]) -> int:
     try:
         status = run_engine(config, command[0], command[1:], plan.variables(), report=failures.append)
     except RendezvousError as error:
+        kept = f"; the logs of this machine's ranks are in {logs}" if plan.elastic.log_dir is not None else ""
         raise LeydenError(
             f"the machines lost each other at {plan.address}:{plan.port} ({error}): the main one has ended, or did not "
-            f"answer within {MEETING_SECONDS} s. The output of its ranks says why; the logs of this machine's ranks "
-            f"are in {logs}."
+            f"answer within {MEETING_SECONDS} s. The output of its ranks says why{kept}."
         ) from error
     if failures:
-        print(block(failures[0], _folder(logs, failures[0])), file=sys.stderr, flush=True)
-    elif kept is None and not list(logs.glob("*/attempt_1")):
-        # After a restart the logs are kept: they say why.
-        shutil.rmtree(logs, ignore_errors=True)
+        text = block(failures[0], _folder(logs, failures[0]), plan.elastic.log_dir is not None)
+        print(text, file=sys.stderr, flush=True)
     return status
 
 
@@ -109,12 +112,13 @@ def _folder(logs: Path, ended: Ended) -> Path:
     return (attempts[-1] if attempts else logs) / str(ended.failure.local_rank)
 
 
-def block(ended: Ended, folder: Path) -> str:
+def block(ended: Ended, folder: Path, is_kept: bool) -> str:
     """Formats the first failure: the traceback if there is one, then rank, host, exception, line and log file.
 
     Args:
         ended: the rank that failed first, and how it ended.
         folder: its log folder.
+        is_kept: the folder outlasts the launch (`--log_dir`).
     """
     failure = ended.failure
     found = failure.error_file_data.get("message") if os.path.isfile(failure.error_file) else None
@@ -129,8 +133,9 @@ def block(ended: Ended, folder: Path) -> str:
         ("host", str(said.get("host") or socket.gethostname())),
         ("exception", str(exception).split("; all ranks are ended", 1)[0]),
         ("line", str(said.get("line") or _crash_line(text) or "unknown: nothing recorded it")),
-        ("log file", str(next((path for path in files if path.is_file()), folder))),
     ]
+    if is_kept:
+        rows.append(("log file", str(next((path for path in files if path.is_file()), folder))))
     listed = "\n".join(f"  {name:<10} {value}" for name, value in rows)
     blamed = f"rank {ended.rank} failed first, and all ranks are ended" if not ended.others else ended.others
     head = f"leyden launch: {blamed}."

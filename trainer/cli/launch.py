@@ -6,12 +6,12 @@ import dataclasses
 import os
 import shlex
 import sys
-import tempfile
 from typing import Any
 
 import click
 
 from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.folders import temporary
 from leyden.trainer.cli import agent, preflight
 from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey, read_section
 from leyden.trainer.cli.machine import this_machine
@@ -291,7 +291,7 @@ def selftest_command(ctx: click.Context, flags: tuple[str, ...]) -> Any:
     if flags[:1] in (("--help",), ("-h",)):
         click.echo(ctx.get_help())
         return 0
-    with tempfile.TemporaryDirectory(prefix="leyden-test-") as folder:
-        arguments = [*flags, "--module", "leyden.trainer.cli.trial", folder]
+    with temporary("test") as folder:
+        arguments = [*flags, "--module", "leyden.trainer.cli.trial", str(folder)]
         with command.make_context("leyden test", arguments, parent=ctx.parent) as inner:
             return command.invoke(inner)

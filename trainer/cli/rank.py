@@ -149,7 +149,8 @@ def _report_restart(folder: Path) -> None:
     before = folder.parent.parent / f"attempt_{count - 1}"
     found = sorted(_failures(before), key=lambda record: (bool(record.get("lost")), float(record.get("time", 0))))
     why = str(found[0]["message"]) if found else "a rank was killed from outside, here or on another machine"
-    print(f"leyden launch: restart {count} of {limit}, since {why} (more in {before})", file=sys.stderr, flush=True)
+    trace = str(found[0].get("extraInfo", {}).get("py_callstack", "")) if found else ""
+    print(f"{trace}leyden launch: restart {count} of {limit}, since {why}", file=sys.stderr, flush=True)
 
 
 def _failures(folder: Path) -> Iterator[dict[str, Any]]:

@@ -339,3 +339,38 @@ def test_several_machines_need_to_know_each_other(
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=message):
         machines_of(2)
+
+
+# what is left behind --------------------------------------------------------------------------------------------------
+LEAVES = """
+from leyden import Trainer
+from of_test import *
+
+class Ends(Module):
+    def do(self, batch_idx):
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            if sys.argv[1] == "raise":
+                raise ValueError("of rank 0")
+            os.kill(int(os.environ["LEYDEN_AGENT"]), getattr(signal, sys.argv[1]))
+
+Trainer(devices=1, strategy="ddp", max_epochs=3, **QUIET).fit(Ends(), batches())
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [(["raise"], 1), pytest.param(["SIGTERM"], 143, marks=pytest.mark.full), (["SIGKILL"], -9)],
+)
+def test_a_launch_leaves_no_folder_behind(command: list[str], code: int, folder: Path, tmp_path: Path) -> None:
+    (folder / "script.py").write_text(LEAVES)
+    place = tmp_path / "tmp"
+    place.mkdir()
+    launch = ["-m", "leyden", "launch", "--cpu", "-q", "--num_processes", "1", "script.py"]
+    found = run([*launch, *command], folder, TMPDIR=str(place))
+    assert found.returncode == code, found.stderr
+    left = {path.name.split("-")[1] for path in place.glob("leyden-*")}
+    # One that is killed can delete nothing, and the next one on this host does.
+    assert left == ({"launch", "tries"} if code == -9 else set())
+    code_of = f"import tempfile; tempfile.tempdir = {str(place)!r}; from leyden.strategies.launch import folders"
+    assert run(["-c", f"{code_of}; folders.clear()"], folder).returncode == 0
+    assert not list(place.glob("leyden-*"))
