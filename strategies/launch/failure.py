@@ -21,6 +21,7 @@ from leyden.strategies.errors import add_note
 from leyden.strategies.launch.elastic import AGENT
 from leyden.strategies.launch.environment import STARTER, is_running, ranks_in_words
 from leyden.strategies.launch.meeting import until
+from leyden.strategies.launch.tries import GIVEN_UP, starts_again
 
 KEY = "failed"
 GRACE = 4.0
@@ -180,6 +181,9 @@ class FirstFailure:
         if self.reported:
             others = f" Of these, {words}" if words else ""
             add_note(error, f"leyden: this was {place}; the other ranks are ended.{others}")
+            if isinstance(error, SystemExit) and not (starts_again() and error.code == GIVEN_UP):
+                # Python shows nothing of it, not even a note.
+                print(f"leyden: {place} left with exit code {error.code}; all ranks are ended.", file=sys.stderr)
         return self.reported
 
     def close(self) -> None:

@@ -289,7 +289,7 @@ class OwnWatchdog(Watchdog):
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        is_watched = is_interactive() or "PYTEST_CURRENT_TEST" in os.environ
+        is_watched = is_interactive() or ("_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
         super().__init__(1, say, "" if is_watched else "This process is ended.")
         self._ranks = ranks
 

@@ -8,14 +8,20 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from models import QUIET
 from ranks.test_errors import DEADLINE, READS_PROC, in_full, members
 
+from leyden import Trainer, TrainModule
+
 SCRIPT = """
-import os, signal, sys, threading
+import os, signal, subprocess, sys, threading, time
 import torch
 from leyden import Trainer, TrainModule
+from leyden.callbacks import Callback
 from torch.utils.data import DataLoader, Dataset
 
 how, odd = sys.argv[1], int(sys.argv[2])
@@ -40,6 +46,13 @@ class Module(TrainModule):
                 threading.Event().wait()
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "debug":
+                breakpoint()
+        if how == "suspend" and batch_idx == 5:
+            # All ranks, as Ctrl-Z or a cluster's suspension would; somebody else continues them.
+            pause = f"kill -STOP {os.getpid()}; sleep 2.5; kill -CONT {os.getpid()}"
+            subprocess.Popen(["sh", "-c", pause], start_new_session=True)
+            time.sleep(0.5)
         return self.net(batch).mean()
 
     def configure_optimizers(self):
@@ -48,18 +61,35 @@ class Module(TrainModule):
     def train_dataloader(self):
         return DataLoader(Samples(), batch_size=2, num_workers=int(os.environ.get("WORKERS", "0")))
 
+    def on_fit_start(self):
+        time.sleep(1.5 if how == "slow" else 0)
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            time.sleep(1.5 if how == "slow" else 0)
+
+    def val_dataloader(self):
+        return [torch.ones(2, 4)] * 2
+
+class Saves(Callback):
+    def on_save_checkpoint(self, trainer, module, checkpoint):
+        time.sleep(1.5)
+
 if __name__ == "__main__":
     trainer = Trainer(
         devices=int(os.environ.get("DEVICES", "2")), strategy=os.environ.get("STRATEGY", "auto"), accelerator="cpu",
-        max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False, hang_timeout=1,
+        max_epochs=1, limit_train_batches=20, logger=False, enable_progress_bar=False, hang_timeout=1,
+        default_root_dir="run", callbacks=Saves() if how == "slow" else None,
     )
     trainer.fit(Module())
     print("after fit")
 """
 
 
-def hang(how: str, odd: int, folder: Path, command: tuple[str, ...] = (), **environ: str) -> tuple[str, str]:
-    """The error and the report of a script in which one rank hangs in its sixth batch; nobody is left of it."""
+def run_script(
+    how: str, odd: int, folder: Path, command: tuple[str, ...] = (), typed: str | None = None, **environ: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs the script, in which one rank does something in its sixth batch; nobody is left of it."""
     (folder / "script.py").write_text(SCRIPT)
     token = uuid.uuid4().hex
     done = subprocess.run(
@@ -69,14 +99,18 @@ def hang(how: str, odd: int, folder: Path, command: tuple[str, ...] = (), **envi
         capture_output=True,
         text=True,
         timeout=120,
+        input=typed,
+        stdin=subprocess.DEVNULL if typed is None else None,
     )
     deadline = time.monotonic() + DEADLINE
     while members(token) and time.monotonic() < deadline:
         os.sched_yield()
     assert not members(token), "somebody is left behind"
-    assert done.returncode == 1 and "after fit" not in done.stdout, done.stderr
-    [report] = folder.glob("hang-*.txt")
-    return done.stderr, report.read_text()
+    return done
+
+
+def reports(folder: Path) -> list[str]:
+    return [path.read_text() for path in (folder / "run").glob("hang-*.txt")]
 
 
 @READS_PROC
@@ -94,10 +128,99 @@ def hang(how: str, odd: int, folder: Path, command: tuple[str, ...] = (), **envi
 def test_the_odd_rank_is_named_once_and_all_are_ended(
     how: str, odd: int, environ: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    error, report = hang(how, odd, tmp_path, **environ)
+    done = run_script(how, odd, tmp_path, **environ)
+    error = done.stderr
+    assert done.returncode == 1 and "after fit" not in done.stdout, error
     assert error.count("leyden: no progress for") == 1 and "Traceback" not in error, error
     assert f"rank {odd}, at step " in error and words in error, error
+    [report] = reports(tmp_path)
     for rank in range(2):
         assert f"rank {rank} (process" in report
     # The line of the one that waits, and its source.
     assert "_engine_run_backward" in report and "trainer.fit(Module())" in report
+
+
+@READS_PROC
+def test_a_process_alone_watches_itself(tmp_path: Path) -> None:
+    done = run_script("loader", 0, tmp_path, DEVICES="1", WORKERS="1")
+    assert done.returncode == 1
+    assert "rank 0, at step" in done.stderr and "waits for its loader, whose worker (process" in done.stderr
+    assert "This process is ended." in done.stderr and len(reports(tmp_path)) == 1
+
+
+@READS_PROC
+def test_set_up_validation_and_saving_have_more_time(tmp_path: Path) -> None:
+    done = run_script("slow", 0, tmp_path, DEVICES="1")
+    assert done.returncode == 0 and "after fit" in done.stdout, done.stderr
+    assert not reports(tmp_path) and "no progress" not in done.stderr
+
+
+@READS_PROC
+@pytest.mark.parametrize(
+    ("how", "typed"),
+    [
+        ("debug", "import time; time.sleep(2.5)\nc\n"),
+        ("suspend", None),
+    ],
+)
+def test_a_job_that_somebody_holds_is_not_ended(how: str, typed: str | None, tmp_path: Path) -> None:
+    done = run_script(how, 0, tmp_path, typed=typed)
+    assert done.returncode == 0 and done.stdout.count("after fit") == 2, done.stderr
+    assert not reports(tmp_path) and "no progress" not in done.stderr
+
+
+@READS_PROC
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_under_torchrun_one_rank_speaks(how: str, tmp_path: Path) -> None:
+    command = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = run_script(how, 1, tmp_path, command)
+    assert done.returncode == 1 and done.stderr.count("leyden: no progress for") == 1, done.stderr
+    # A stopped rank says nothing; the other one only knows that it waits.
+    words = "rank 1, at step 5 (epoch 0, batch 5)" if how == "sleep" else "rank 0 waits in backward, at step 5"
+    assert words in done.stderr
+
+
+@READS_PROC
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_fit_raises_where_it_starts_its_ranks_itself(strategy: str, tmp_path: Path) -> None:
+    done = run_script("sleep", 1, tmp_path, STRATEGY=strategy)
+    assert done.returncode == 1 and "after fit" not in done.stdout
+    last = done.stderr.splitlines()[-1]
+    assert "LeydenError: no progress for" in last and "rank 1, at step 5" in last, done.stderr
+    assert len(reports(tmp_path)) == 1
+
+
+class Waits(TrainModule):
+    """Goes on as soon as the watchdog has reported it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.net, self.folder = torch.nn.Linear(4, 1), folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        while batch_idx == 5 and not list(self.folder.glob("hang-*.txt")):
+            os.sched_yield()
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def test_a_person_before_the_process_is_only_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1, "hang_timeout": 0.2})
+    trainer.fit(Waits(tmp_path), [torch.ones(2, 4)] * 8)
+    assert trainer.global_step == 8
+    [report] = tmp_path.glob("hang-*.txt")
+    assert "in training_step" in report.read_text()
+
+
+@READS_PROC
+@pytest.mark.full
+def test_whatever_happens_all_of_a_job_is_gone_and_the_culprit_is_named_once() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "hangs.py"
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=1200)
+    rows = done.stdout.splitlines()[2:]
+    # Nobody is left, and one line names it.
+    assert len(rows) == 14 and all(row.endswith("| 1 | 0 |") for row in rows), done.stdout + done.stderr

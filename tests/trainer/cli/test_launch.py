@@ -67,6 +67,7 @@ def test_two_ranks_train_by_a_file_and_flags(leyden: Any, script: Path, tmp_path
         "node": "0",
     }
     for found in (told(tmp_path, 0), told(tmp_path, 1)):
+        assert found.pop("LEYDEN_HEARTBEATS")
         # A file of this launch, by which ranks are started again.
         assert found.pop("LEYDEN_TRIES").endswith("given-up.json") and found == expected
 
@@ -77,7 +78,8 @@ def own(printed: str) -> str:
 
 
 def test_a_failure_is_reported_in_one_block(leyden: Any, script: Path, tmp_path: Path) -> None:
-    done = leyden("launch", "--cpu", "--num_processes", 2, "-q", "train.py", "--raise")
+    kept = ("--log_dir", tmp_path / "kept", "--tee", 0)
+    done = leyden("launch", "--cpu", "--num_processes", 2, "-q", *kept, "train.py", "--raise")
     assert done.returncode == 1
     assert own(done.stdout) == ""
     assert done.stderr.count("Traceback") == 1
@@ -88,7 +90,9 @@ def test_a_failure_is_reported_in_one_block(leyden: Any, script: Path, tmp_path:
     assert rows["exception"] == "ValueError: the second rank cannot go on"
     assert block[4].split(maxsplit=1)[1] == "train.py, line 13, in work"
     log = Path(block[5].split(maxsplit=2)[2])
-    assert log.read_text().rstrip().endswith("ValueError: the second rank cannot go on")
+    assert log.is_relative_to(tmp_path / "kept") and log.read_text().rstrip().endswith(
+        "ValueError: the second rank cannot go on"
+    )
     # Frames of ours and of runpy say nothing to a user.
     assert "rank.py" not in done.stderr
 

@@ -1,0 +1,220 @@
+"""Makes a job of two ranks fail or hang in each known way, and measures how long it takes until all of it is gone.
+
+    python benchmarks/hangs.py --limit 2
+    python benchmarks/hangs.py --only "SIGSTOP of rank 0" "two machines, one silent"
+
+DDP on the CPU; in the sixth batch one rank does what the row says. The seconds are those from then, less the limit
+(`hang_timeout`) where the watchdog has to find out, until no process is left that the job has started. "named" counts
+the lines on stderr that name the culprit: it must be one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEADLINE = 60.0
+SCRIPT = """
+import os, signal, sys, threading, time
+import torch
+from leyden import Trainer, TrainModule
+from torch.utils.data import DataLoader, Dataset
+
+how, odd = sys.argv[1], int(sys.argv[2])
+rank = int(os.environ.get("RANK", "-1"))
+
+def now():
+    with open("began", "w") as file:
+        file.write(str(time.time()))
+
+class Samples(Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        if how.startswith("loader") and index >= 20 and rank == odd:
+            now()
+            threading.Event().wait()
+        return torch.ones(4)
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 5 and rank == odd:
+            now()
+            if how == "raise":
+                raise ValueError("of this rank")
+            if how == "exit":
+                sys.exit(int(sys.argv[3]))
+            if how == "vanish":
+                os._exit(int(sys.argv[3]))
+            if how == "sleep":
+                threading.Event().wait()
+            if how == "signal":
+                os.kill(os.getpid(), getattr(signal, sys.argv[3]))
+        if how == "machine" and rank == 0:
+            if batch_idx == 5:
+                print("under way", flush=True)
+            time.sleep(0.02)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+    def train_dataloader(self):
+        return DataLoader(Samples(), batch_size=2, num_workers=1 if how == "loader-worker" else 0)
+
+Trainer(
+    devices=1 if how == "machine" else 2, num_nodes=2 if how == "machine" else 1, strategy="ddp", accelerator="cpu",
+    max_epochs=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+    hang_timeout=float(os.environ["LIMIT"]),
+).fit(Module())
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to fail or to hang.
+
+    Attributes:
+        command: of the script.
+        names: part of the line that names the culprit.
+        hangs: the watchdog has to find out.
+        gone: the signal by which machine 0 goes, where there are two.
+    """
+
+    command: str
+    names: str
+    hangs: bool = False
+    gone: int = 0
+
+
+CASES = {
+    "raise": Case("raise 1", "leyden: this was rank 1"),
+    "SIGKILL": Case("signal 1 SIGKILL", "leyden: rank 1 was killed by signal 9"),
+    "SIGSEGV": Case("signal 1 SIGSEGV", "leyden: rank 1 was killed by signal 11"),
+    "sys.exit(0)": Case("exit 1 0", "leyden: rank 1 left with exit code 0"),
+    "os._exit(0)": Case("vanish 1 0", "leyden: rank 1 ended with exit code 0"),
+    "sys.exit(1)": Case("exit 1 1", "leyden: rank 1, step 5"),
+    "os._exit(1)": Case("vanish 1 1", "leyden: rank 1 does not answer"),
+    "sleep for ever": Case("sleep 1", "(hang_timeout): rank 1, at step 5", True),
+    "SIGSTOP of rank 0": Case("signal 0 SIGSTOP", "(hang_timeout): rank 0, at step 5", True),
+    "SIGSTOP of rank 1": Case("signal 1 SIGSTOP", "(hang_timeout): rank 1, at step 5", True),
+    "loader asleep, num_workers=0": Case("loader 1", "(hang_timeout): rank 1, at step", True),
+    "loader asleep, a worker": Case("loader-worker 1", "(hang_timeout): rank 1, at step", True),
+    "two machines, one killed": Case("machine -1", "leyden: rank 0 is gone", gone=int(signal.SIGKILL)),
+    "two machines, one silent": Case("machine -1", "(hang_timeout): rank 1 waits", True, int(signal.SIGSTOP)),
+}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a case ended: seconds until all was gone, how often the culprit was named, who is left, and stderr."""
+
+    seconds: float
+    named: int
+    left: int
+    errors: str
+
+
+def run(case: Case, folder: Path, limit: float) -> Ending:
+    """Runs a case in a folder."""
+    (folder / "script.py").write_text(SCRIPT)
+    token = uuid.uuid4().hex
+    environ = {**os.environ, "TOKEN": token, "LIMIT": str(limit), "OMP_NUM_THREADS": "1"}
+    if case.gone:
+        return _run_machines(case, folder, environ, limit)
+    done = _start(case, folder, environ)
+    errors = done.communicate(timeout=120)[1]
+    return _ended(case, folder, token, limit, errors)
+
+
+def _run_machines(case: Case, folder: Path, environ: dict[str, str], limit: float) -> Ending:
+    """Two agents on this machine, of which one goes with its rank: killed, or stopped, so that nothing is heard."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {**environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    tokens = [environ["TOKEN"] + "0", environ["TOKEN"] + "1"]
+    agents = [
+        _start(case, folder, {**shared, "NODE_RANK": str(node), "TOKEN": token}) for node, token in enumerate(tokens)
+    ]
+    try:
+        assert agents[0].stdout is not None
+        while "under way" not in agents[0].stdout.readline():
+            assert agents[0].poll() is None, "machine 0 has ended by itself"
+        (folder / "began").write_text(str(time.time()))
+        for process in members(tokens[0]):
+            os.kill(process, case.gone)
+        errors = agents[1].communicate(timeout=120)[1]
+        return _ended(case, folder, tokens[1], limit, errors)
+    finally:
+        for process in members(tokens[0]):
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+
+
+def _start(case: Case, folder: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "script.py", *case.command.split()]
+    environ = {**environ, "PYTHONPATH": os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, cwd=folder, env=environ, text=True, **pipes)
+
+
+def _ended(case: Case, folder: Path, token: str, limit: float, errors: str) -> Ending:
+    deadline = time.monotonic() + DEADLINE
+    while (left := members(token)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    seconds = time.time() - float((folder / "began").read_text()) - (limit if case.hangs else 0.0)
+    for process in left:
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+    return Ending(seconds, sum(case.names in line for line in errors.splitlines()), len(left), errors)
+
+
+def members(token: str) -> list[int]:
+    """Processes that were started with this token in their environment, and have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            is_ours = f"TOKEN={token}".encode() in (entry / "environ").read_bytes().split(b"\0")
+            if is_ours and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--limit", type=float, default=2.0, help="hang_timeout in seconds")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    options = parser.parse_args()
+    print("| what happens | seconds until all are gone | named | left behind |")
+    print("|---|---|---|---|")
+    for name in options.only:
+        with tempfile.TemporaryDirectory(prefix="hangs-") as folder:
+            ending = run(CASES[name], Path(folder), options.limit)
+        behind = "after the limit" if CASES[name].hangs else "after the failure"
+        print(f"| {name} | {ending.seconds:.1f} {behind} | {ending.named} | {ending.left} |", flush=True)
+        if ending.named != 1 or ending.left:
+            print(ending.errors, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
