@@ -444,12 +444,12 @@ class Trainer(TrainerView):
         goal = resuming.settled(self, goal)
         self._run = run = self._next_run(stage, model, datamodule, goal, loaders)
         with ExitStack() as stack:
+            watch = self.arguments.hang_timeout, self.arguments.default_root_dir
+            stack.enter_context(watched(run.heartbeat, self.strategy.ranks, *watch))
             stack.push(lambda kind, error, trace: run.teardown(error))
             stack.enter_context(run.signals.caught_on(self.world_size))
             departure = stack.enter_context(Departure(run, self.arguments.preemption))
             stack.enter_context(runtime_settings(self.arguments))
-            watch = self.arguments.hang_timeout, self.arguments.default_root_dir
-            stack.enter_context(watched(run.heartbeat, self.strategy.ranks, *watch))
             result = None
             try:
                 restorer = self._setup(run, goal)

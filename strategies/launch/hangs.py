@@ -116,21 +116,22 @@ class Hang:
 
     @property
     def odd(self) -> list[Sight]:
-        """The ranks that the others wait for; none if all of them wait."""
+        """The ranks that the others wait for; none if all of them wait, and all if nobody can tell."""
         sights = self.sights
-        if len(sights) == 1:
-            return [sight for sight in sights if not sight.collective]
+        foremost = max(sight.words[BATCHES] for sight in sights)
+        places = [(sight.collective, str(sight.main.place if sight.main is not None else "")) for sight in sights]
+        usual = max(places, key=places.count)
+        unusual = [sight for sight, place in zip(sights, places, strict=True) if place != usual]
         for kind in (
             [sight for sight in sights if sight.is_stopped],
             [sight for sight in sights if sight.threads is None],
             [sight for sight in sights if not sight.collective],
-            [sight for sight in sights if sight.words[BATCHES] < max(other.words[BATCHES] for other in sights)],
+            [sight for sight in sights if sight.words[BATCHES] < foremost],
+            unusual if 2 * len(unusual) < len(sights) else [],
         ):
-            if kind:
+            if 0 < len(kind) < len(sights):
                 return kind
-        names = [sight.collective for sight in sights]
-        often = max(set(names), key=names.count)
-        return [sight for sight in sights if sight.collective != often]
+        return [] if all(sight.collective for sight in sights) else list(sights)
 
     @property
     def waits(self) -> bool:
@@ -143,12 +144,14 @@ class Hang:
         parts = [f"rank {sight.rank}, at {sight.where}, {sight.words_for()}" for sight in odd[:4]]
         if len(odd) > 4:
             parts.append(f"{ranks_in_words([sight.rank for sight in odd[4:]])} likewise")
-        if others:
-            first, wait = others[0], "wait" if len(others) > 1 else "waits"
-            ranks = ranks_in_words([sight.rank for sight in others])
-            place = f" in {first.collective}" if first.collective else ""
-            parts.append(f"{ranks} {wait} for it{place}" if odd else f"{ranks} {wait}{place}, at {first.where}")
-        if not odd:
+        for collective in dict.fromkeys(sight.collective for sight in others):
+            alike = [sight for sight in others if sight.collective == collective]
+            wait = "wait" if len(alike) > 1 else "waits"
+            ranks, place = ranks_in_words([sight.rank for sight in alike]), f" in {collective}" if collective else ""
+            parts.append(f"{ranks} {wait}{' for it' if odd else ''}{place}{'' if odd else f', at {alike[0].where}'}")
+        if not odd and len({sight.collective for sight in others}) > 1:
+            parts.append("they wait for each other in different collectives")
+        elif not odd:
             parts.append("nobody here is the odd one: a rank that is not seen from here has stopped or gone")
         file = f"Every stack is in {self.file}." if self.file is not None else ""
         said = f"no progress for {self.seconds:.0f} s (hang_timeout): {'; '.join(parts)}."

@@ -66,6 +66,8 @@ LONGER = {
 """How many times as long as a training batch a phase may take."""
 LONGEST = 30
 """The same of all others."""
+MOST_CHILDREN = 8
+"""Processes that a rank has started, whose stacks are read too."""
 
 
 class Pulse:
@@ -242,9 +244,11 @@ class Watchdog:
 
     def _sights(self, there: list[Pulse]) -> list[Sight]:
         """What is known of each rank: words, state and stacks, those of its loader's workers with it."""
-        files = {pulse.process: self._shared.stacks[self._pulses.index(pulse)] for pulse in there}
+        processes = [pulse.process for pulse in there]
+        indices = map(self._pulses.index, there)
+        files = {process: self._shared.stacks[index] for process, index in zip(processes, indices, strict=True)}
         stacks = ask(files)
-        inner = {pulse.process: descendants(pulse.process)[:8] for pulse in there}
+        inner = {process: descendants(process)[:MOST_CHILDREN] for process in files}
         of_children: dict[int, dict[int, list[Thread]]] = {process: {} for process in files}
         for turn in range(max(map(len, inner.values()), default=0)):
             # One of each rank at a time: those of one rank write to the same file.
@@ -252,8 +256,10 @@ class Watchdog:
             for child, threads in ask({child: files[process] for child, process in asked.items()}).items():
                 of_children[asked[child]][child] = threads
         return [
-            Sight(pulse.slot.words.tolist(), pulse.phase, pulse.state, stacks.get(pulse.process), children)
-            for pulse, children in zip(there, of_children.values(), strict=True)
+            Sight(
+                pulse.slot.words.tolist(), pulse.phase, pulse.state, stacks.get(process), of_children.get(process, {})
+            )
+            for pulse, process in zip(there, processes, strict=True)
         ]
 
     def _end(self, processes: list[int], hang: Hang) -> None:

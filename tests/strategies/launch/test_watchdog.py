@@ -210,6 +210,9 @@ COLLECTIVE = "/x/site-packages/torch/distributed/distributed_c10d.py"
         ([sight(0, COLLECTIVE), sight(1, COLLECTIVE, batch=4)], [1]),
         ([sight(0, COLLECTIVE), sight(1, COLLECTIVE), sight(2, COLLECTIVE, function="barrier")], [2]),
         ([sight(0, COLLECTIVE), sight(1, COLLECTIVE)], []),
+        # On a GPU ranks wait in whatever reads a value back.
+        ([sight(0), sight(1, "data.py"), sight(2)], [1]),
+        ([sight(0), sight(1, "data.py")], [0, 1]),
         ([sight(0)], [0]),
         ([sight(0, COLLECTIVE)], []),
     ],
@@ -218,8 +221,16 @@ def test_the_odd_rank_is_the_one_that_the_others_wait_for(sights: list[Sight], o
     hang = Hang(sights, 61.0, "All ranks are ended.")
     assert [found.rank for found in hang.odd] == odd
     assert ("nobody here is the odd one" in str(hang)) is not bool(odd)
+    assert "they wait" not in str(hang)
     for rank in odd:
         assert str(hang).count(f"rank {rank}, at step") == 1
+
+
+def test_ranks_in_different_collectives_are_both_named() -> None:
+    hang = Hang([sight(0, COLLECTIVE, function="all_reduce"), sight(1, COLLECTIVE, function="barrier")], 61.0, "")
+    text = str(hang)
+    assert "rank 0 waits in all_reduce, at step" in text and "rank 1 waits in barrier, at step" in text
+    assert "they wait for each other in different collectives" in text
 
 
 # the argument ---------------------------------------------------------------------------------------------------------
