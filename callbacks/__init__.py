@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "BatchSizeFinder": "batch_size_finder",
     "Callback": "base",
     "CSVLogger": "csv_logger",
     "CometLogger": "comet_logger",
@@ -14,6 +15,7 @@ _HOMES = {
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
+    "LearningRateFinder": "lr_finder",
     "LearningRateMonitor": "lr_monitor",
     "Logger": "logger",
     "MLFlowLogger": "mlflow_logger",
@@ -33,6 +35,7 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from leyden.callbacks.base import Callback as Callback
+    from leyden.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from leyden.callbacks.comet_logger import CometLogger as CometLogger
     from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback
     from leyden.callbacks.logger import Logger as Logger
+    from leyden.callbacks.lr_finder import LearningRateFinder as LearningRateFinder
     from leyden.callbacks.lr_monitor import LearningRateMonitor as LearningRateMonitor
     from leyden.callbacks.mlflow_logger import MLFlowLogger as MLFlowLogger
     from leyden.callbacks.model_checkpoint import ModelCheckpoint as ModelCheckpoint

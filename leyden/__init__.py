@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Trainer": "leyden.trainer.trainer",
     "TrainModule": "leyden.trainer.module",
+    "Tuner": "leyden.trainer.tuning.tuner",
     "Accelerator": "leyden.trainer.accelerator.accelerator",
     "Callback": "leyden.callbacks.base",
     "CheckpointError": "leyden.trainer.format.errors",
@@ -121,6 +122,7 @@ if TYPE_CHECKING:
     from leyden.trainer.format.errors import CheckpointError as CheckpointError
     from leyden.trainer.module import TrainModule as TrainModule
     from leyden.trainer.trainer import Trainer as Trainer
+    from leyden.trainer.tuning.tuner import Tuner as Tuner
 
 __all__ = ["__version__", *_HOMES]
 

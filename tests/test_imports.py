@@ -28,6 +28,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("leyden.trainer.engine",),
     ("leyden.trainer.checkpoint",),
     ("leyden.trainer.module", "leyden.trainer.datamodule", "leyden.trainer.hparams", "leyden.trainer.given"),
+    ("leyden.trainer.tuning",),
     ("leyden.callbacks",),
     (
         *("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.preemption", "leyden.trainer.plugins"),

@@ -14,6 +14,7 @@ optimizer step.
     engine/                                  what Trainer and Accelerator both drive: windows, optimizers, schedulers
     logging/                                 `self.log`
     data/                                    loaders that resume, sharding, random numbers
+    tuning/                                  searches of a learning rate or a batch size, by trials of copies
     checkpoint/ format/                      checkpoints: reading and writing; the bytes
     accelerator/                             the Accelerator, for a training loop of your own
     cli/                                     the command line
@@ -34,6 +35,7 @@ _HOMES = {
     "Preemption": "leyden.trainer.preemption",
     "TrainModule": "leyden.trainer.module",
     "Trainer": "leyden.trainer.trainer",
+    "Tuner": "leyden.trainer.tuning.tuner",
     "seed_everything": "leyden.trainer.data.rng",
 }
 
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     from leyden.trainer.plugins import AsyncCheckpointIO as AsyncCheckpointIO
     from leyden.trainer.preemption import Preemption as Preemption
     from leyden.trainer.trainer import Trainer as Trainer
+    from leyden.trainer.tuning.tuner import Tuner as Tuner
 
 __all__ = list(_HOMES)
 

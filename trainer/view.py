@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,6 +344,11 @@ class TrainerView:
     @property
     def train_dataloader(self) -> Any:
         return self._run.loaders.train_loader
+
+    @property
+    def given_loaders(self) -> Mapping[str, Any]:
+        """What `fit` and the other methods were given for loaders: "train", "val", "test", "predict"."""
+        return self._run.loaders.given
 
     @property
     def val_dataloaders(self) -> Any:

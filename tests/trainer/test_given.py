@@ -59,7 +59,7 @@ def test_an_unknown_argument_is_a_type_error_as_pythons_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "instead"), [("distributed_backend", "strategy"), ("auto_lr_find", "configure_opt"), ("patience", "Early")]
+    ("name", "instead"), [("distributed_backend", "strategy"), ("auto_lr_find", "Tuner"), ("patience", "Early")]
 )
 def test_an_argument_of_another_place_is_named_there(name: str, instead: str) -> None:
     with pytest.raises(UnknownArgumentError, match=f"use .*{instead}"):

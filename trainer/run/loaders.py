@@ -61,6 +61,11 @@ class Loaders:
         self.fetched: dict[str, Any] = {}
         """The loaders of each kind, as they were given or returned."""
 
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The loaders that the run was given, by kind."""
+        return self._given
+
     def has(self, kind: str) -> bool:
         """True if there are loaders of that kind, and a step for them."""
         return self._owner(kind) is not None and self._has_step(kind)

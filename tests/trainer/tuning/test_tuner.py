@@ -1,0 +1,377 @@
+"""Searches of a learning rate and a batch size: what they find, and that they leave everything as it was."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares, input_of
+from ranks.world import run_world
+from same import differences
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import ConfigurationError, DataModule, Trainer, Tuner
+from leyden.callbacks import BatchSizeFinder, CSVLogger, GradientAccumulation, LearningRateFinder, ModelCheckpoint
+from leyden.strategies import FSDPStrategy, SingleDeviceStrategy
+from leyden.trainer.tuning.learning_rate import LRFinder
+
+
+class Noisy(Dataset[Tensor]):
+    """Draws random numbers for each sample."""
+
+    def __init__(self, size: int = 64) -> None:
+        self.x = torch.randn(size, 4, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.x[index] + 0.1 * torch.randn(4) + random.random()
+
+
+class Net(Squares):
+    """Dropout, batch norm, and attributes that a run changes."""
+
+    def __init__(self, lr: float = 0.01, batch_size: int = 4) -> None:
+        super().__init__(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2)))
+        self.lr, self.batch_size = lr, batch_size
+        self.configure = lambda m: torch.optim.AdamW(m.parameters(), lr=m.lr)
+        self.order: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.order.append(float(input_of(batch).sum()))
+        return super().training_step(batch, batch_idx)
+
+
+class OwnLoaders(Net):
+    """Makes its loaders by its batch size, and runs out of memory beyond a limit."""
+
+    def __init__(self, limit: int = 24, size: int = 64) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.limit, self.samples = limit, Noisy(size)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.samples, self.batch_size, shuffle=True)
+
+    predict_dataloader = test_dataloader = val_dataloader = train_dataloader
+
+    def loss(self, batch: Any) -> Any:
+        if len(batch) > self.limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return super().loss(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+
+def seeded(make: Any = Net) -> Any:
+    torch.manual_seed(0)
+    random.seed(0)
+    return make()
+
+
+def loader(**arguments: Any) -> DataLoader[Any]:
+    return DataLoader(Noisy(), 4, shuffle=True, **arguments)
+
+
+def trainer(folder: Path, **arguments: Any) -> Trainer:
+    parts = [ModelCheckpoint(folder / "saved"), *arguments.pop("callbacks", [])]
+    logger = CSVLogger(folder / "logs")
+    settings = {**QUIET, "enable_checkpointing": True, "max_epochs": 2, "logger": logger, "log_every_n_steps": 1}
+    return Trainer(callbacks=parts, default_root_dir=folder, **{**settings, **arguments})
+
+
+def outcome(module: Net, run: Trainer) -> Any:
+    tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    optimizer: Any = run.optimizers[0].state_dict()
+    drawn = (torch.rand(3), random.random())
+    return tensors, optimizer, module.order, drawn, run.global_step, module.hparams
+
+
+def files(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(folder.rglob("*.csv"))}
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_a_run_after_the_searches_is_the_run_without_them(tmp_path: Path, own_generator: bool) -> None:
+    found = []
+    for searches in (True, False):
+        folder = tmp_path / str(searches)
+        folder.mkdir()
+        module, run = seeded(), trainer(folder)
+        data = loader(generator=torch.Generator().manual_seed(5)) if own_generator else loader()
+        if searches:
+            before = (list(folder.rglob("*")), torch.get_rng_state(), random.getstate(), dict(vars(module)))
+            result = Tuner(run).lr_find(module, data, data, num_training=30, update_attr=False)
+            assert result is not None and len(result.results["lr"]) == 30
+            after = (list(folder.rglob("*")), torch.get_rng_state(), random.getstate(), dict(vars(module)))
+            assert before[0] == after[0] and torch.equal(before[1], after[1]) and before[2:] == after[2:]
+            assert run.global_step == 0 and not module.order and module.training
+        run.fit(module, data, data)
+        found.append((*outcome(module, run), files(folder)))
+    assert not differences(*found)
+
+
+def test_the_callback_gives_the_rate_before_the_optimizer_is_made(tmp_path: Path) -> None:
+    finder = LearningRateFinder(num_training_steps=40, min_lr=1e-4)
+    module, run = seeded(), trainer(tmp_path / "one", callbacks=[finder])
+    run.fit(module, loader(), loader())
+    assert finder.optimal_lr is not None and module.lr == finder.optimal_lr.suggestion() != 0.01
+    searched = outcome(module, run)
+    plain, other = seeded(), trainer(tmp_path / "other")
+    plain.lr = module.lr
+    other.fit(plain, loader(), loader())
+    assert not differences(searched, outcome(plain, other))
+
+
+def test_a_resumed_fit_does_not_search_again(tmp_path: Path) -> None:
+    finder = LearningRateFinder(num_training_steps=20)
+    module, run = seeded(), trainer(tmp_path, callbacks=[finder])
+    run.fit(module, loader(), loader())
+    again, resumed = LearningRateFinder(num_training_steps=20), Net(lr=0.5)
+    other = trainer(tmp_path / "resumed", callbacks=[again], max_epochs=3)
+    other.fit(resumed, loader(), loader(), ckpt_path=run.last_checkpoint)
+    assert again.optimal_lr is None and other.optimizers[0].param_groups[0]["lr"] == module.lr
+
+
+class AtEpochs(LearningRateFinder):
+    """As in Lightning's documentation: at epochs of its own."""
+
+    def on_fit_start(self, *args: Any) -> None:
+        return
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, module)
+
+
+def test_a_search_within_a_fit_changes_nothing_but_the_rate(tmp_path: Path) -> None:
+    finder = AtEpochs(num_training_steps=20, update_attr=False)
+    found = []
+    for name, callbacks in {"with": [finder], "without": []}.items():
+        module, run = seeded(), trainer(tmp_path / name, callbacks=callbacks)
+        run.fit(module, loader(), loader())
+        found.append(outcome(module, run))
+    assert finder.optimal_lr is not None and not differences(*found)
+    finder = AtEpochs(num_training_steps=20)
+    module, run = seeded(), trainer(tmp_path / "rate", callbacks=[finder])
+    run.fit(module, loader(), loader())
+    assert run.optimizers[0].param_groups[0]["lr"] == module.lr != 0.01
+
+
+class Falls(Squares):
+    """A parabola: the loss falls until the rate is too large."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 1))
+        self.learning_rate = 1.0
+        self.configure = lambda m: torch.optim.SGD(m.parameters(), lr=m.learning_rate)
+
+
+@pytest.mark.parametrize(("mode", "second"), [("linear", 0.01 + 0.99 / 9), ("exponential", 0.01 * 100 ** (1 / 9))])
+def test_rates_go_from_the_first_to_the_last(mode: str, second: float) -> None:
+    data = torch.ones(20, 3, 2)
+    found = Tuner(Trainer(**QUIET)).lr_find(
+        Falls(), data, min_lr=0.01, num_training=10, mode=mode, early_stop_threshold=None, update_attr=False
+    )
+    assert found is not None
+    rates = found.results["lr"]
+    assert rates[1] == pytest.approx(second) and (rates[0], rates[-1]) == (0.01, pytest.approx(1.0))
+
+
+def test_the_search_ends_where_the_loss_grows_and_suggests_a_rate_below() -> None:
+    module = Falls()
+    found = Tuner(Trainer(**QUIET)).lr_find(module, torch.ones(4, 3, 2), min_lr=1e-5, max_lr=1e4)
+    assert found is not None and len(found.results["lr"]) < 100
+    assert module.learning_rate == found.suggestion() and 1e-5 < module.learning_rate < 1
+
+
+def test_the_trial_accumulates_and_clips_as_the_run_does() -> None:
+    found = Tuner(Trainer(accumulate_grad_batches=2, gradient_clip_val=0.5, **QUIET)).lr_find(
+        Falls(), torch.ones(8, 3, 2), num_training=6, update_attr=False
+    )
+    same = Tuner(Trainer(callbacks=GradientAccumulation(2), gradient_clip_val=0.5, **QUIET)).lr_find(
+        Falls(), torch.ones(8, 3, 2), num_training=6, update_attr=False
+    )
+    assert found is not None and same is not None and len(found.results["lr"]) == len(same.results["lr"]) == 6
+
+
+def test_too_few_points_give_no_suggestion() -> None:
+    found = LRFinder("linear", 0.0, 1.0, 3, {"lr": [0.1, 0.2, 0.3], "loss": [3.0, float("nan"), 1.0]})
+    with pytest.warns(UserWarning, match="too few finite losses"):
+        assert found.suggestion() is None
+
+
+def test_plot_names_the_missing_package() -> None:
+    found = LRFinder("linear", 0.0, 1.0, 3, {"lr": [0.1, 0.2, 0.3], "loss": [3.0, 2.0, 1.0]})
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        with pytest.raises(ConfigurationError, match="pip install matplotlib"):
+            found.plot()
+        return
+    mpl.use("agg")
+    assert found.plot(suggest=True).axes[0].get_xlabel() == "Learning rate"
+
+
+def test_hyperparameters_are_given_the_rate() -> None:
+    class Kept(Falls):
+        def __init__(self, learning_rate: float = 1.0) -> None:
+            super().__init__()
+            del self.learning_rate
+            self.save_hyperparameters()
+            self.configure = lambda m: torch.optim.SGD(m.parameters(), lr=m.hparams.learning_rate)
+
+    module = Kept()
+    found = Tuner(Trainer(**QUIET)).lr_find(module, torch.ones(4, 3, 2), min_lr=1e-5, max_lr=1e4)
+    assert found is not None and module.hparams["learning_rate"] == found.suggestion() != 1.0
+
+
+@pytest.mark.parametrize(
+    ("mode", "limit", "size", "expected"),
+    [
+        ("power", 24, 64, 16),
+        ("power", 3, 64, 2),
+        ("power", 1, 64, 1),
+        ("binsearch", 24, 64, 22),
+        ("binsearch", 3, 64, 2),
+        ("power", 1000, 64, 64),
+        ("binsearch", 1000, 50, 64),
+    ],
+)
+def test_the_largest_batch_that_fits(mode: str, limit: int, size: int, expected: int) -> None:
+    module = seeded(lambda: OwnLoaders(limit, size))
+    before = torch.get_rng_state()
+    assert Tuner(Trainer(**QUIET)).scale_batch_size(module, mode=mode) == module.batch_size == expected
+    assert torch.equal(before, torch.get_rng_state()) and not module.order
+
+
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_a_batch_size_for_evaluation(method: Any) -> None:
+    module = OwnLoaders()
+    assert Tuner(Trainer(**QUIET)).scale_batch_size(module, method=method, max_val=8) == 8
+
+
+def test_the_callback_makes_loaders_of_the_size(tmp_path: Path) -> None:
+    finder = BatchSizeFinder()
+    module, run = seeded(OwnLoaders), trainer(tmp_path / "one", callbacks=[finder], max_epochs=1)
+    run.fit(module)
+    assert finder.optimal_batch_size == module.batch_size == 16 and run.global_step == 4
+    searched = outcome(module, run)
+    plain, other = seeded(OwnLoaders), trainer(tmp_path / "other", max_epochs=1)
+    plain.batch_size = 16
+    other.fit(plain)
+    assert not differences(searched, outcome(plain, other))
+
+
+class Data(DataModule):
+    """Has the size, and counts its set-ups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size, self.set_up = 2, 0
+        self.samples = Noisy()
+
+    def setup(self, stage: str) -> None:
+        self.set_up += 1
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.samples, self.batch_size, shuffle=True)
+
+
+def test_a_datamodule_is_tried_as_a_copy() -> None:
+    data, module = Data(), Net()
+    del module.batch_size
+    assert Tuner(Trainer(**QUIET)).scale_batch_size(module, datamodule=data, max_val=8) == data.batch_size == 8
+    assert data.set_up == 0 and data.trainer is None
+    assert Tuner(Trainer(**QUIET)).lr_find(module, data, num_training=12) is not None and data.set_up == 0
+
+
+def raises(message: str) -> Any:
+    return pytest.raises(ConfigurationError, match=message)
+
+
+def test_what_cannot_be_searched_is_refused_by_name() -> None:
+    tuner, data = Tuner(Trainer(**QUIET)), torch.ones(4, 3, 4)
+    with raises("train_dataloaders=DataLoader, whose batches are made already"):
+        tuner.scale_batch_size(Net(), loader())
+    with raises("searched on one process, and there are 2 ranks"):
+        Tuner(Trainer(strategy="ddp", devices=2, **QUIET)).scale_batch_size(OwnLoaders())
+    with raises("have batch: set self.batch"):
+        tuner.scale_batch_size(OwnLoaders(), batch_arg_name="batch")
+    with raises("a batch of 1 does not fit"):
+        tuner.scale_batch_size(OwnLoaders(limit=0))
+    with raises("have no rate, which the found rate"):
+        tuner.lr_find(Net(), data, attr_name="rate")
+    with raises("searched by fit alone"):
+        tuner.lr_find(Net(), data, method="test")
+    with raises("dataloaders is for validate"):
+        tuner.lr_find(Net(), dataloaders=data)
+    with raises("are for fit: give test dataloaders"):
+        tuner.scale_batch_size(Net(), loader(), method="test")
+    with raises("returned 2: return one"):
+        two = Net()
+        two.configure = lambda m: [torch.optim.SGD([p], lr=0.1) for p in list(m.parameters())[:2]]
+        tuner.lr_find(two, data)
+    with raises("strategy of its own"):
+        Trainer(strategy=SingleDeviceStrategy(), callbacks=LearningRateFinder(), **QUIET).fit(Net(), data)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LearningRateFinder(mode="log"), "exponential"),
+        (lambda: LearningRateFinder(min_lr=1.0, max_lr=0.1), "the second one the larger"),
+        (lambda: LearningRateFinder(num_training_steps=1), "from 2"),
+        (lambda: BatchSizeFinder(mode="linear"), "binsearch"),
+        (lambda: BatchSizeFinder(init_val=0), "from 1"),
+        (lambda: BatchSizeFinder(margin=1.0), "a fraction from 0"),
+        (lambda: BatchSizeFinder(max_val=1), "less than init_val"),
+    ],
+)
+def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
+    with raises(message):
+        make()
+
+
+def test_fast_dev_run_searches_nothing() -> None:
+    tuner = Tuner(Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False))
+    with pytest.warns(UserWarning, match="leaves the search for a learning rate out"):
+        assert tuner.lr_find(Net(), loader()) is None
+    with pytest.warns(UserWarning, match="leaves the search for a batch size out"):
+        assert tuner.scale_batch_size(OwnLoaders()) is None
+
+
+# several ranks --------------------------------------------------------------------------------------------------------
+def searched_on_ranks() -> list[Any]:
+    found = []
+    for make in (lambda: "ddp", FSDPStrategy):
+        results = []
+        for searches in (True, False):
+            torch.manual_seed(0)
+            module = Falls()
+            run = Trainer(strategy=make(), devices=2, max_epochs=1, **QUIET)
+            data = DataLoader(torch.randn(24, 2, generator=torch.Generator().manual_seed(1)), 3, shuffle=True)  # type: ignore[arg-type]
+            if searches:
+                result = Tuner(run).lr_find(module, data, num_training=15, update_attr=False)
+                assert result is not None
+                found.append(result.results)
+            run.fit(module, data)
+            state = run.strategy.full_state_dict(module, rank0_only=False)
+            results.append([tensor.flatten().tolist() for tensor in state.values()])
+        assert results[0] == results[1]
+    return found
+
+
+def test_a_learning_rate_is_searched_on_ranks_before_fit() -> None:
+    one, other = run_world(2, searched_on_ranks)
+    assert one == other
+    assert one[0]["loss"] == pytest.approx(one[1]["loss"], rel=1e-4)

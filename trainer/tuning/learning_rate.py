@@ -1,0 +1,234 @@
+"""The search for a learning rate: the loss over a range of rates that grow from step to step (Smith, 2017)."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.tuning.trial import Subject, owners_of
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+MODES = ("exponential", "linear")
+NAMES = ("lr", "learning_rate")
+SMOOTHING = 0.98
+
+
+@dataclass
+class LRFinder:
+    """What a search found: `results["lr"]` and `results["loss"]`, the smoothed loss after a step of each rate.
+
+    Attributes:
+        mode: "exponential" or "linear".
+        lr_min: the first rate.
+        lr_max: the last one.
+        num_training: steps of the search.
+        results: lists of as many rates and losses as there were steps before the loss grew too large.
+
+    Example:
+        >>> found = LRFinder("linear", 0.0, 1.0, 4, {"lr": [0.1, 0.2, 0.3, 0.4], "loss": [4.0, 3.0, 1.0, 2.0]})
+        >>> found.suggestion(skip_begin=0, skip_end=0)
+        0.2
+    """
+
+    mode: str
+    lr_min: float
+    lr_max: float
+    num_training: int
+    results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
+        """The rate at which the loss falls most steeply; None, with a warning, if there are too few points.
+
+        Args:
+            skip_begin: points left out at the beginning.
+            skip_end: points left out at the end.
+        """
+        place = self._place(skip_begin, skip_end)
+        if place is None:
+            warnings.warn(
+                f"there are too few finite losses for a suggestion ({len(self.results['loss'])}, of which "
+                f"{skip_begin} + {skip_end} are skipped): search with more steps, or a lower max_lr.",
+                stacklevel=2,
+            )
+            return None
+        return self.results["lr"][place]
+
+    def _place(self, skip_begin: int, skip_end: int) -> int | None:
+        losses = self.results["loss"]
+        places = range(len(losses))[skip_begin : len(losses) - skip_end]
+        finite = [place for place in places if math.isfinite(losses[place])]
+        if len(finite) < 2:
+            return None
+        rates = torch.tensor([self.results["lr"][place] for place in finite], dtype=torch.float64)
+        [slope] = torch.gradient(
+            torch.tensor([losses[place] for place in finite], dtype=torch.float64), spacing=(rates,)
+        )
+        return finite[int(slope.argmin())]
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draws the loss over the rates with matplotlib.
+
+        Args:
+            suggest: mark the suggested rate.
+            show: show the figure.
+            ax: axes to draw on; those of a new figure if None.
+
+        Returns:
+            The figure.
+
+        Raises:
+            ConfigurationError: if matplotlib is not installed.
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ConfigurationError("plot() draws with matplotlib: pip install matplotlib.") from error
+        if ax is None:
+            _, ax = plt.subplots()
+        ax.plot(self.results["lr"], self.results["loss"])
+        if self.mode == "exponential":
+            ax.set_xscale("log")
+        ax.set_xlabel("Learning rate")
+        ax.set_ylabel("Loss")
+        place = self._place(10, 1) if suggest else None
+        if place is not None:
+            ax.plot(self.results["lr"][place], self.results["loss"][place], markersize=10, marker="o", color="red")
+        if show:
+            plt.show()
+        return ax.figure
+
+
+@dataclass(frozen=True)
+class RateSearch:
+    """How a learning rate is searched.
+
+    Attributes:
+        min_lr: the first rate.
+        max_lr: the last one.
+        num_training: steps.
+        mode: how the rate grows: "exponential" or "linear".
+        early_stop_threshold: ends the search once the loss is so many times the best; None for no end.
+        update_attr: give the module the suggested rate.
+        attr_name: which attribute; `lr` or `learning_rate` if empty.
+
+    Raises:
+        ConfigurationError: for a value that cannot be.
+    """
+
+    min_lr: float = 1e-8
+    max_lr: float = 1.0
+    num_training: int = 100
+    mode: str = "exponential"
+    early_stop_threshold: float | None = 4.0
+    update_attr: bool = True
+    attr_name: str = ""
+
+    def __post_init__(self) -> None:
+        if str(self.mode).lower() not in MODES:
+            raise ConfigurationError(f"mode={self.mode!r}: {nearest(str(self.mode), MODES)}")
+        if not 0 < self.min_lr < self.max_lr:
+            raise ConfigurationError(
+                f"min_lr={self.min_lr!r}, max_lr={self.max_lr!r}: give two rates above 0, the second one the larger."
+            )
+        if type(self.num_training) is not int or self.num_training < 2:
+            raise ConfigurationError(f"num_training={self.num_training!r}: give a number of steps from 2.")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step, counted from 0; the last step has `max_lr`."""
+        part = step / (self.num_training - 1)
+        if self.mode.lower() == "exponential":
+            return float(self.min_lr * (self.max_lr / self.min_lr) ** part)
+        return self.min_lr + (self.max_lr - self.min_lr) * part
+
+    def owners(self, subject: Subject) -> tuple[str, list[Any]]:
+        """The attribute that is given the suggested rate, and who has it.
+
+        Raises:
+            ConfigurationError: if nobody has.
+        """
+        for name in (self.attr_name,) if self.attr_name else NAMES:
+            owners = owners_of(name, subject.module, subject.datamodule)
+            if owners:
+                return name, owners
+        wanted = self.attr_name or " or ".join(NAMES)
+        raise ConfigurationError(
+            f"{type(subject.module).__name__} and its hyperparameters have no {wanted}, which the found rate is to be "
+            "written to: set self.lr and use it in configure_optimizers, name another by attr_name, or give "
+            "update_attr=False."
+        )
+
+    def search(self, subject: Subject) -> LRFinder:
+        """Searches with a copy of the module; the original and everything around it stay as they are."""
+        sweep = Sweep(self)
+        with subject.without_trace():
+            steps = {"max_steps": self.num_training, "max_epochs": -1, "limit_val_batches": 0}
+            subject.copied().run([sweep], **steps)
+        return sweep.found
+
+
+class Sweep(Callback):
+    """Sets the rate of each step of a trial, and notes its loss, averaged over ranks and smoothed.
+
+    Args:
+        search: what the rates are.
+    """
+
+    def __init__(self, search: RateSearch) -> None:
+        self._search = search
+        self.found = LRFinder(search.mode.lower(), search.min_lr, search.max_lr, search.num_training)
+        self._losses: list[Tensor] = []
+        self._average, self._best = 0.0, math.inf
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if len(trainer.optimizers) != 1:
+            raise ConfigurationError(
+                f"a learning rate is searched for one optimizer, and configure_optimizers returned "
+                f"{len(trainer.optimizers)}: return one, or search by hand."
+            )
+        trainer.rest_schedulers()
+
+    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = self._search.rate(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss, items = _loss_of(outputs)
+        self._losses.append(loss / items if items is not None else loss)
+        if trainer.window.closes:
+            self._note(trainer, torch.stack(self._losses).mean())
+            self._losses = []
+
+    def _note(self, trainer: Trainer, loss: Tensor) -> None:
+        current = float(trainer.strategy.ranks.reduce(loss.detach().float().to(trainer.strategy.root_device)))
+        rates, losses = self.found.results["lr"], self.found.results["loss"]
+        self._average = SMOOTHING * self._average + (1 - SMOOTHING) * current
+        smoothed = self._average / (1 - SMOOTHING ** (len(losses) + 1))
+        rates.append(self._search.rate(len(rates)))
+        losses.append(smoothed)
+        limit = self._search.early_stop_threshold
+        if not math.isfinite(smoothed) or (limit is not None and len(losses) > 2 and smoothed > limit * self._best):
+            trainer.should_stop = True
+        self._best = min(self._best, smoothed)
+
+
+def _loss_of(outputs: Any) -> tuple[Tensor, Any]:
+    if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+        return outputs["loss"], outputs.get("num_items")
+    if not isinstance(outputs, Tensor):
+        raise ConfigurationError(
+            "a learning rate is searched by the loss of each step, and training_step returned none: return it."
+        )
+    return outputs, None
