@@ -201,6 +201,20 @@ def test_a_checkpoint_holds_the_averages_and_the_callback_the_current_weights(tm
     assert not differences(weights(Net.load_from_checkpoint(tmp_path / "step=5")), averages)
 
 
+def test_a_checkpoint_that_is_written_beside_the_training_is_the_same(tmp_path: Path) -> None:
+    for asynchronous in (False, True):
+        folder = tmp_path / str(asynchronous)
+        saves = ModelCheckpoint(
+            folder, every_n_train_steps=2, save_top_k=-1, filename="{step}", asynchronous=asynchronous
+        )
+        fit([EMAWeightAveraging(decay=0.9), saves], enable_checkpointing=True, val_check_interval=2)
+    for step in (2, 6, 10, 12):
+        one, other = (CheckpointReader(tmp_path / name / f"step={step}") for name in ("False", "True"))
+        assert not differences(one.model(), other.model())
+        states = [reader.state("callbacks")["EMAWeightAveraging"] for reader in (one, other)]
+        assert not differences(*states)
+
+
 class SavesInside(Callback):
     """Saves in the middle of a validation, in which the averages are in the module."""
 
