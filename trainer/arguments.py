@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from leyden.callbacks.base import Callback
+from leyden.strategies.base import Strategy
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
 from leyden.strategies.launch.watchdog import hang_limit
@@ -112,6 +115,32 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     arguments = dataclasses.replace(defaults, **values)
     _check(arguments)
     return dataclasses.replace(arguments, **_implied(arguments)), named
+
+
+def for_trial(arguments: Arguments, accumulation: Callback | None, within_run: bool) -> dict[str, Any]:
+    """The arguments of a Trainer for short runs on the same devices, which write and print nothing.
+
+    Args:
+        arguments: of the Trainer whose trials they are.
+        accumulation: its callback that sets how long a window is; None without one.
+        within_run: the Trainer is in a run.
+
+    Raises:
+        ConfigurationError: within a run, if the strategy is an object, which can be in one run at a time.
+    """
+    if within_run and isinstance(arguments.strategy, Strategy):
+        raise ConfigurationError(
+            "a trial within a run needs a strategy of its own: give strategy by its name, or search before the run "
+            "with Tuner(trainer)."
+        )
+    values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
+    nothing = ("resume", "preemption", "profiler", "max_time", "min_epochs", "min_steps", "hang_timeout")
+    off: dict[str, Any] = dict.fromkeys(("num_sanity_val_steps", "log_every_n_steps"), 0)
+    off |= dict.fromkeys((name for name in BAREBONES if name not in (*off, *nothing)), False)
+    # One that an argument asks for is made by the argument.
+    own = accumulation is not None and arguments.accumulate_grad_batches == 1
+    off |= {"barebones": True, "val_check_interval": 1.0, "callbacks": [copy.deepcopy(accumulation)] if own else []}
+    return {**values, **dict.fromkeys(nothing), **off}
 
 
 def _barebones(values: dict[str, Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +18,7 @@ from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import rank_environment
 from leyden.strategies.launch.heartbeat import Phase
 from leyden.strategies.launch.watchdog import watched
-from leyden.trainer.arguments import resolve
+from leyden.trainer.arguments import for_trial, resolve
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import Hooks
@@ -381,25 +379,11 @@ class Trainer(TrainerView):
         """Returns a Trainer for short runs on the same devices, in the same precision, that write and print nothing.
 
         Args:
-            callbacks: of the trial; of this Trainer's only those that set the accumulation.
+            callbacks: of the trial; of this Trainer's only a `GradientAccumulation`.
             **arguments: in place of this Trainer's.
-
-        Raises:
-            ConfigurationError: within a run, if the strategy is an object, which can be in one run at a time.
         """
-        own = {field.name: getattr(self.arguments, field.name) for field in dataclasses.fields(self.arguments)}
-        if self.state.stage is not None and isinstance(own["strategy"], Strategy):
-            raise ConfigurationError(
-                "a trial within a run needs a strategy of its own: give strategy by its name, or search before the run "
-                "with Tuner(trainer)."
-            )
-        off = dict.fromkeys(("resume", "preemption", "profiler", "max_time", "min_epochs", "min_steps", "hang_timeout"))
-        off |= {"barebones": True, "logger": False, "fast_dev_run": False, "detect_anomaly": False}
-        off |= dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-        off |= {"num_sanity_val_steps": 0, "log_every_n_steps": 0, "val_check_interval": 1.0}
-        accumulation = [] if own["accumulate_grad_batches"] > 1 else [self._run.accumulation]
-        kept = [copy.deepcopy(callback) for callback in accumulation if callback is not None]
-        return Trainer(**{**own, **off, "callbacks": [*kept, *callbacks], **arguments})
+        own = for_trial(self.arguments, self._run.accumulation, within_run=self.state.stage is not None)
+        return Trainer(**{**own, **arguments, "callbacks": [*own["callbacks"], *callbacks]})
 
     def rest_schedulers(self) -> None:
         """From here on this run's schedulers do not step: for callbacks that set the learning rates themselves."""
