@@ -39,6 +39,8 @@ from leyden.callbacks.early_stopping import EarlyStopping
 from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.model_checkpoint import ModelCheckpoint
 from leyden.strategies.precision.amp import MixedPrecision
+from leyden.trainer.checkpoint.writer import CheckpointWriter
+from leyden.trainer.run import saving
 
 SIZE, BATCH = 38, 4
 
@@ -313,6 +315,28 @@ def every(steps: int) -> ModelCheckpoint:
     return ModelCheckpoint(every_n_train_steps=steps, save_top_k=2)
 
 
+class Watched(CheckpointWriter):
+    """Tells how far the thread has come that writes a checkpoint beside the run."""
+
+    def write(self) -> None:
+        fate.reach("before_write")
+        super().write()
+        fate.reach("after_write")
+
+    def commit(self, **facts: Any) -> Path:
+        fate.reach("before_commit")
+        path = super().commit(**facts)
+        fate.reach("after_commit")
+        return path
+
+
+def beside(**given: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
+    """A run of a shuffled loader whose checkpoints a thread writes."""
+    saving.CheckpointWriter = Watched  # type: ignore[misc]
+    checkpoint = ModelCheckpoint(every_n_train_steps=1, save_top_k=2, asynchronous=True)
+    return run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[checkpoint], **given)
+
+
 def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path], tuple[Trainer, TrainModule, Any]]:
     def make(folder: Path) -> tuple[Trainer, TrainModule, Any]:
         given: dict[str, Any] = {
@@ -338,6 +362,8 @@ def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path]
 
 SCENARIOS: dict[str, Callable[[], Callable[[Path], tuple[Trainer, TrainModule, Any]]]] = {
     "shuffle": lambda: run_of(Net(), DataLoader(Samples(), BATCH, shuffle=True)),
+    "saved beside": lambda: beside(),
+    "saved beside, often": lambda: beside(accumulate_grad_batches=1),
     "seldom saved": lambda: run_of(Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[every(2)]),
     "saved by epoch": lambda: run_of(
         Net("epoch"), DataLoader(Samples(), BATCH, shuffle=True), callbacks=[ModelCheckpoint(save_last=True)]

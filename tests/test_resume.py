@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import threading
 from pathlib import Path
@@ -58,6 +59,14 @@ SCENARIOS = (
     *("shuffle", "seldom saved", "saved by epoch", "workers", "persistent workers", "seeded samples in workers"),
     *("sampler", "generator", "stateful loader", "stream", "limited stream", "limited", "16-mixed", "monitored"),
     *("plateau by epoch", "manual", "steps", "stream, steps", "combined", "reloaded", "growing windows"),
+)
+BESIDE = (
+    "KILL@before_write:2",  # in the thread that saves
+    "KILL@after_write:3",
+    "KILL@after_commit:4",
+    "KILL@training_step:9",  # in a step, beside the thread
+    "KILL@before_optimizer_step:5",
+    "KILL@before_commit:2>KILL@before_write:2>KILL@after_commit:1",
 )
 STOPS = (
     "TERM@training_step:14",
@@ -149,6 +158,21 @@ def test_a_killed_run_resumes_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scenario", SCENARIOS[1:])
 def test_a_killed_run_resumes_exactly_with(scenario: str, tmp_path: Path) -> None:
     check_kills(scenario, tmp_path, diagonal(scenario))
+
+
+def test_a_run_whose_checkpoints_are_written_beside_it_resumes_exactly_after_a_kill(tmp_path: Path) -> None:
+    check_kills("saved beside", tmp_path, BESIDE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_it_resumes_exactly_after_a_kill_anywhere(seed: int, tmp_path: Path) -> None:
+    """At places of the run and of the thread that are drawn at random, as its own progress is."""
+    chosen = random.Random(seed)
+    places = ("training_step", "getitem", "save", "after_train_batch_end", "before_optimizer_step", "validation_step")
+    threads = ("before_write", "after_write", "before_commit", "after_commit")
+    points = {f"KILL@{chosen.choice(places + threads)}:{chosen.randint(1, 30)}" for _ in range(12)}
+    check_kills("saved beside, often", tmp_path, tuple(sorted(points)))
 
 
 @pytest.mark.full

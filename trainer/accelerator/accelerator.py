@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +41,7 @@ from leyden.trainer.accelerator.scheduler import PreparedScheduler
 from leyden.trainer.accelerator.staged import Step, call_with_batch
 from leyden.trainer.accelerator.stepping import Stepping
 from leyden.trainer.accelerator.tracking import GeneralTracker, Trackers
+from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.prepared import PreparedOptimizer
@@ -154,6 +154,7 @@ class Accelerator:
         self.registered: list[Any] = []
         self.state_hooks = states.StateHooks()
         self.shard_plans = ShardPlans()
+        self.saves = BackgroundSaves(holds_exit=True)
         hint_at_first_print(self._state)
 
     # settings ---------------------------------------------------------------------------------------------------------
@@ -486,6 +487,7 @@ class Accelerator:
         """
         from leyden.trainer.accelerator.memory import release_memory
 
+        self.saves.release()
         self._stepping.release()
         self._preparing.release()
         return release_memory(*objects)
@@ -752,7 +754,12 @@ class Accelerator:
         return self._collectives.check_trigger()
 
     # checkpoints ------------------------------------------------------------------------------------------------------
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        asynchronous: bool = False,
+    ) -> str:
         """Writes a checkpoint of all that was prepared and registered, complete or not at all (`docs/checkpoints.md`).
 
         Inside an accumulation window it is written when that window's last batch is done with (the loader is asked for
@@ -762,6 +769,7 @@ class Accelerator:
             output_dir: the folder; a checkpoint that is there is replaced once the new one is committed. Left out (and
                 not used) with `automatic_checkpoint_naming`.
             safe_serialization: accepted for Accelerate's scripts; False is refused.
+            asynchronous: all is copied now, and a thread writes it (`docs/checkpoints.md`). Ours.
 
         Returns:
             The folder.
@@ -769,12 +777,11 @@ class Accelerator:
         if not safe_serialization:
             raise ConfigurationError("save_state(safe_serialization=False) would be a pickle: leave it out.")
         self._collectives.announce("save_state")
-        path, loader = states.target(self, output_dir), self.active_loader
-        if not self._stepping.is_within_window:
-            return str(states.save(self, path))
-        asked = None if loader is None else (loader, loader.position)
-        self._stepping.after_window(partial(states.save, self, path, asked))
-        return str(path)
+        return str(states.save_in_time(self, self._stepping, output_dir, asynchronous))
+
+    def finish_saving(self) -> None:
+        """Waits until an asynchronous save is committed, and raises the error that has kept it from being. Ours."""
+        self.saves.wait()
 
     def write_due(self) -> None:
         """Writes the checkpoint that was asked for inside a window, if the window is closed."""
@@ -909,6 +916,7 @@ class Accelerator:
         """Closes the trackers, once every rank has come here."""
         self._collectives.announce("end_training")
         self.write_due()
+        self.finish_saving()
         self._trackers.finish()
         self.strategy.ranks.barrier()
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from leyden.strategies.saved_state import SavedState
 from leyden.trainer.accelerator.accelerate_folder import AccelerateFolder, is_folder
 from leyden.trainer.accelerator.plugins import AUTOMATIC
 from leyden.trainer.accelerator.tracking import LoggerTracker
+from leyden.trainer.checkpoint.background import is_possible
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.folder import all_checkpoints, delete, is_checkpoint, newest
 from leyden.trainer.checkpoint.owners import (
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.logger import Logger
     from leyden.trainer.accelerator.accelerator import Accelerator
     from leyden.trainer.accelerator.loader import PreparedLoader
+    from leyden.trainer.accelerator.stepping import Stepping
 
 KIND = "accelerator"
 """The entry of `user.json` by which a checkpoint of a loop of one's own is known."""
@@ -157,22 +161,54 @@ def _make_way(path: Path) -> None:
     path.rmdir()
 
 
-def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int] | None = None) -> Path:
+def save_in_time(
+    accelerator: Accelerator, stepping: Stepping, output_dir: str | os.PathLike[str] | None, asynchronous: bool
+) -> Path:
+    """Writes a checkpoint, now or when the accumulation window that is open closes; returns its folder.
+
+    Args:
+        accelerator: whose state it is.
+        stepping: knows the window.
+        output_dir: as the script gave it.
+        asynchronous: see `save`.
+    """
+    # One save at a time, and the name of the one before is taken once it is there.
+    accelerator.finish_saving()
+    path, loader = target(accelerator, output_dir), accelerator.active_loader
+    if not stepping.is_within_window:
+        return save(accelerator, path, asynchronous=asynchronous)
+    asked = None if loader is None else (loader, loader.position)
+    stepping.after_window(partial(save, accelerator, path, asked, asynchronous))
+    return path
+
+
+def save(
+    accelerator: Accelerator,
+    path: Path,
+    asked: tuple[PreparedLoader, int] | None = None,
+    asynchronous: bool = False,
+) -> Path:
     """Writes a checkpoint, then deletes old ones above the limit.
 
     Args:
         accelerator: whose state it is.
         path: the folder.
         asked: the loader that was being read when the script asked for the checkpoint, and its position then.
+        asynchronous: everything is copied now, and a thread writes it.
     """
-    strategy = accelerator.strategy
+    strategy, config = accelerator.strategy, accelerator.project_configuration
     accelerator.flush_scaler()
     for logger in _loggers(accelerator).values():
         logger.save()
     models = accelerator.bare_models
     ranks = CheckpointRanks(strategy, path)
     overwrite = ranks.first(lambda: is_checkpoint(path))
-    with CheckpointWriter(path, overwrite=overwrite, ranks=ranks, plans=accelerator.shard_plans) as writer:
+    # Only the script knows what writes to weights between here and the next step: nothing is copied later.
+    copies = accelerator.saves.take(()) if asynchronous and is_possible(strategy) else None
+    with ExitStack() as stack:
+        writer = stack.enter_context(
+            CheckpointWriter(path, overwrite=overwrite, ranks=ranks, plans=accelerator.shard_plans, copies=copies)
+        )
         kept = accelerator.state_hooks.run_before_save(models, writer)
         _step_states(accelerator).save(writer, together(models, kept))
         writer.state("user", _user(accelerator))
@@ -180,16 +216,27 @@ def save(accelerator: Accelerator, path: Path, asked: tuple[PreparedLoader, int]
         # The random numbers last, since loaders may draw.
         own = {"loaders": loaders, **collect_rank({"rng": RandomNumbers()})}
         write_rank(writer, strategy, own)
-        saved = writer.commit(
-            progress=_progress(accelerator),
-            world_size=strategy.ranks.world_size,
-            strategy=strategy.name or "custom",
-            data_ranks=strategy.data_ranks,
-        )
-    config = accelerator.project_configuration
-    if config.automatic_checkpoint_naming:
-        config.continue_after(saved)
-        ranks.first(lambda: _remove_old(saved.parent, config.total_limit))
+        facts: dict[str, Any] = {
+            "progress": _progress(accelerator),
+            "world_size": strategy.ranks.world_size,
+            "strategy": strategy.name or "custom",
+            "data_ranks": strategy.data_ranks,
+        }
+        pending = None
+        if copies is None:
+            saved = writer.commit(**facts)
+        else:
+            writer.beside()
+            pending = accelerator.saves.start(writer, stack.pop_all(), copies, facts, accelerator.optimizers, None)
+            saved = pending.path
+    if not config.automatic_checkpoint_naming:
+        return saved
+    config.continue_after(saved)
+    limit = config.total_limit
+    if pending is None:
+        ranks.first(lambda: _remove_old(saved.parent, limit))
+    elif ranks.rank == 0:
+        pending.follow(lambda path: _remove_old(path.parent, limit))
     return saved
 
 
@@ -272,6 +319,7 @@ def load(accelerator: Accelerator, path: Path, strict: bool, trust: bool = False
         strict: names of weights must fit.
         trust: a folder of Accelerate's own is read too, whose files are pickles.
     """
+    accelerator.finish_saving()
     if is_folder(path):
         if not trust:
             raise CheckpointError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from leyden.strategies.base import Strategy
 from leyden.trainer.checkpoint.copies import Copies, HostMemory, Key, WrittenWhileCopied, addresses_of, calls_hooks
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.events.hooks import Hooks
@@ -18,6 +20,15 @@ from leyden.trainer.format.errors import CheckpointError
 
 _ABANDONED = 5.0
 """Seconds in which a thread must end whose ranks are gone."""
+
+
+def is_possible(strategy: Strategy) -> bool:
+    """Returns False, with one warning, under a strategy whose checkpoints cannot be written beside its training."""
+    reason = strategy.refuses_asynchronous
+    if reason is not None and strategy.ranks.is_global_zero:
+        # Python shows a warning of the same words once.
+        warnings.warn(f"asynchronous saving with strategy={strategy.name!r}: {reason}.", stacklevel=5)
+    return reason is None
 
 
 class PendingSave:
@@ -28,20 +39,28 @@ class PendingSave:
         stack: closes the writer.
         copies: that the thread makes first.
         facts: arguments of the writer's `commit`.
+        holds_exit: the end of the process waits for it.
 
     Attributes:
         path: where the checkpoint is going to be; where it is, once it is committed.
         error: what the thread raised, if it did.
     """
 
-    def __init__(self, writer: CheckpointWriter, stack: ExitStack, copies: Copies, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        writer: CheckpointWriter,
+        stack: ExitStack,
+        copies: Copies,
+        facts: Mapping[str, Any],
+        holds_exit: bool = False,
+    ) -> None:
         self.path = writer.planned
         self.error: BaseException | None = None
         self._writer, self._stack, self._copies, self._facts = writer, stack, copies, facts
         self._follower: Callable[[Path], None] | None = None
         self._following = threading.Lock()
         self._is_committed = False
-        self._thread = threading.Thread(target=self._run, name="leyden-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="leyden-save", daemon=not holds_exit)
         self._thread.start()
 
     @property
@@ -86,9 +105,13 @@ class BackgroundSaves:
     From the beginning of a save until its end is noticed, every optimizer has a hook before its step. It waits for the
     copies, and raises what the thread raised. So does every hook of the user's own, before it is called. A run in which
     nothing is saved has no hook at all.
+
+    Args:
+        holds_exit: the end of the process waits for the last save; False where something else does, as the end of fit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holds_exit: bool = False) -> None:
+        self._holds_exit = holds_exit
         self._memory: HostMemory | None = None
         self._written: set[Key] | None = None
         """Names of what other things than steps write; None until the first save has been compared."""
@@ -144,7 +167,7 @@ class BackgroundSaves:
         ]
         if hooks is not None:
             hooks.precede(self.finish_copies)
-        self._pending = PendingSave(writer, stack, copies, facts)
+        self._pending = PendingSave(writer, stack, copies, facts, self._holds_exit)
         return self._pending
 
     def finish_copies(self) -> None:
@@ -184,6 +207,11 @@ class BackgroundSaves:
         """Notices that a save is done, without waiting for it; raises as `wait` does."""
         if self._pending is not None and self._pending.is_done:
             self.wait()
+
+    def release(self) -> None:
+        """Waits, and frees the memory for copies."""
+        self.wait()
+        self._memory = self._written = None
 
     def close(self) -> None:
         """Ends the run's saves after an error: one that cannot be finished, since other ranks are gone, is dropped."""

@@ -37,9 +37,16 @@ class Unflushed:
         files, self._files = self._files, []
         if not files:
             return
-        with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
-            # Each is flushed and closed whatever becomes of the others; pool.map would cancel those that wait.
-            flushed = [pool.submit(_flush, named) for named in files]
+        try:
+            with ThreadPoolExecutor(min(_THREADS, len(files))) as pool:
+                # Each is flushed and closed whatever becomes of the others; pool.map would cancel those that wait.
+                flushed = [pool.submit(_flush, named) for named in files]
+        except RuntimeError:
+            # The script is over while a last save goes on: Python starts no further thread.
+            for named in files:
+                if not named[1].closed:
+                    _flush(named)
+            return
         for one in flushed:
             one.result()
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from leyden.strategies.errors import LeydenError
+from leyden.trainer.checkpoint.background import is_possible
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.writer import CheckpointWriter
@@ -148,11 +148,7 @@ def beside(run: Run, asked: bool | None) -> bool:
         asked = saves_asynchronously(run.arguments)
     if not asked or run.state.stage != "fit":
         return False
-    reason = run.strategy.refuses_asynchronous
-    if reason is not None and run.strategy.ranks.is_global_zero:
-        # Python shows it once.
-        warnings.warn(f"asynchronous saving with strategy={run.strategy.name!r}: {reason}.", stacklevel=4)
-    return reason is None
+    return is_possible(run.strategy)
 
 
 def steppers(engine: Engine) -> list[Optimizer]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader
 
-from leyden import Trainer
+from leyden import Accelerator, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer import AsyncCheckpointIO
@@ -24,6 +26,7 @@ from leyden.trainer.checkpoint import writer as writing
 from leyden.trainer.checkpoint.copies import Copies, HostMemory, addresses_of
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.staging import is_staging
+from leyden.utils import ProjectConfiguration
 
 LOOPING = {**QUIET, "enable_checkpointing": True}
 """Arguments of a quiet Trainer with a ModelCheckpoint."""
@@ -295,3 +298,67 @@ def test_memory_is_kept_between_saves() -> None:
         rooms.append({name: tensor.data_ptr() for name, tensor in content.tensors.items()})
         assert torch.equal(content.tensors["weight"], torch.ones(3))
     assert rooms[0] == rooms[1] == rooms[2]
+
+
+def own_loop(folder: Path, asynchronous: bool) -> Accelerator:
+    torch.manual_seed(1)
+    config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    model = net()
+    model, optimizer, loader = accelerator.prepare(
+        model, AdamW(model.parameters(), lr=0.01), DataLoader(torch.randn(24, 8), batch_size=4)
+    )
+    for batch in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        accelerator.save_state(asynchronous=asynchronous)
+        # Weights are exchanged for others and back, as evaluations of averages do.
+        for parameter in model.parameters():
+            parameter.data.add_(1.0).sub_(1.0)
+    accelerator.end_training()
+    return accelerator
+
+
+def test_a_loop_of_ones_own_saves_what_there_was(tmp_path: Path) -> None:
+    for asynchronous in (False, True):
+        own_loop(tmp_path / str(asynchronous), asynchronous)
+    for number in (4, 5):
+        sync, beside = (tmp_path / str(kind) / "checkpoints" / f"checkpoint_{number}" for kind in (False, True))
+        names = sorted(path.name for path in sync.iterdir())
+        assert names == sorted(path.name for path in beside.iterdir())
+        for name in set(names) - UNLIKE:
+            assert (sync / name).read_bytes() == (beside / name).read_bytes(), name
+    assert sorted(os.listdir(tmp_path / "True" / "checkpoints")) == ["checkpoint_4", "checkpoint_5"]
+
+
+def test_the_end_of_a_script_waits_for_its_last_save(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; from leyden import Accelerator; a = Accelerator(cpu=True);"
+        "m = torch.nn.Linear(2000, 2000); a.prepare(m); a.save_state(sys.argv[1], asynchronous=True)"
+    )
+    # A real process: the end of an interpreter is what counts.
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "one"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "one" / "manifest.json").is_file()
+
+
+def test_an_error_of_a_loop_of_ones_own_is_raised_at_its_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    monkeypatch.setattr(writing.CheckpointWriter, "_commit", fail)
+    accelerator.save_state(tmp_path / "one", asynchronous=True)
+    pending = accelerator.saves.pending
+    assert pending is not None
+    pending.join()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(CheckpointError, match="was not saved") as found:
+        optimizer.step()
+    assert isinstance(found.value.__cause__, OSError)
+    optimizer.step()
+    assert os.listdir(tmp_path) == []
