@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "Callback": "base",
     "CSVLogger": "csv_logger",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.non_finite_guard import NonFiniteError as NonFiniteError
     from leyden.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging

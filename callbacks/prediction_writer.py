@@ -1,0 +1,171 @@
+"""BasePredictionWriter, the base of callbacks that write predictions while `predict` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.batch import move_to_device
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.data.combined import CombinedLoader, holds_loaders
+from leyden.trainer.data.sharding import block
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+
+class WriteInterval(Enum):
+    """When predictions are written."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        return self is not WriteInterval.EPOCH
+
+    @property
+    def on_epoch(self) -> bool:
+        return self is not WriteInterval.BATCH
+
+
+class BasePredictionWriter(Callback):
+    """Hands predictions to methods that write them: after each batch, at the end of `predict`, or both.
+
+    On several ranks each writes those of its own samples: put `trainer.global_rank` into the name of a file, or the
+    samples' indices. With `predict(return_predictions=False)` no rank keeps or gathers them; between batches, only
+    "epoch" keeps this rank's on the CPU.
+
+    Args:
+        write_interval: "batch" calls `write_on_batch_end`, "epoch" `write_on_epoch_end`, "batch_and_epoch" both.
+
+    Raises:
+        ConfigurationError: for another interval; at the start of `predict`, if a method that it calls is not written.
+
+    Example:
+        >>> class Writer(BasePredictionWriter):
+        ...     def write_on_batch_end(
+        ...         self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+        ...     ):
+        ...         torch.save(prediction, f"{trainer.default_root_dir}/{dataloader_idx}-{batch_indices[0]}.pt")
+        >>> Writer("batch").interval.on_epoch
+        False
+    """
+
+    state_per_rank = False
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        values = [interval.value for interval in WriteInterval]
+        if write_interval not in values:
+            raise ConfigurationError(
+                f"{type(self).__name__}(write_interval={write_interval!r}): {nearest(str(write_interval), values)}"
+            )
+        self.interval = WriteInterval(write_interval)
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[list[int] | None]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Writes the predictions of one batch; override it.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
+            prediction: what `predict_step` returned, on its device.
+            batch_indices: of the batch's samples in the data set; None where a loader shuffles, has a sampler of its
+                own, or reads an iterable.
+            batch: the batch.
+            batch_idx: its number, which the ranks' parts of a global batch have in common.
+            dataloader_idx: the number of its loader.
+        """
+
+    def write_on_epoch_end(
+        self,
+        trainer: Trainer,
+        module: TrainModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        """Writes all predictions of this rank; override it.
+
+        Args:
+            trainer: the Trainer.
+            module: the module.
+            predictions: what `predict_step` returned for each batch, on the CPU; by loader where there are several.
+            batch_indices: for each loader, those of each batch, as `write_on_batch_end` is given them.
+        """
+
+    # a run ------------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage != "predict":
+            return
+        needed = {"write_on_batch_end": self.interval.on_batch, "write_on_epoch_end": self.interval.on_epoch}
+        for name, is_called in needed.items():
+            if is_called and getattr(type(self), name) is getattr(BasePredictionWriter, name):
+                raise ConfigurationError(
+                    f"{type(self).__name__}(write_interval={self.interval.value!r}) calls {name}, which it does not "
+                    "have: write it, or choose another interval."
+                )
+
+    def on_predict_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        count = len(_loaders(trainer.predict_dataloaders))
+        self._predictions = [[] for _ in range(count)]
+        self._indices = [[] for _ in range(count)]
+
+    def on_predict_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        indices = _indices(trainer, _loaders(trainer.predict_dataloaders)[dataloader_idx], batch_idx)
+        if self.interval.on_batch:
+            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval.on_epoch:
+            self._predictions[dataloader_idx].append(move_to_device(outputs, torch.device("cpu")))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self.interval.on_epoch:
+            predictions = self._predictions[0] if len(self._predictions) == 1 else self._predictions
+            self.write_on_epoch_end(trainer, module, predictions, self._indices)
+        self._predictions, self._indices = [], []
+
+
+def _loaders(given: Any) -> list[Any]:
+    """The loaders of a prediction, in the order in which they run."""
+    if isinstance(given, CombinedLoader) and given.mode == "sequential":
+        return list(given.flattened)
+    if holds_loaders(given):
+        values = given.values() if isinstance(given, Mapping) else given
+        return [part for value in values for part in _loaders(value)]
+    return [given]
+
+
+def _indices(trainer: Trainer, loader: Any, batch_idx: int) -> list[int] | None:
+    """The indices of this rank's samples in a batch; None where the loader's order is not that of its data set."""
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if not isinstance(loader.sampler, SequentialSampler) or type(loader.batch_sampler) is not BatchSampler:
+        return None
+    if loader.batch_size is None:
+        return None
+    strategy = trainer.strategy
+    # A loader that is not sharded gives every rank all samples.
+    is_shared = trainer.accelerator.share is not None and trainer.arguments.use_distributed_sampler
+    ranks = strategy.data_size if is_shared else 1
+    start = batch_idx * loader.batch_size * ranks
+    whole = range(start, min(start + loader.batch_size * ranks, len(loader.dataset)))  # type: ignore[arg-type]
+    return list(whole[block(len(whole), strategy.data_rank, ranks)] if is_shared else whole)
