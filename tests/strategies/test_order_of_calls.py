@@ -26,6 +26,7 @@ ANY_TIME = {
     "gradient_sync",
     "backward",
     "full_state_dict",
+    "local_weights",
     "release",
     "to_device",
     "add_module",

@@ -16,7 +16,7 @@ import leyden
 from leyden import Trainer
 from leyden.strategies.errors import UnknownArgumentError
 from leyden.strategies.ported import OURS
-from leyden.trainer.arguments import Arguments
+from leyden.trainer.arguments import NONE_MEANS_SOMETHING, Arguments
 
 
 def test_the_signature_of_the_trainer_has_the_defaults_that_are_used() -> None:
@@ -36,7 +36,7 @@ def test_what_was_given_is_known_also_where_it_equals_the_default() -> None:
 
 
 def test_none_means_the_default() -> None:
-    names = {field.name for field in dataclasses.fields(Arguments)} - {"check_val_every_n_epoch"}
+    names = {field.name for field in dataclasses.fields(Arguments)} - set(NONE_MEANS_SOMETHING)
     trainer, plain = Trainer(**dict.fromkeys(names)), Trainer()
     assert trainer.arguments == plain.arguments and trainer.given == frozenset()
     assert Trainer(check_val_every_n_epoch=None, val_check_interval=5).check_val_every_n_epoch is None
