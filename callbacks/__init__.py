@@ -11,6 +11,7 @@ _HOMES = {
     "Callback": "base",
     "CSVLogger": "csv_logger",
     "CometLogger": "comet_logger",
+    "DeviceStatsMonitor": "device_stats_monitor",
     "EarlyStopping": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
     "GradientAccumulation": "gradient_accumulation",
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.batch_size_finder import BatchSizeFinder as BatchSizeFinder
     from leyden.callbacks.comet_logger import CometLogger as CometLogger
     from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
+    from leyden.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler

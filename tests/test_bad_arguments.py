@@ -110,7 +110,7 @@ argument(
 argument(
     "a callback that only Lightning has",
     r"Lightning's, and has no counterpart here: see docs/from-lightning\.md\.$",
-    callbacks=of_lightning("DeviceStatsMonitor", module="pytorch_lightning.callbacks")(),
+    callbacks=of_lightning("SpikeDetection", module="pytorch_lightning.callbacks")(),
 )
 argument(
     "a logger of Lightning's", OURS.format("leyden.callbacks import CSVLogger"), logger=of_lightning("CSVLogger")()
