@@ -254,7 +254,7 @@ class Strategy:
         return self.root_device.type == "cpu" and not self.precision.converts_input
 
     def check_trained(self) -> None:
-        """Raises ConfigurationError, at an epoch's start, if parameters unfrozen since set-up would not be trained."""
+        """Follows, at an epoch's start, which parameters are trained now; ConfigurationError if it cannot."""
 
     def explain(self, error: BaseException) -> str | None:
         """What to do about an error of torch's whose words do not say it; None for what is none of this strategy's."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -74,7 +75,8 @@ class DDPStrategy(ProcessGroupStrategy):
         self._wrapping = Wrapping(arguments, find_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper))
         self.own_loop: DDPLoop = DDPLoop(self._wrapping)
         self.ddp: DistributedDataParallel | None = None
-        self._sent: set[int] = set()
+        self._sent: dict[int, tuple[str, nn.Parameter]] = {}
+        """What the wrapper sends the gradients of: names and parameters, by their identity."""
         self._holds_back = False
         self._manual = False
 
@@ -120,11 +122,15 @@ class DDPStrategy(ProcessGroupStrategy):
         wrapped = _StepModule(module, step_fn)
         if self._manual:
             wrapped.register_forward_pre_hook(self._expect_no_backward)
-        more = {"find_unused_parameters": True} if self._manual else {}
-        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **more)
+        self.ddp = ddp = self._wrapping.wrap(DistributedDataParallel, wrapped, **self._of_manual)
         self.before_forward = self._choose_sync
-        self._sent = {id(p) for p in module.parameters() if p.requires_grad}
+        self._sent = _trained(ddp)
         return ddp
+
+    @property
+    def _of_manual(self) -> dict[str, Any]:
+        """The arguments of DistributedDataParallel that manual optimisation has."""
+        return {"find_unused_parameters": True} if self._manual else {}
 
     def explain(self, error: BaseException) -> str | None:
         if "Expected to have finished reduction in the prior iteration" not in str(error):
@@ -135,22 +141,41 @@ class DDPStrategy(ProcessGroupStrategy):
         )
 
     def check_trained(self) -> None:
-        if self.ddp is None:
+        ddp = self.ddp
+        if ddp is None:
             return
-        for name, parameter in self.ddp.module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in self._sent:
-                raise ConfigurationError(
-                    f"{name.removeprefix('module.')} was frozen when the fit began and is trained now: DDP does not "
-                    "send its gradients, so the ranks would drift apart. Leave it trainable with a learning rate of 0 "
-                    "until then, or unfreeze it and fit again."
-                )
+        trained = _trained(ddp)
+        if trained.keys() == self._sent.keys():
+            return
+        unfrozen = {name: parameter for key, (name, parameter) in trained.items() if key not in self._sent}
+        if unfrozen:
+            self._check_unfrozen(unfrozen)
+        elif self._wrapping.fixed is not None:
+            return
+        # The same object, which loops call, with a reducer for what is trained now.
+        _release(ddp)
+        self._wrapping.wrap_anew(ddp, **self._of_manual)
+        self._sent = trained
+
+    def _check_unfrozen(self, unfrozen: Mapping[str, nn.Parameter]) -> None:
+        """Refuses parameters whose gradients DDP cannot begin to send."""
+        name, fixed = next(iter(unfrozen)), self._wrapping.fixed
+        if fixed is not None:
+            raise ConfigurationError(
+                f"{name} was frozen when the fit began and is trained now, and {fixed} keeps DDP from sending further "
+                "gradients: leave it out, or leave the parameter trainable with a learning rate of 0 until then."
+            )
+        if self.ranks.differing(_digest(unfrozen.values())):
+            raise ConfigurationError(
+                f"{name} was unfrozen within an epoch, in which DDP did not send its gradients: the ranks have drifted "
+                "apart. Unfreeze parameters in on_train_epoch_start, or between two fits."
+            )
 
     def teardown(self) -> None:
         if self.ddp is not None:
             # Someone may still hold the DDP object, but its reducer must not outlive the process group: gloo would
             # abort.
-            for name in ("reducer", "logger"):
-                self.ddp.__dict__.pop(name, None)
+            _release(self.ddp)
         self.ddp = self.before_forward = None
         self.own_loop.release()
         super().teardown()
@@ -255,6 +280,21 @@ class Wrapping:
             wrapped.register_comm_hook(*self.hook)
         return wrapped
 
+    @property
+    def fixed(self) -> str | None:
+        """The argument that allows no other parameters than those of the first wrapping; None without one."""
+        if self.arguments.get("static_graph"):
+            return "static_graph=True"
+        # PowerSGD's has the shapes of the buckets.
+        return "the state of ddp_comm_hook" if self.hook is not None and self.hook[0] is not None else None
+
+    def wrap_anew(self, wrapped: DistributedDataParallel, **more: Any) -> None:
+        """Wraps what is in a wrapper again, for the parameters that are trained now. Nothing is sent."""
+        module = wrapped.module
+        type(wrapped).__init__(wrapped, module, **{**more, **self.arguments, "init_sync": False})
+        if self.hook is not None:
+            wrapped.register_comm_hook(*self.hook)
+
 
 class DDPLoop(OwnLoop):
     """The modules that a loop of the user's own calls, each in its DDP wrapper."""
@@ -272,8 +312,7 @@ class DDPLoop(OwnLoop):
     def release(self) -> None:
         for wrapped in self.wrapped:
             # The user's script may hold on to the wrapper, and its reducer to the process group.
-            vars(wrapped).pop("reducer", None)
-            vars(wrapped).pop("logger", None)
+            _release(wrapped)
         self.wrapped = []
 
     @contextmanager
@@ -352,6 +391,25 @@ class _StepModule(nn.Module):
     def _zero(self) -> Tensor:
         trainable = (p for p in self.module.parameters() if p.requires_grad)
         return _Zero.apply(*trainable)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _trained(ddp: DistributedDataParallel) -> dict[int, tuple[str, nn.Parameter]]:
+    """The parameters of a wrapped module that are trained, with their names, by their identity."""
+    named = ddp.module.named_parameters()
+    return {id(p): (name.removeprefix("module."), p) for name, p in named if p.requires_grad}
+
+
+def _release(wrapped: DistributedDataParallel) -> None:
+    """Drops a wrapper's reducer, and with it the hooks on gradients."""
+    for name in ("reducer", "logger"):
+        vars(wrapped).pop(name, None)
+
+
+def _digest(parameters: Iterable[nn.Parameter]) -> str:
+    digest = hashlib.sha256()
+    for parameter in parameters:
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _ignored(module: nn.Module) -> set[str]:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from leyden import Trainer, TrainModule
+from leyden.strategies import DDPStrategy
+from leyden.strategies.fsdp.sharding import whole
 from leyden.trainer.events.signals import Signals
 
 
@@ -54,19 +56,97 @@ def fit_on_a_plateau() -> tuple[list[float], float]:
     return module.first.weight.flatten().tolist(), trainer.optimizers[0].param_groups[0]["lr"]
 
 
-def fit_and_unfreeze() -> None:
-    Trainer(strategy="ddp", max_epochs=2, **QUIET).fit(Net(freezes=True), loader())
-
-
 def test_a_plateau_of_step_values_is_one_for_all_ranks() -> None:
     one, other = run_world(2, fit_on_a_plateau)
     assert one == other and one[1] < 0.1
 
 
-def test_a_parameter_that_is_unfrozen_is_named() -> None:
-    # Once: the other rank leaves in silence.
-    [message] = [text for text in run_world(2, fit_and_unfreeze, may_fail=True) if isinstance(text, str)]
-    assert message.startswith("ConfigurationError: first.weight was frozen when the fit began")
+class Unfreezing(Net):
+    """Trains its first layer in the second of three epochs, and before or after it only as a test wants."""
+
+    def __init__(self, unfreezes_in_batch: int | None = None, manual: bool = False) -> None:
+        super().__init__(freezes=True)
+        self.double()
+        self.unfreezes_in_batch = unfreezes_in_batch
+        self.automatic_optimization = not manual
+        self.trained: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step([batch[0].double()], batch_idx)
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.first.requires_grad_(self.current_epoch == 1 and self.unfreezes_in_batch is None)
+        self.trained.append(self.first.weight.requires_grad)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.unfreezes_in_batch:
+            self.first.requires_grad_(True)
+
+
+class StaysUnfrozen(Unfreezing):
+    def on_train_epoch_start(self) -> None: ...
+
+
+def fit_unfreezing(strategy: Any, rows: int = 2, manual: bool = False, **arguments: Any) -> list[float]:
+    module = Unfreezing(manual=manual)
+    settings = {**QUIET, **arguments}
+    if isinstance(strategy, dict):
+        strategy = DDPStrategy(**strategy)
+    data = DataLoader(loader().dataset, batch_size=rows)
+    Trainer(strategy=strategy, max_epochs=3, **settings).fit(module, data)
+    assert module.trained == [False, True, False]
+    return whole(module.first.weight).flatten().tolist()
+
+
+def fit_each_unfreezing(strategies: list[Any]) -> list[list[float]]:
+    found = [fit_unfreezing(strategy) for strategy in strategies]
+    return [
+        *found,
+        fit_unfreezing("ddp", manual=True),
+        fit_unfreezing("ddp", 1, accumulate_grad_batches=2),
+    ]
+
+
+def fit_and_unfreeze_in(arguments: dict[str, Any], batch: int | None) -> None:
+    kind = Unfreezing if batch is None else StaysUnfrozen
+    Trainer(strategy=DDPStrategy(**arguments), max_epochs=2, **QUIET).fit(kind(batch), loader())
+
+
+def test_parameters_that_are_unfrozen_and_frozen_again_train_as_in_one_process() -> None:
+    one = fit_unfreezing("single_device", 4)
+    strategies: list[Any] = ["ddp", "fsdp", {"ddp_comm_hook": "fp16", "find_unused_parameters": True}]
+    both = run_world(2, fit_each_unfreezing, strategies)
+    assert both[0] == both[1]
+    ddp, fsdp, compressed, manual, accumulated = both[0]
+    assert ddp == pytest.approx(one, abs=1e-12)
+    assert fsdp == pytest.approx(one, abs=1e-12)
+    assert compressed == pytest.approx(one, abs=1e-3)
+    assert manual == pytest.approx(one, abs=1e-12)
+    assert accumulated == pytest.approx(one, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "batch", "message"),
+    [
+        ({}, 3, "first.weight was unfrozen within an epoch, in which DDP did not send its gradients"),
+        ({"static_graph": True}, None, "first.weight was frozen when the fit began and is trained now, and static_"),
+        ({"ddp_comm_hook": "powersgd"}, None, "first.weight was frozen when the fit began and is trained now, and the"),
+    ],
+    ids=["within an epoch", "static graph", "PowerSGD"],
+)
+def test_a_parameter_whose_gradients_cannot_be_sent_is_named(
+    arguments: dict[str, Any], batch: int | None, message: str
+) -> None:
+    found = run_world(2, fit_and_unfreeze_in, arguments, batch, may_fail=True)
+    # One rank raises it, and the other leaves in silence.
+    [said] = [text for text in found if isinstance(text, str)]
+    assert said.startswith(f"ConfigurationError: {message}")
 
 
 def test_one_process_may_unfreeze_a_parameter() -> None:

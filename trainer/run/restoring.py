@@ -96,7 +96,7 @@ class Restorer:
                     "what callbacks or a DataModule keep per rank is rank 0's on all of them.",
                     stacklevel=2,
                 )
-        left = {"progress": ("logs", "metrics"), "loaders": ("loader",), "rng": ("rng",)}
+        left = {"progress": ("logs", "metrics", "trained"), "loaders": ("loader",), "rng": ("rng",)}
         self._rank.drop(*(name for part, names in left.items() if part not in parts for name in names))
 
     def restore_weights(self) -> None:
@@ -135,6 +135,8 @@ class Restorer:
             step_states = step_states_of(run)
             step_states.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
             step_states.load(reader, self._schedulers, self._optimizers)
+        self._rank.load("trained")
+        run.strategy.check_trained()
         if self._progress is not None:
             run.progress.continue_from(self._progress)
         return self._rank

@@ -27,5 +27,6 @@ def rank_owners(run: Run, ranks: CheckpointRanks) -> dict[str, RankStateOwner]:
         "buffers": Buffers(run.module, ranks),
         "logs": run.logs,
         "metrics": MetricStates(run.module),
+        "trained": run.trained,
         "rng": RandomNumbers(),
     }

@@ -12,6 +12,7 @@ from leyden.strategies.launch.heartbeat import Heartbeat, Phase
 from leyden.trainer.checkpoint.background import BackgroundSaves
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.shard_plan import ShardPlans
+from leyden.trainer.checkpoint.trained import Trained
 from leyden.trainer.engine import debugging
 from leyden.trainer.engine.schedulers import SchedulerConfig, parse
 from leyden.trainer.events.progress import Progress
@@ -82,8 +83,9 @@ class Run:
         ckpt_path: the checkpoint that it starts from; None without one.
         lock: of the folder that it holds alone; None if it does not.
         saves: the checkpoints that are written beside it.
-        progress: how far training is. Taken over, as are the next four; a fit that starts anew makes its own.
+        progress: how far training is. Taken over, as are the next five; a fit that starts anew makes its own.
         schedulers: of learning rates, each with the times at which it steps.
+        trained: the parameters that the fit has frozen or unfrozen.
         identity: which training this is, for `ckpt_path="auto"`; None before a fit.
         writer_folder: the first rank's folder of logs; None until a fit on several ranks has announced itself.
         shard_plans: which rank writes which shard of a checkpoint.
@@ -114,6 +116,7 @@ class Run:
 
     progress: Progress
     schedulers: list[SchedulerConfig] = field(default_factory=list)
+    trained: Trained = field(default_factory=Trained)
     identity: Identity | None = None
     writer_folder: str | None = None
     shard_plans: ShardPlans = field(default_factory=ShardPlans)
@@ -297,6 +300,8 @@ class Run:
         else:
             engine.prepare_optimizers([module], engine.optimizers)
         self.hooks.fire_all("on_fit_start")
+        if kept is None:
+            self.trained.begin(module)
         restored = restorer.restore_run() if kept is None else kept_state(self, kept)
         if restored is None and not self.arguments.barebones:
             self.callback_list.note_states()
