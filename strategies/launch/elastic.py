@@ -158,7 +158,7 @@ def run_engine(
     sys.stderr.flush()
     assert config.logs_specs is not None
     is_alone, notes = config.rdzv_backend == NAME, ExitNotes(config.logs_specs.root_log_dir)
-    with tries() as tried, Watchdog(config.nproc_per_node, say) as watchdog:
+    with tries() as tried, Watchdog(config.nproc_per_node, say, sees_all=config.max_nodes == 1) as watchdog:
         shared = {**(_of_one_machine(tried) if is_alone else {}), **watchdog.variables()}
         with _as_agent({**shared, **variables}, folder):
             while True:

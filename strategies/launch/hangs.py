@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from leyden.strategies.launch.environment import ranks_in_words
@@ -26,6 +26,7 @@ PHASES = {
     Phase.SAVING: "saving a checkpoint",
     Phase.COMPILING: "compiling",
     Phase.ENDING: "ending the run",
+    Phase.PREPARING: "preparing data and model",
 }
 
 
@@ -98,7 +99,7 @@ class Sight:
         return f"is {main.place}"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Hang:
     """A job that makes no progress.
 
@@ -113,6 +114,12 @@ class Hang:
     seconds: float
     ended: str
     file: Path | None = None
+
+    @classmethod
+    def reported(cls, sights: Sequence[Sight], seconds: float, ended: str, folders: Sequence[str]) -> Hang:
+        """Makes the report of a hang, in the first of some folders that can be written to."""
+        hang = cls(sights, seconds, ended)
+        return replace(hang, file=report(hang, folders))
 
     @property
     def odd(self) -> list[Sight]:
@@ -152,7 +159,7 @@ class Hang:
         if not odd and len({sight.collective for sight in others}) > 1:
             parts.append("they wait for each other in different collectives")
         elif not odd:
-            parts.append("nobody here is the odd one: a rank that is not seen from here has stopped or gone")
+            parts.append("no rank here is the cause: one that cannot be seen from here has stopped or gone")
         file = f"Every stack is in {self.file}." if self.file is not None else ""
         said = f"no progress for {self.seconds:.0f} s (hang_timeout): {'; '.join(parts)}."
         return " ".join(part for part in (said, self.ended, file) if part)

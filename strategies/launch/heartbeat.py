@@ -43,6 +43,7 @@ class Phase(enum.IntEnum):
     SAVING = 6
     COMPILING = 7
     ENDING = 8
+    PREPARING = 9
 
 
 class Slot:
@@ -57,6 +58,11 @@ class Slot:
         view = memoryview(memory)[number * SLOT : (number + 1) * SLOT]
         self.words = view[:WORDS].cast("q")
         self._stacks, self._folder = view[WORDS : WORDS + TEXT], view[WORDS + TEXT :]
+
+    @property
+    def beats_here(self) -> bool:
+        """A run of this process beats in it, so that another one here is within a hook of that one."""
+        return self.words[PROCESS] == os.getpid() and self.words[PHASE] != Phase.OUTSIDE
 
     @property
     def stacks(self) -> str:
@@ -115,22 +121,22 @@ class Heartbeat:
         return Heartbeat, ()
 
     @contextmanager
-    def beating(self, slot: Slot, rank: int, limit: float | None, folder: str) -> Iterator[None]:
+    def beating(self, slot: Slot, rank: int, limit: int, folder: str) -> Iterator[None]:
         """Beats in a slot during the block.
 
         Args:
             slot: of this rank.
             rank: over all machines.
-            limit: seconds that a training batch may take; None for a limit that follows the slowest of late.
+            limit: milliseconds that a training batch may take; AUTO for a limit that follows the slowest of late.
             folder: where a report is wanted.
         """
         own, words = self.words, slot.words
-        is_inner = words[PROCESS] == os.getpid() and words[PHASE] != Phase.OUTSIDE
+        is_inner = slot.beats_here
         # A run within a hook of another run.
         before, place = words.tolist(), slot.folder
         words[RANK], words[PROCESS] = rank, os.getpid()
         words[THREAD] = threading.main_thread().ident or 0
-        words[LIMIT] = AUTO if limit is None else max(1, round(limit * 1000))
+        words[LIMIT] = limit
         slot.folder = os.path.abspath(folder)
         self.words = words
         self.mark(Phase.SETUP)
@@ -152,7 +158,7 @@ class Heartbeat:
                     words[number] = before[number]
 
     def mark(self, phase: Phase) -> None:
-        """Comes to a phase."""
+        """Enters a phase."""
         self.words[PHASE] = phase
         self.words[MARKS] += 1
 
@@ -210,8 +216,8 @@ class Heartbeat:
         self._compiles = forget
 
 
-def slot_of_agent(local_rank: int) -> Slot | None:
-    """This rank's slot in the memory of who started it; None where nobody shares one.
+def slot_of_watchdog(local_rank: int) -> Slot | None:
+    """This rank's slot in the memory of who started it, or of this process's own watchdog; None where there is none.
 
     A process that a rank has started inherits the variable, and not the slot.
     """
@@ -223,9 +229,11 @@ def slot_of_agent(local_rank: int) -> Slot | None:
             memory = mmap.mmap(file.fileno(), 0)
     except (OSError, ValueError):
         return None
-    if len(memory) < (local_rank + 1) * SLOT:
+    # A process that watches itself has one slot, whatever its rank.
+    number = 0 if len(memory) == SLOT else local_rank
+    if len(memory) < (number + 1) * SLOT:
         return None
-    slot = Slot(memory, local_rank)
+    slot = Slot(memory, number)
     owner = slot.words[PROCESS]
     return slot if owner in (0, os.getpid()) or not is_running(owner) else None
 

@@ -28,7 +28,7 @@ DEBUGGERS = {
     "bdb.py": ("user_line", "dispatch_line"),
     "code.py": ("interact",),
     "pydevd.py": ("do_wait_suspend", "_do_wait_suspend"),
-    "pudb": ("interaction",),
+    "embed.py": ("mainloop", "__call__"),
 }
 """Functions of debuggers in which a process waits for a person."""
 WAITING = ("torch/distributed/", "torch/nn/parallel/", "torch/autograd/graph.py", "strategies/process_group.py")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from leyden.strategies.errors import ConfigurationError, LeydenError
 from leyden.strategies.launch.environment import is_interactive, is_running
-from leyden.strategies.launch.hangs import Hang, Sight, report
+from leyden.strategies.launch.hangs import Hang, Sight
 from leyden.strategies.launch.heartbeat import (
     AUTO,
     BATCHES,
@@ -38,7 +38,7 @@ from leyden.strategies.launch.heartbeat import (
     Phase,
     SharedSlots,
     Slot,
-    slot_of_agent,
+    slot_of_watchdog,
 )
 from leyden.strategies.launch.processes import descendants, runs, started, status_of
 from leyden.strategies.launch.stacks import Thread, ask
@@ -63,9 +63,9 @@ LONGER = {
     Phase.EPOCH: 5,
     Phase.EVALUATION: 5,
 }
-"""How many times as long as a training batch a phase may take."""
+"""How many times a given limit, which is that of a training batch, a phase may take."""
 LONGEST = 30
-"""The same of all others."""
+"""The same of all other phases; and of all but training, where the limit follows the slowest batch."""
 MOST_CHILDREN = 8
 """Processes that a rank has started, whose stacks are read too."""
 
@@ -75,12 +75,15 @@ class Pulse:
 
     Args:
         slot: of the rank.
+        least: seconds that a training batch may take at least, where the limit follows the slowest.
+
+    Attributes:
+        since: when it last stored something new, or was forgiven that it did not.
     """
 
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
+    def __init__(self, slot: Slot, least: float = LEAST) -> None:
+        self.slot, self._least = slot, least
         self.since = time.monotonic()
-        """When it last stored something new."""
         self._seen: tuple[int, ...] = ()
         self._phase = Phase.OUTSIDE
         """Of the last look."""
@@ -123,12 +126,25 @@ class Pulse:
         self._seen, self._phase, self.since = seen, self.phase, now
         return True
 
+    def forgive(self, now: float) -> None:
+        """Counts from now."""
+        self.since = now
+
     def limit(self, phase: Phase) -> float:
         """Seconds without a sign of life that are too many."""
-        given, times = self.slot.words[LIMIT], LONGER.get(phase, LONGEST)
+        given = self.slot.words[LIMIT]
         if given != AUTO:
-            return given / 1000 * times
-        return max(LEAST * times, TIMES * max(self._waits.get(phase, ()), default=0.0))
+            return given / 1000 * LONGER.get(phase, LONGEST)
+        if phase == Phase.PREPARING:
+            # A download or a tokenisation takes as long as it takes.
+            return math.inf
+        # Before the third batch is done, the first two are all that is known of batches.
+        batch = max(self._least, TIMES * (self._slowest(Phase.TRAINING) or self._slowest(Phase.FIRST)))
+        return batch if phase == Phase.TRAINING else max(LEAST * LONGEST, batch, TIMES * self._slowest(phase))
+
+    def _slowest(self, phase: Phase) -> float:
+        """Seconds of the longest wait of late in a phase; 0 before the first."""
+        return max(self._waits.get(phase, ()), default=0.0)
 
     def is_overdue(self, now: float) -> bool:
         return now - self.since > self.limit(self.phase)
@@ -141,11 +157,16 @@ class Watchdog:
         count: ranks.
         say: called with what happened, once for each hang.
         ended: says what is ended then; "" if a hang is only reported.
+        sees_all: the run has no other ranks. Those of another machine or process may compile, save or validate while
+            these wait for them.
     """
 
-    def __init__(self, count: int, say: Callable[[Hang], None], ended: str = "All ranks are ended.") -> None:
+    def __init__(
+        self, count: int, say: Callable[[Hang], None], ended: str = "All ranks are ended.", sees_all: bool = True
+    ) -> None:
         self._shared = SharedSlots(count)
-        self._pulses = [Pulse(slot) for slot in self._shared.slots]
+        least = LEAST if sees_all else LEAST * LONGEST
+        self._pulses = [Pulse(slot, least) for slot in self._shared.slots]
         self._say, self._words = say, ended
         self._over = threading.Event()
         self._ended: set[int] = set()
@@ -186,7 +207,7 @@ class Watchdog:
             for pulse in there:
                 pulse.look(now)
                 if suspended:
-                    pulse.since = now
+                    pulse.forgive(now)
             if self._hangs(there, now):
                 self._judge(there)
                 looked = time.monotonic()
@@ -211,7 +232,9 @@ class Watchdog:
 
     def _has_stopped(self, there: list[Pulse], now: float) -> bool:
         """True if some rank is stopped, and nobody has done anything for as long as a training batch may take."""
-        if not there or not all(now - pulse.since > pulse.limit(Phase.TRAINING) for pulse in there):
+        if all(pulse.phase in (Phase.OUTSIDE, Phase.PREPARING) for pulse in there):
+            return False
+        if not all(now - pulse.since > pulse.limit(Phase.TRAINING) for pulse in there):
             return False
         stopped = [pulse.state.startswith("T") for pulse in there]
         if all(stopped):
@@ -221,7 +244,7 @@ class Watchdog:
     def _forgive(self, there: list[Pulse]) -> None:
         now = time.monotonic()
         for pulse in there:
-            pulse.since = now
+            pulse.forgive(now)
 
     def _judge(self, there: list[Pulse]) -> None:
         """Looks at the ranks themselves; ends them unless a debugger holds one, or one goes on."""
@@ -232,9 +255,7 @@ class Watchdog:
             return
         if self._over.is_set():
             return
-        hang = Hang(sights, silent, self._words)
-        hang.file = report(hang, [pulse.slot.folder for pulse in there])
-        self.hang = hang
+        self.hang = hang = Hang.reported(sights, silent, self._words, [pulse.slot.folder for pulse in there])
         if self._words:
             self._end([pulse.process for pulse in there], hang)
         else:
@@ -296,8 +317,23 @@ class OwnWatchdog(Watchdog):
 
     def __init__(self, ranks: Ranks) -> None:
         is_watched = is_interactive() or ("_pytest" in sys.modules and "PYTEST_CURRENT_TEST" in os.environ)
-        super().__init__(1, say, "" if is_watched else "This process is ended.")
+        super().__init__(1, say, "" if is_watched else "This process is ended.", ranks.world_size == 1)
         self._ranks = ranks
+        self._before: str | None = None
+
+    def __enter__(self) -> OwnWatchdog:
+        # A run within a hook of this one beats in the same slot.
+        self._before = os.environ.get(HEARTBEATS)
+        os.environ.update(self.variables())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is None:
+            os.environ.pop(HEARTBEATS, None)
+        else:
+            os.environ[HEARTBEATS] = self._before
+        super().__exit__(*error)
 
     def _end(self, processes: list[int], hang: Hang) -> None:
         if hang.waits and self._ranks.world_size > 1 and self._over.wait(OTHERS):
@@ -317,21 +353,26 @@ class OwnWatchdog(Watchdog):
 def watched(heartbeat: Heartbeat, ranks: Ranks, hang_timeout: float | str | None, folder: str) -> Iterator[None]:
     """A run that is watched: by who started this rank, or else by a thread of this process.
 
+    A run within a hook of another one is a part of that one, whose limit holds unless it has its own.
+
     Args:
         heartbeat: of the run.
         ranks: of the run.
         hang_timeout: seconds that a training batch may take; "auto" for ten times the slowest of late; None for ever.
         folder: where a report is wanted.
     """
-    if hang_timeout is None:
+    slot = slot_of_watchdog(ranks.local_rank)
+    if hang_timeout is None and (slot is None or not slot.beats_here):
         yield
         return
-    limit = None if hang_timeout == "auto" else float(hang_timeout)
-    slot = slot_of_agent(ranks.local_rank)
     own: AbstractContextManager[Watchdog | None] = nullcontext() if slot is not None else OwnWatchdog(ranks)
     with own as watchdog:
-        mine = watchdog.slot if slot is None and watchdog is not None else slot
+        mine = slot if watchdog is None else watchdog.slot
         assert mine is not None
+        if hang_timeout is None:
+            limit = mine.words[LIMIT]
+        else:
+            limit = AUTO if hang_timeout == "auto" else max(1, round(float(hang_timeout) * 1000))
         with heartbeat.beating(mine, ranks.global_rank, limit, folder):
             yield
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from pathlib import Path
@@ -16,6 +17,8 @@ from models import QUIET
 from ranks.test_errors import DEADLINE, READS_PROC, in_full, members
 
 from leyden import Trainer, TrainModule
+from leyden.callbacks import Callback
+from leyden.strategies.launch.heartbeat import HEARTBEATS
 
 SCRIPT = """
 import os, signal, subprocess, sys, threading, time
@@ -73,12 +76,12 @@ class Module(TrainModule):
 
 class Saves(Callback):
     def on_save_checkpoint(self, trainer, module, checkpoint):
-        time.sleep(1.5)
+        time.sleep(3)
 
 if __name__ == "__main__":
     trainer = Trainer(
         devices=int(os.environ.get("DEVICES", "2")), strategy=os.environ.get("STRATEGY", "auto"), accelerator="cpu",
-        max_epochs=1, limit_train_batches=20, logger=False, enable_progress_bar=False, hang_timeout=1,
+        max_epochs=1, limit_train_batches=20, logger=False, enable_progress_bar=False, hang_timeout=2,
         default_root_dir="run", callbacks=Saves() if how == "slow" else None,
     )
     trainer.fit(Module())
@@ -212,8 +215,47 @@ def test_a_person_before_the_process_is_only_told(tmp_path: Path, capfd: pytest.
     trainer = Trainer(**{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1, "hang_timeout": 0.2})
     trainer.fit(Waits(tmp_path), [torch.ones(2, 4)] * 8)
     assert trainer.global_step == 8
-    [report] = tmp_path.glob("hang-*.txt")
-    assert "in training_step" in report.read_text()
+    first, *_ = tmp_path.glob("hang-*.txt")
+    assert "in training_step" in first.read_text()
+
+
+class Trains(Callback):
+    """Fits another module at the end of an epoch, for longer than a hook may take without a sign of life."""
+
+    def __init__(self, folder: Path, limit: float | None) -> None:
+        self.settings = {**QUIET, "default_root_dir": folder, "max_epochs": 1, "hang_timeout": limit}
+        self.steps = 0
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        inner = Trainer(**self.settings)
+        inner.fit(Paced(), [torch.ones(2, 4)] * 30)
+        self.steps = inner.global_step
+
+
+class Paced(TrainModule):
+    """Takes its time in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        threading.Event().wait(0.2)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+@pytest.mark.parametrize("limit", [None, *(pytest.param(limit, marks=pytest.mark.full) for limit in ("auto", 60.0))])
+def test_a_run_within_a_hook_of_another_one_is_progress_of_that_one(tmp_path: Path, limit: Any) -> None:
+    hook = Trains(tmp_path, limit)
+    trainer = Trainer(
+        **{**QUIET, "default_root_dir": tmp_path, "max_epochs": 1, "hang_timeout": 1, "callbacks": [hook]}
+    )
+    trainer.fit(Waits(tmp_path), [torch.ones(2, 4)] * 4)
+    assert hook.steps == 30 and HEARTBEATS not in os.environ
+    assert not list(tmp_path.glob("hang-*.txt"))
 
 
 @READS_PROC

@@ -254,15 +254,8 @@ class Run:
             check_same_run(self.identity, reader, goal, strategy.ranks.is_global_zero)
         check_steps(module, stage)
         warn_of_unheard(module, self.datamodule, *self.callbacks)
-        if self.datamodule is not None:
-            self.datamodule.prepare_data()
-        module.prepare_data()
-        if self.datamodule is not None:
-            self.datamodule.setup(stage)
-        self.hooks.fire_all("setup", stage)
-        self._setup_added(stage)
-        with strategy.model_context():
-            module.configure_model()
+        with self.heartbeat.during(Phase.PREPARING):
+            self._prepare(stage)
         # With the modules that it has made.
         module._join(module.trainer, self.logs)
         self.engine.prepare_module(module)
@@ -273,6 +266,18 @@ class Run:
         restorer.restore_weights()
         strategy.synchronize(module)
         return restorer
+
+    def _prepare(self, stage: str) -> None:
+        """Runs the user's own set-up, which may take as long as it likes: downloads, indices, weights."""
+        if self.datamodule is not None:
+            self.datamodule.prepare_data()
+        self.module.prepare_data()
+        if self.datamodule is not None:
+            self.datamodule.setup(stage)
+        self.hooks.fire_all("setup", stage)
+        self._setup_added(stage)
+        with self.strategy.model_context():
+            self.module.configure_model()
 
     def _setup_added(self, stage: str) -> None:
         """Sets up callbacks that a `setup` added. From here on they take part, and those that it removed do not."""

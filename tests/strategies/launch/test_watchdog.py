@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from leyden import ConfigurationError, Trainer
 from leyden.strategies.launch import heartbeat as words
 from leyden.strategies.launch.hangs import Hang, Sight
-from leyden.strategies.launch.heartbeat import HEARTBEATS, Heartbeat, Phase, SharedSlots, slot_of_agent
+from leyden.strategies.launch.heartbeat import AUTO, HEARTBEATS, Heartbeat, Phase, SharedSlots, slot_of_watchdog
 from leyden.strategies.launch.stacks import Frame, StackFile, Thread, ask
 from leyden.strategies.launch.watchdog import Pulse, hang_limit
 from leyden.trainer import Preemption
@@ -50,7 +51,7 @@ def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
     shared: SharedSlots, tmp_path: Path, seconds: float, limit: float
 ) -> None:
     beat = Heartbeat()
-    with beat.beating(shared.slots[0], 0, None, str(tmp_path)):
+    with beat.beating(shared.slots[0], 0, AUTO, str(tmp_path)):
         pulse = Pulse(shared.slots[0])
         # A set-up of ten minutes says nothing about batches.
         pulse.look(pulse.since)
@@ -58,13 +59,40 @@ def test_the_limit_is_ten_times_the_slowest_batch_and_a_minute_at_least(
         now = trained(beat, pulse, 5, seconds)
         assert pulse.phase == Phase.TRAINING and pulse.limit(Phase.TRAINING) == pytest.approx(limit)
         assert not pulse.is_overdue(now + limit - 0.1) and pulse.is_overdue(now + limit + 0.1)
-        assert pulse.limit(Phase.EPOCH) == pulse.limit(Phase.EVALUATION) == 300
-        assert pulse.limit(Phase.SAVING) == 1800
+        assert pulse.limit(Phase.EPOCH) == pulse.limit(Phase.EVALUATION) == pulse.limit(Phase.SAVING) == 1800
+        assert pulse.limit(Phase.PREPARING) == math.inf
+
+
+def test_batches_that_take_minutes_are_no_hang_from_the_first_on(shared: SharedSlots, tmp_path: Path) -> None:
+    beat, seconds = Heartbeat(), 400.0
+    with beat.beating(shared.slots[0], 0, AUTO, str(tmp_path)):
+        pulse = Pulse(shared.slots[0])
+        now = pulse.since
+        beat.begin_fit(0)
+        for epoch in range(2):
+            beat.begin_epoch(epoch, 0, 4 * epoch, 4 * epoch)
+            pulse.look(now)
+            for batch in range(4):
+                assert not pulse.is_overdue(now + seconds), f"epoch {epoch}, batch {batch}"
+                now += seconds
+                beat.words[words.BATCHES] = 4 * epoch + batch + 1
+                pulse.look(now)
+            beat.mark(Phase.EPOCH)
+            pulse.look(now)
+            assert not pulse.is_overdue(now + 3 * seconds)
+
+
+def test_where_other_ranks_are_not_seen_a_batch_may_wait_for_them(shared: SharedSlots, tmp_path: Path) -> None:
+    """They may compile, and nobody here knows."""
+    with Heartbeat().beating(shared.slots[0], 0, AUTO, str(tmp_path)):
+        assert Pulse(shared.slots[0], 60.0 * 30).limit(Phase.TRAINING) == 1800
+    with Heartbeat().beating(shared.slots[0], 0, 2000, str(tmp_path)):
+        assert Pulse(shared.slots[0], 60.0 * 30).limit(Phase.TRAINING) == 2
 
 
 def test_each_phase_has_a_multiple_of_a_given_limit(shared: SharedSlots, tmp_path: Path) -> None:
     beat = Heartbeat()
-    with beat.beating(shared.slots[0], 0, 7.5, str(tmp_path)):
+    with beat.beating(shared.slots[0], 0, 7500, str(tmp_path)):
         pulse = Pulse(shared.slots[0])
         phases = [pulse.phase]
         trained(beat, pulse, 1, 100.0)
@@ -93,7 +121,7 @@ def test_compiling_is_a_phase_of_its_own(shared: SharedSlots, tmp_path: Path) ->
 
     torch.compiler.reset()
     before = len(callback_handler.start_callbacks)
-    with beat.beating(shared.slots[0], 0, None, str(tmp_path)):
+    with beat.beating(shared.slots[0], 0, AUTO, str(tmp_path)):
         beat.begin_epoch(0, 0, 0, 0)
         torch.compile(lambda value: value + 1, backend=backend)(torch.ones(2))
         assert seen == [Phase.COMPILING] and beat.words[words.PHASE] == Phase.TRAINING
@@ -102,10 +130,10 @@ def test_compiling_is_a_phase_of_its_own(shared: SharedSlots, tmp_path: Path) ->
 
 def test_a_run_within_a_run_leaves_the_slot_as_it_was(shared: SharedSlots, tmp_path: Path) -> None:
     outer, slot = Heartbeat(), shared.slots[0]
-    with outer.beating(slot, 0, 5.0, str(tmp_path)):
+    with outer.beating(slot, 0, 5000, str(tmp_path)):
         outer.begin_epoch(3, 2, 20, 20)
         before = slot.words.tolist()
-        with Heartbeat().beating(slot, 0, 90.0, str(tmp_path / "inner")):
+        with Heartbeat().beating(slot, 0, 90_000, str(tmp_path / "inner")):
             assert slot.folder.endswith("inner") and slot.words[words.LIMIT] == 90_000
         after = slot.words.tolist()
         assert slot.folder == str(tmp_path)
@@ -114,15 +142,15 @@ def test_a_run_within_a_run_leaves_the_slot_as_it_was(shared: SharedSlots, tmp_p
 
 
 def test_a_process_that_a_rank_starts_takes_no_slot(shared: SharedSlots, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert slot_of_agent(0) is None
+    assert slot_of_watchdog(0) is None
     monkeypatch.setenv(HEARTBEATS, shared.path)
-    assert slot_of_agent(1) is not None and slot_of_agent(2) is None
+    assert slot_of_watchdog(1) is not None and slot_of_watchdog(2) is None
     shared.slots[1].words[words.PROCESS] = os.getppid()
-    assert slot_of_agent(1) is None
+    assert slot_of_watchdog(1) is None
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     shared.slots[1].words[words.PROCESS] = gone.pid
-    assert slot_of_agent(1) is not None
+    assert slot_of_watchdog(1) is not None
 
 
 # stacks ---------------------------------------------------------------------------------------------------------------
@@ -220,7 +248,7 @@ COLLECTIVE = "/x/site-packages/torch/distributed/distributed_c10d.py"
 def test_the_odd_rank_is_the_one_that_the_others_wait_for(sights: list[Sight], odd: list[int]) -> None:
     hang = Hang(sights, 61.0, "All ranks are ended.")
     assert [found.rank for found in hang.odd] == odd
-    assert ("nobody here is the odd one" in str(hang)) is not bool(odd)
+    assert ("no rank here is the cause" in str(hang)) is not bool(odd)
     assert "they wait" not in str(hang)
     for rank in odd:
         assert str(hang).count(f"rank {rank}, at step") == 1
