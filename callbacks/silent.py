@@ -34,7 +34,7 @@ class Silent:
 
 
 class SilentLogger(Logger):
-    """A logger that writes nothing (`fast_dev_run`) and has the methods of every logger.
+    """A logger that writes nothing (`fast_dev_run`, trials) and has the methods of every logger.
 
     Example:
         >>> logger = SilentLogger()

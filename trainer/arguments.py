@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.gradient_accumulation import GradientAccumulation
+from leyden.callbacks.logger import Logger
+from leyden.callbacks.silent import SilentLogger
 from leyden.strategies.base import Strategy
 from leyden.strategies.devices import parse_devices
 from leyden.strategies.errors import ConfigurationError, nearest
@@ -117,12 +121,12 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
     return dataclasses.replace(arguments, **_implied(arguments)), named
 
 
-def for_trial(arguments: Arguments, accumulation: Callback | None, within_run: bool) -> dict[str, Any]:
+def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: bool) -> dict[str, Any]:
     """The arguments of a Trainer for short runs on the same devices, which write and print nothing.
 
     Args:
         arguments: of the Trainer whose trials they are.
-        accumulation: its callback that sets how long a window is; None without one.
+        callbacks: its own. A trial has a copy of a `GradientAccumulation`, and a silent logger for each logger.
         within_run: the Trainer is in a run.
 
     Raises:
@@ -137,9 +141,11 @@ def for_trial(arguments: Arguments, accumulation: Callback | None, within_run: b
     nothing = ("resume", "preemption", "profiler", "max_time", "min_epochs", "min_steps", "hang_timeout")
     off: dict[str, Any] = dict.fromkeys(("num_sanity_val_steps", "log_every_n_steps"), 0)
     off |= dict.fromkeys((name for name in BAREBONES if name not in (*off, *nothing)), False)
-    # One that an argument asks for is made by the argument.
-    own = accumulation is not None and arguments.accumulate_grad_batches == 1
-    off |= {"barebones": True, "val_check_interval": 1.0, "callbacks": [copy.deepcopy(accumulation)] if own else []}
+    # An accumulation that an argument asks for is made by the argument.
+    kinds = (GradientAccumulation,) if arguments.accumulate_grad_batches == 1 else ()
+    own: list[Callback] = [copy.deepcopy(callback) for callback in callbacks if isinstance(callback, kinds)]
+    own += [SilentLogger() for callback in callbacks if isinstance(callback, Logger)]
+    off |= {"barebones": True, "val_check_interval": 1.0, "callbacks": own}
     return {**values, **dict.fromkeys(nothing), **off}
 
 

@@ -379,10 +379,10 @@ class Trainer(TrainerView):
         """Returns a Trainer for short runs on the same devices, in the same precision, that write and print nothing.
 
         Args:
-            callbacks: of the trial; of this Trainer's only a `GradientAccumulation`.
+            callbacks: of the trial; of this Trainer's only a `GradientAccumulation`, and silent loggers for its own.
             **arguments: in place of this Trainer's.
         """
-        own = for_trial(self.arguments, self._run.accumulation, within_run=self.state.stage is not None)
+        own = for_trial(self.arguments, self.callbacks, within_run=self.state.stage is not None)
         return Trainer(**{**own, **arguments, "callbacks": [*own["callbacks"], *callbacks]})
 
     def rest_schedulers(self) -> None:

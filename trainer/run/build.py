@@ -94,7 +94,8 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
 
         loggers = [TensorBoardLogger()]
     if arguments.barebones:
-        loggers = []
+        # A trial's, which write nothing.
+        loggers = [logger for logger in loggers if isinstance(logger, SilentLogger)]
     elif arguments.fast_dev_run:
         loggers = [SilentLogger() for _ in loggers]
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)] + loggers

@@ -142,6 +142,24 @@ def test_a_resumed_fit_does_not_search_again(tmp_path: Path) -> None:
     assert again.optimal_lr is None and other.optimizers[0].param_groups[0]["lr"] == module.lr
 
 
+class Draws(OwnLoaders):
+    """Calls its loggers in each step, by names of TensorBoard and W&B."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.add_image("first", batch, batch_idx)
+        self.logger.experiment.config["batch"] = batch_idx
+        self.logger.log_metrics({"index": batch_idx})
+        self.loggers[1].log_image("first", [batch])
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_module_may_call_its_loggers_in_a_trial(tmp_path: Path) -> None:
+    run = Trainer(**{**QUIET, "logger": [CSVLogger(tmp_path / "one"), CSVLogger(tmp_path / "other")]})
+    assert Tuner(run).lr_find(Draws(), num_training=12, update_attr=False) is not None
+    assert Tuner(run).scale_batch_size(Draws(), max_val=4) == 4
+    assert not list(tmp_path.iterdir()) and [type(logger) for logger in run.loggers] == [CSVLogger, CSVLogger]
+
+
 class AtEpochs(LearningRateFinder):
     """As in Lightning's documentation: at epochs of its own."""
 
