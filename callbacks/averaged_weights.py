@@ -178,6 +178,8 @@ class ExchangesWeights(Callback):
 
     # Before other callbacks, which may save or look at weights in the same hooks.
     order: ClassVar[int] = -100
+    # Also after a batch of which this rank has no sample; before early stopping and checkpoints.
+    closing_hooks = frozenset({"on_train_batch_end"})
     changes_weights = True
     state_per_rank = False
 

@@ -30,6 +30,9 @@ class Callback:
     """
 
     order: ClassVar[int] = 0
+    closing_hooks: ClassVar[frozenset[str]] = frozenset()
+    """Hooks in which a callback of a lower order is a closing one, too: for `on_train_batch_end`, which only closing
+    callbacks have on a rank without a sample of the batch."""
     state_per_rank: ClassVar[bool | None] = None
     """True: each rank saves and resumes its own state. Otherwise all resume rank 0's; None warns if they differ."""
     changes_weights: ClassVar[bool] = False

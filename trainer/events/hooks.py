@@ -58,7 +58,9 @@ In manual optimisation `manual_backward` calls on_before_backward, backward and 
 optimizer on_before_optimizer_step before it; zero_grad, clipping and steps are the module's own calls.
 
 A name without an owner, such as `setup`, is called on everyone who has such a hook: the DataModule first, then
-callbacks in their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints).
+callbacks in their order, the module, and the closing callbacks (`Callback.order >= 100`: early stopping, checkpoints;
+in the hooks that `Callback.closing_hooks` names, others too). On a rank without a sample of a batch they alone are
+called at its end.
 `main` is all of them but the closing callbacks. These come last because they act on metrics: at the end of a training
 batch, of a training epoch and of an evaluation, the metrics are reduced and sent to the loggers in between. Loaders and
 transfer hooks are the DataModule's where it overrides them, else the module's.
@@ -142,7 +144,10 @@ class Hooks:
 
         def of_callbacks(event: str) -> list[tuple[int, Call]]:
             return [
-                (callback.order, functools.partial(getattr(callback, event), trainer, module))
+                (
+                    max(callback.order, CLOSING_ORDER) if event in callback.closing_hooks else callback.order,
+                    functools.partial(getattr(callback, event), trainer, module),
+                )
                 for callback in ordered
                 if overrides(callback, event, Callback)
             ]
