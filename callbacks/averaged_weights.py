@@ -60,6 +60,14 @@ class AveragedWeights:
         if self._average is None:
             self._average = self._begin(flat)
         self._average.update_parameters(flat)
+        self._own_copy.take_others(flat)
+
+    @property
+    def _own_copy(self) -> _Flat:
+        assert self._average is not None
+        flat = self._average.module
+        assert isinstance(flat, _Flat)
+        return flat
 
     def _begin(self, flat: nn.Module) -> AveragedModel:
         # Moved by itself: AveragedModel would move its counter too, and read it back in every update.
@@ -80,9 +88,7 @@ class AveragedWeights:
 
     def _held(self) -> list[Tensor]:
         """The values that are here, in the order of `LocalWeights.tensors`."""
-        assert self._average is not None
-        own = self._average.module
-        return [tensor.detach() for tensor in (*own.parameters(), *own.buffers())]
+        return self._own_copy.tensors()
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
     def held(self) -> dict[str, Tensor]:
@@ -150,14 +156,39 @@ class AveragedWeights:
 
 
 class _Flat(nn.Module):
-    """Some tensors as parameters and buffers of one module, in the memory that they have."""
+    """Some tensors as parameters and buffers of one module, in the memory that they have.
+
+    Those that have no average, such as counters, masks and position ids, are in neither: AveragedModel leaves them.
+    """
 
     def __init__(self, weights: LocalWeights) -> None:
         super().__init__()
-        for number, tensor in enumerate(weights.parameters.values()):
-            self.register_parameter(f"parameter{number}", nn.Parameter(tensor, requires_grad=False))
-        for number, tensor in enumerate(weights.buffers.values()):
-            self.register_buffer(f"buffer{number}", tensor)
+        self._names: list[str] = []
+        self._others: dict[str, Tensor] = {}
+        for number, tensor in enumerate(weights.tensors.values()):
+            self._names.append(name := f"tensor{number}")
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                self._others[name] = tensor
+            elif number < len(weights.parameters):
+                self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+            else:
+                self.register_buffer(name, tensor)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Flat:
+        """Moves all of them, as `to` does."""
+        self._others = {name: fn(tensor) for name, tensor in self._others.items()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in the order of `LocalWeights.tensors`."""
+        averaged = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        return [self._others[name] if name in self._others else averaged[name].detach() for name in self._names]
+
+    def take_others(self, current: _Flat) -> None:
+        """Copies what has no average."""
+        for name, tensor in self._others.items():
+            tensor.copy_(current._others[name])
 
 
 def _fill(name: str, saved: Any, local: Tensor, like: Tensor) -> None:

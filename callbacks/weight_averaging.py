@@ -33,7 +33,8 @@ class WeightAveraging(ExchangesWeights):
 
     Args:
         device: where the averages are kept, such as "cpu" to save a GPU's memory; where the weights are if None.
-        use_buffers: average buffers, such as batch norm's statistics, too; False keeps those of the last update.
+        use_buffers: average buffers, such as batch norm's statistics, too; False keeps those of the last update. Those
+            of integers and flags are always those of the last update.
         **kwargs: of `AveragedModel`: `avg_fn(average, current, count)` or `multi_avg_fn(averages, currents, count)`.
 
     Raises:

@@ -74,6 +74,8 @@ def by_hand(steps: list[dict[str, Tensor]], **arguments: Any) -> dict[str, Tenso
     for step in steps:
         model.load_state_dict({name.removeprefix("net."): tensor for name, tensor in step.items()})
         average.update_parameters(model)
+    # Torch averages the count of batches, too, and rounds it.
+    average.module[1].num_batches_tracked.copy_(model[1].num_batches_tracked)
     return {f"net.{name}": tensor for name, tensor in average.module.state_dict().items()}
 
 
@@ -118,6 +120,32 @@ def test_validations_see_the_averages_from_the_first_update_on() -> None:
 def test_without_buffers_those_of_the_last_update_are_kept() -> None:
     module = fit(WeightAveraging(use_buffers=False))
     assert not differences(dict(module.named_buffers()), {n: module.after[-1][n] for n, _ in module.named_buffers()})
+
+
+class Counts(Net):
+    """Has buffers that no average can be of, which change with each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("position_ids", torch.arange(512))
+        self.register_buffer("mask", torch.tensor([True, False]))
+        self.register_buffer("phase", torch.tensor(1j))
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.position_ids.add_(1)
+        self.mask.logical_not_()
+        self.phase.mul_(1j)
+
+
+@pytest.mark.parametrize("callback", [WeightAveraging, lambda: EMAWeightAveraging(decay=0.9999)])
+def test_integers_and_flags_are_copied_and_not_averaged(callback: Any) -> None:
+    averages = callback()
+    module = fit(averages, Counts())
+    last = module.after[-1]
+    names = {name for name, tensor in last.items() if not tensor.is_floating_point() and not tensor.is_complex()}
+    assert names == {"position_ids", "mask", "net.1.num_batches_tracked"}
+    assert not differences({n: weights(module)[n] for n in names}, {n: last[n] for n in names})
+    assert averages.n_averaged == 12 and not torch.equal(module.phase, last["phase"])
 
 
 def test_accumulated_windows_count_as_one_step_each() -> None:
