@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from leyden.callbacks.base import Callback
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, StateError
-from leyden.strategies.local_weights import LocalWeights, sharded_like
+from leyden.strategies.local_weights import LocalWeights, local_part, sharded_like
 from leyden.strategies.saved_state import SavedState, brief
 from leyden.trainer.checkpoint.shards import copy_part
 
@@ -199,9 +199,10 @@ def _fill(name: str, saved: Any, local: Tensor, like: Tensor) -> None:
     elif like.shape == local.shape:
         local.copy_(saved)
     else:
-        own = torch.empty_like(local, device=like.device)
-        copy_part(name, saved, sharded_like(own, like))
-        local.copy_(own)
+        target = sharded_like(torch.empty_like(local, device=like.device), like)
+        copy_part(name, saved, target)
+        # Its own memory: DTensor.from_local moves a shard to the mesh's device, where the weights are offloaded.
+        local.copy_(local_part(target))
 
 
 class ExchangesWeights(Callback):
