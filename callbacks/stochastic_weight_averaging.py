@@ -25,8 +25,9 @@ class StochasticWeightAveraging(ExchangesWeights):
 
     From its first epoch on, torch's `SWALR` sets the learning rate, and the run's schedulers rest. When the last epoch
     ends, the averages take the place of the weights, and one more pass over the training data gives batch norm the
-    statistics of the averages; the checkpoint of that epoch holds them. Until then, validations and checkpoints have
-    the current weights. A resume continues bit for bit.
+    statistics of the averages. What is saved after that, at the epoch's end or later, holds the averages; validations
+    before it, and checkpoints that are saved by steps or after a validation, the last epoch's too, have the current
+    weights. A resume continues bit for bit.
 
     Lightning averages the weights with which each of these epochs begins, and so never those of the last one.
 
