@@ -130,6 +130,15 @@ class AveragedWeights:
                 f"{type(self._module).__name__} has no such names. Leave torch's state_dict as it is."
             )
 
+    def check_dtypes(self) -> None:
+        """Raises ConfigurationError if averages of what is trained would be rounded to where they were."""
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                raise ConfigurationError(
+                    f"{name} is trained in {parameter.dtype}, which rounds away what an update changes in its average: "
+                    "train with precision='bf16-mixed' or '16-mixed', which keeps the weights in float32."
+                )
+
     def check(self, saved: SavedState) -> None:
         """Raises StateError for tensors that `held` cannot have returned."""
         own = self._own()

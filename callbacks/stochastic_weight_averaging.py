@@ -41,7 +41,7 @@ class StochasticWeightAveraging(ExchangesWeights):
 
     Raises:
         ConfigurationError: for a value that cannot be, several optimizers or schedulers, and under a strategy that
-            cannot exchange weights.
+            cannot exchange weights, or with weights that are trained in float16 or bfloat16.
 
     Example:
         >>> swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.5)
@@ -136,6 +136,7 @@ class StochasticWeightAveraging(ExchangesWeights):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         assert self._weights is not None
         self._weights.check_names()
+        self._weights.check_dtypes()
         self._scheduler = None
         if len(trainer.optimizers) != 1 or len(trainer.lr_schedulers) > 1:
             raise ConfigurationError(

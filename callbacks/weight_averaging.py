@@ -39,7 +39,7 @@ class WeightAveraging(ExchangesWeights):
 
     Raises:
         ConfigurationError: for an unknown argument, and under a strategy that cannot exchange weights (DeepSpeed, a
-            pipeline, XLA).
+            pipeline, XLA), or with weights that are trained in float16 or bfloat16 (precision="bf16-true").
 
     Example:
         >>> from torch.optim.swa_utils import get_ema_avg_fn
@@ -93,6 +93,7 @@ class WeightAveraging(ExchangesWeights):
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         assert self._weights is not None
         self._weights.check_names()
+        self._weights.check_dtypes()
         if self._restored is not None:
             self._restored = None
             warnings.warn(

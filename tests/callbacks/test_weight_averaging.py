@@ -17,7 +17,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
-from leyden.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from leyden.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from leyden.callbacks.averaged_weights import AveragedWeights
 from leyden.strategies import DeepSpeedStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, XLAStrategy
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
@@ -328,6 +329,15 @@ def test_a_damaged_state_is_refused_before_anything_changes(tmp_path: Path) -> N
 def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize("callback", [EMAWeightAveraging(), StochasticWeightAveraging(0.1, 1)])
+def test_averages_that_rounding_would_keep_still_are_refused(callback: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"net\.0\.weight is trained in torch\.bfloat16.*'bf16-mixed'"):
+        fit(callback, precision="bf16-true")
+    module = Net()
+    module.net[3].bfloat16().requires_grad_(False)
+    AveragedWeights(module, SingleDeviceStrategy(), AveragedModel).check_dtypes()
 
 
 def test_two_averages_in_one_module_are_refused() -> None:
