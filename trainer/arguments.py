@@ -145,7 +145,7 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
     kinds = (GradientAccumulation,) if arguments.accumulate_grad_batches == 1 else ()
     own: list[Callback] = [copy.deepcopy(callback) for callback in callbacks if isinstance(callback, kinds)]
     own += [SilentLogger() for callback in callbacks if isinstance(callback, Logger)]
-    off |= {"barebones": True, "val_check_interval": 1.0, "callbacks": own}
+    off |= {"barebones": True, "val_check_interval": 1.0, "check_val_every_n_epoch": 1, "callbacks": own}
     return {**values, **dict.fromkeys(nothing), **off}
 
 

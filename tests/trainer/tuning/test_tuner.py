@@ -160,6 +160,13 @@ def test_a_module_may_call_its_loggers_in_a_trial(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir()) and [type(logger) for logger in run.loggers] == [CSVLogger, CSVLogger]
 
 
+def test_a_search_where_validation_counts_batches_over_epochs() -> None:
+    run = Trainer(check_val_every_n_epoch=None, val_check_interval=5, **QUIET)
+    found = Tuner(run).lr_find(Net(), loader(), num_training=12, update_attr=False)
+    assert found is not None and len(found.results["lr"]) == 12
+    assert Tuner(run).scale_batch_size(OwnLoaders(), max_val=4) == 4
+
+
 class AtEpochs(LearningRateFinder):
     """As in Lightning's documentation: at epochs of its own."""
 
