@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from leyden.callbacks.base import Callback
+from leyden.callbacks.base import CLOSING_ORDER, Callback
 from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.tuning.trial import Subject, owners_of
 
 if TYPE_CHECKING:
@@ -174,20 +175,30 @@ class RateSearch:
         with subject.without_trace():
             steps = {"max_steps": self.num_training, "max_epochs": -1, "limit_val_batches": 0}
             subject.copied().run([sweep], **steps)
-        return sweep.found
+        found = {"lr": sweep.rates, "loss": sweep.losses}
+        return LRFinder(self.mode.lower(), self.min_lr, self.max_lr, self.num_training, found)
 
 
 class Sweep(Callback):
-    """Sets the rate of each step of a trial, and notes its loss, averaged over ranks and smoothed.
+    """Sets the rate of each step of a trial, and notes its loss, averaged over all samples and smoothed.
+
+    It is a closing callback: these are called on a rank without a sample, too.
 
     Args:
         search: what the rates are.
+
+    Attributes:
+        rates: of the steps done. A plain list, which comes back from ranks that were forked or spawned.
+        losses: smoothed, as many.
     """
+
+    order = CLOSING_ORDER
 
     def __init__(self, search: RateSearch) -> None:
         self._search = search
-        self.found = LRFinder(search.mode.lower(), search.min_lr, search.max_lr, search.num_training)
-        self._losses: list[Tensor] = []
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self._parts: list[Tensor] = []
         self._average, self._best = 0.0, math.inf
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -197,23 +208,29 @@ class Sweep(Callback):
                 f"{len(trainer.optimizers)}: return one, or search by hand."
             )
         trainer.rest_schedulers()
-
-    def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
-        for group in trainer.optimizers[0].param_groups:
-            group["lr"] = self._search.rate(trainer.global_step)
+        self._set_rate(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        loss, items = _loss_of(outputs)
-        self._losses.append(loss / items if items is not None else loss)
+        if batch is not NOTHING:
+            loss, items = _loss_of(outputs)
+            weight = trainer.window.weight
+            total, count = (loss * weight, weight) if items is None else (loss, items)
+            self._parts.append(torch.stack([total.detach().float(), torch.as_tensor(count).to(total.device).float()]))
         if trainer.window.closes:
-            self._note(trainer, torch.stack(self._losses).mean())
-            self._losses = []
+            self._note(trainer, torch.stack(self._parts).sum(0) if self._parts else torch.zeros(2))
+            self._parts = []
+            self._set_rate(trainer)
 
-    def _note(self, trainer: Trainer, loss: Tensor) -> None:
-        current = float(trainer.strategy.ranks.reduce(loss.detach().float().to(trainer.strategy.root_device)))
-        rates, losses = self.found.results["lr"], self.found.results["loss"]
+    def _set_rate(self, trainer: Trainer) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = self._search.rate(trainer.global_step)
+
+    def _note(self, trainer: Trainer, part: Tensor) -> None:
+        ranks, device = trainer.strategy.ranks, trainer.strategy.root_device
+        total, count = ranks.reduce(part.to(device), reduction="sum").tolist()
+        current, rates, losses = total / count, self.rates, self.losses
         self._average = SMOOTHING * self._average + (1 - SMOOTHING) * current
         smoothed = self._average / (1 - SMOOTHING ** (len(losses) + 1))
         rates.append(self._search.rate(len(rates)))

@@ -400,3 +400,25 @@ def test_a_learning_rate_is_searched_on_ranks_before_fit() -> None:
     one, other = run_world(2, searched_on_ranks)
     assert one == other
     assert one[0]["loss"] == pytest.approx(one[1]["loss"], rel=1e-4)
+
+
+def swept(strategy: str, devices: int, batch_size: int) -> Any:
+    torch.manual_seed(0)
+    samples = torch.randn(25, 2, generator=torch.Generator().manual_seed(1))
+    run = Trainer(strategy=strategy, devices=devices, **QUIET)
+    data = DataLoader(samples, batch_size)  # type: ignore[arg-type]
+    found = Tuner(run).lr_find(Falls(), data, num_training=15, min_lr=1e-3, update_attr=False)
+    assert found is not None
+    return found.results
+
+
+def test_a_rank_without_a_sample_takes_part_in_the_search() -> None:
+    one, other = run_world(2, swept, "ddp", 2, 3)
+    alone = swept("auto", 1, 6)
+    assert one == other and len(alone["lr"]) == 15 and one["lr"] == alone["lr"]
+    assert one["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+
+
+def test_what_forked_ranks_found_comes_back() -> None:
+    forked, alone = swept("ddp_fork", 2, 3), swept("auto", 1, 6)
+    assert forked["lr"] == alone["lr"] and forked["loss"] == pytest.approx(alone["loss"], rel=1e-4)
