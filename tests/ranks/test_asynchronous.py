@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from models import QUIET, Squares
+from ranks.late import delay_copies
 from ranks.world import run_world
 from torch import nn
 from torch.optim import AdamW
@@ -28,6 +30,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": lambda: FSDPStrategy({nn.Linear}),
     "mesh": lambda: MeshStrategy(dp_shard=2),
 }
+CASES = {"ddp": "ddp", "fsdp": "fsdp", "mesh": "mesh", "ddp-validated": "ddp", "fsdp-validated": "fsdp"}
+"""Strategies by the folder that is saved in; with a validation, at its end."""
 
 
 class Net(Squares):
@@ -42,26 +46,36 @@ class Net(Squares):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return self.net(batch).square().mean()
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
+
     def configure_optimizers(self) -> Any:
         return AdamW(self.parameters(), lr=0.01)
 
 
-def fit(folder: Path, strategy: str, asynchronous: bool, *callbacks: Callback, **arguments: Any) -> Trainer:
+def fit(
+    folder: Path, strategy: str, asynchronous: bool, *callbacks: Callback, validates: bool = False, **arguments: Any
+) -> Trainer:
     torch.manual_seed(1)
     module, data = Net(strategy == "ddp"), torch.randn(88, 8)
+    monitor = {"monitor": "val_loss", "mode": "max"} if validates else {}
     checkpoint = ModelCheckpoint(
-        folder, filename="{step}", every_n_train_steps=2, save_top_k=2, asynchronous=asynchronous
+        folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, asynchronous=asynchronous, **monitor
     )
     given = {"max_steps": 7, "precision": "bf16-mixed", **arguments}
     trainer = Trainer(**ARGUMENTS, strategy=STRATEGIES[strategy](), callbacks=[checkpoint, *callbacks], **given)
-    trainer.fit(module, DataLoader(data, batch_size=4))
+    trainer.fit(module, DataLoader(data, batch_size=4), DataLoader(data[:16], batch_size=4) if validates else None)
     return trainer
 
 
 def both(folder: Path) -> None:
-    for strategy in STRATEGIES:
-        for asynchronous in (False, True):
-            trainer = fit(folder / strategy / str(asynchronous), strategy, asynchronous)
+    for case, strategy in CASES.items():
+        validates: dict[str, Any] = {"validates": True, "val_check_interval": 2} if case != strategy else {}
+        fit(folder / case / "sync", strategy, False, **validates)
+        for begun in (0, 1):
+            with pytest.MonkeyPatch.context() as patch:
+                delay_copies(patch, begun)
+                trainer = fit(folder / case / f"async-{begun}", strategy, True, **validates)
             assert trainer.pending_save is None
 
 
@@ -78,13 +92,15 @@ def content(checkpoint: Path) -> dict[str, Any]:
 
 def test_the_files_are_those_of_a_synchronous_save(tmp_path: Path) -> None:
     run_world(2, both, tmp_path)
-    for strategy in STRATEGIES:
-        for kind in (False, True):
-            assert sorted(os.listdir(tmp_path / strategy / str(kind))) == ["step=4", "step=6"]
-        for name in ("step=4", "step=6"):
-            sync, beside = (content(tmp_path / strategy / str(kind) / name) for kind in (False, True))
-            assert sync == beside
+    for case, strategy in CASES.items():
+        names = ["step=2", "step=4", "step=6"]
+        for kind in ("sync", "async-0", "async-1"):
+            assert sorted(os.listdir(tmp_path / case / kind)) == names
+        for name in names:
+            sync = content(tmp_path / case / "sync" / name)
             assert len([file for file in sync if file.startswith(("model-", "optimizer-0"))]) >= 2 - (strategy == "ddp")
+            for kind in ("async-0", "async-1"):
+                assert content(tmp_path / case / kind / name) == sync
 
 
 class Ending(Callback):

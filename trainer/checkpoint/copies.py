@@ -53,7 +53,9 @@ class HostMemory:
         kept = self._kept.pop(key, None)
         pinned = like.device.type == "cuda"
         if kept is None or kept.shape != like.shape or kept.dtype != like.dtype or kept.is_pinned() != pinned:
-            kept = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
+            # A tensor made in inference mode, as at the end of a validation, could not be written outside of it.
+            with torch.inference_mode(False):
+                kept = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
         self._used[key] = kept
         return kept
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Squares
+from ranks import late
 from torch import nn
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader
@@ -97,6 +98,16 @@ class Adversarial(Net):
         return SGD(self.net[0].parameters(), lr=0.1), AdamW(self.net[1:].parameters(), lr=0.01)
 
 
+class Validating(Net):
+    """Logs what a ModelCheckpoint monitors, which saves inside the validation's inference mode."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).square().mean())
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(torch.ones(8, 8), batch_size=4)
+
+
 CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "adamw": (Net, {}),
     "foreach": (lambda: Net(foreach=True), {}),
@@ -108,6 +119,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "hooks": (Net, {"callbacks": Swapping()}),
     "writes in the step": (Normalising, {}),
     "manual": (Adversarial, {}),
+    "at the end of a validation": (Validating, {"val_check_interval": 2, "monitor": "val_loss"}),
 }
 
 
@@ -115,7 +127,12 @@ def fit(folder: Path, make: Callable[[], Net], asynchronous: bool, **arguments: 
     torch.manual_seed(1)
     module, data = make(), torch.randn(44, 8)
     checkpoint = ModelCheckpoint(
-        folder, every_n_train_steps=2, save_top_k=-1, save_last=True, asynchronous=asynchronous
+        folder,
+        monitor=arguments.pop("monitor", None),
+        every_n_train_steps=2,
+        save_top_k=-1,
+        save_last=True,
+        asynchronous=asynchronous,
     )
     callbacks = [checkpoint, *([arguments.pop("callbacks")] if "callbacks" in arguments else [])]
     arguments = {**LOOPING, "max_steps": 9, "callbacks": callbacks, **arguments}
@@ -136,10 +153,14 @@ def files(checkpoint: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.parametrize("begun", [0, 1])
 @pytest.mark.parametrize("case", CASES)
-def test_the_files_are_those_of_a_synchronous_save(case: str, tmp_path: Path) -> None:
+def test_the_files_are_those_of_a_synchronous_save(
+    case: str, begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, arguments = CASES[case]
     fit(tmp_path / "sync", make, False, **dict(arguments))
+    late.delay_copies(monkeypatch, begun)
     checkpoint = fit(tmp_path / "async", make, True, **dict(arguments))
     names = sorted(path.name for path in (tmp_path / "sync").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "async").iterdir())
