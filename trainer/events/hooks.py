@@ -75,7 +75,7 @@ from typing import TYPE_CHECKING, Any
 from leyden.callbacks.base import CLOSING_ORDER, Callback, in_order
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 Call = Callable[..., Any]
 Wrapper = Callable[[str, Call], Call]
@@ -169,9 +169,8 @@ class Hooks:
                 self._main[event] = tuple(final(event, call) for call in main)
             if closing:
                 self._closing[event] = tuple(final(event, call) for call in closing)
+        self._backward: Call | None = next(iter(of_module("backward")), None)
         self.precede(self._first)
-        self.backward: Callable[[Tensor], Any] | None = next(iter(of_module("backward")), None)
-        """The module's `backward`, where it overrides it."""
         self._module_loads = of_module("on_load_checkpoint")
         self._callbacks_load = [call for _, call in of_callbacks("on_load_checkpoint")]
 
@@ -184,12 +183,25 @@ class Hooks:
         self._first = first
         self.on_before_backward = self._preceded("on_before_backward")
         self.on_after_backward = self._preceded("on_after_backward")
+        self.backward: Callable[..., Any] | None = self._preceded_backward()
+        """The module's `backward`, where it overrides it."""
 
     def _preceded(self, event: str) -> tuple[Call, ...]:
         first, calls = self._first, self._all(event)
         if first is None or not any(id(call) in self._users for call in calls):
             return calls
         return ((lambda *args: first()), *calls)
+
+    def _preceded_backward(self) -> Call | None:
+        first, own = self._first, self._backward
+        if first is None or own is None:
+            return own
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return own(*args, **kwargs)
+
+        return backward
 
     def setup(self, callbacks: Iterable[Callback], stage: str) -> None:
         """Calls `setup` of callbacks that others added in theirs."""
