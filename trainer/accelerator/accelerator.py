@@ -780,7 +780,7 @@ class Accelerator:
         return str(states.save_in_time(self, self._stepping, output_dir, asynchronous))
 
     def finish_saving(self) -> None:
-        """Waits until an asynchronous save is committed, and raises the error that has kept it from being. Ours."""
+        """Waits until an asynchronous save is committed; raises what kept it from being. All ranks call it. Ours."""
         self.saves.wait()
 
     def write_due(self) -> None:

@@ -107,7 +107,9 @@ class Departure:
         saved = run.signals.interruption is not None
         where = f"rank {run.strategy.ranks.global_rank}, step {run.progress.global_step}, epoch {run.progress.epoch}"
         done = (
-            "it is saved, and its hooks are not done" if saved else "it is not saved, and the checkpoint before counts"
+            "it is saved, and its hooks have not finished"
+            if saved
+            else "it is not saved, and the checkpoint before counts"
         )
         print(f"leyden: the grace period of {grace:g} s is over ({where}): {done}.", file=sys.stderr, flush=True)
         self.leave()
