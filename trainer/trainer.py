@@ -402,7 +402,8 @@ class Trainer(TrainerView):
     def finish_copies(self) -> None:
         """Waits until an asynchronous save has copied its state: call it in a step before you write weights yourself.
 
-        Leyden does so before a step of an optimizer, before an evaluation, and before hooks other than the steps.
+        Leyden does so before a step of an optimizer, before an evaluation, and before hooks other than the steps, but
+        not within a hook of yours that saves and then writes.
 
         Raises:
             CheckpointError: if a weight was written before.
@@ -410,7 +411,7 @@ class Trainer(TrainerView):
         self._run.saves.finish_copies()
 
     def finish_saving(self) -> None:
-        """Waits until an asynchronous save is committed; the end of fit does so.
+        """Waits until an asynchronous save is committed; the end of fit does so. On several ranks, all call it.
 
         Raises:
             CheckpointError: if it failed; its cause is the error.
@@ -470,7 +471,6 @@ class Trainer(TrainerView):
                     # What ckpt_path="current" resumes.
                     self._kept = saving.rank_state(run, loop)
                     run.hooks.fire_all("on_fit_end")
-                    run.finish_saves()
                 elif stage == "predict":
                     found = run.loaders.evaluation("predict")
                     result = PredictionLoop(run, found, keeps).predict() if found else []

@@ -68,8 +68,18 @@ class PendingSave:
         """True once it is committed and followed, or has failed."""
         return not self._thread.is_alive()
 
+    @property
+    def is_committed(self) -> bool:
+        """True once the checkpoint is where it is going to be."""
+        return self._is_committed
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that writes what all ranks have in common."""
+        return self._writer.is_first
+
     def join(self, timeout: float | None = None) -> None:
-        """Waits for the end of the thread."""
+        """Waits for the end of the thread. On several ranks, all call it."""
         self._thread.join(timeout)
 
     def follow(self, follower: Callable[[Path], None]) -> None:
@@ -103,8 +113,9 @@ class BackgroundSaves:
     """The saves of a run that are written beside it.
 
     From the beginning of a save until its end is noticed, every optimizer has a hook before its step. It waits for the
-    copies, and raises what the thread raised. So does every hook of the user's own, before it is called. A run in which
-    nothing is saved has no hook at all.
+    copies, and raises what the thread raised. So does every hook of the user's own, before it is called. The first
+    save's hook may stay until the next save, since it also finds out what else writes. A run in which nothing is saved
+    has no hook at all.
 
     Args:
         holds_exit: the end of the process waits for the last save; False where something else does, as the end of fit.
@@ -120,6 +131,12 @@ class BackgroundSaves:
         """Those that are not known to be made yet."""
         self._handles: list[RemovableHandle] = []
         self._hooks: Hooks | None = None
+        self._is_over = False
+
+    @property
+    def is_over(self) -> bool:
+        """True once the run ends, so that no save is begun beside it any more."""
+        return self._is_over
 
     @property
     def pending(self) -> PendingSave | None:
@@ -136,6 +153,7 @@ class BackgroundSaves:
             CheckpointError: if the save before failed.
         """
         self.wait()
+        self._forget()
         if self._memory is None:
             self._memory = HostMemory()
         stepped = addresses_of(optimizers)
@@ -187,6 +205,10 @@ class BackgroundSaves:
             pending.join(_ABANDONED)
             self._forget()
             raise CheckpointError(pending.path, f"is not saved: {error}") from error
+        except BaseException:
+            # Ctrl-C, say: nobody is going to wait for the copies again, and the thread must end.
+            copies.abandon()
+            raise
         finally:
             if not copies.is_first:
                 self._copies = None
@@ -203,14 +225,14 @@ class BackgroundSaves:
             pending.join()
             self._settle(pending)
 
-    def look(self) -> None:
-        """Notices that a save is done, without waiting for it; raises as `wait` does."""
-        if self._pending is not None and self._pending.is_done:
-            self.wait()
+    def end(self) -> None:
+        """Says that the run ends: what is saved from here on is saved at once."""
+        self._is_over = True
 
     def release(self) -> None:
         """Waits, and frees the memory for copies."""
         self.wait()
+        self._forget()
         self._memory = self._written = None
 
     def close(self) -> None:
@@ -220,21 +242,29 @@ class BackgroundSaves:
             copies.abandon()
         self._forget()
         self._memory = self._written = None
-        if pending is not None:
-            pending.join(_ABANDONED)
+        if pending is None:
+            return
+        pending.join(_ABANDONED)
+        if not pending.is_committed and pending.is_first:
+            warnings.warn(
+                f"{pending.path} was not saved, since the run ended by an error first; earlier checkpoints are whole.",
+                stacklevel=2,
+            )
 
     def _before_step(self, *args: object) -> None:
         copies, pending = self._copies, self._pending
-        if pending is None:
-            return
         self.finish_copies()
         if copies is not None and copies.is_first:
             self._written, self._copies = copies.changed(), None
-        if pending.is_done and pending.error is not None:
+        if pending is not None and pending.is_done and pending.error is not None:
             self._settle(pending)
 
     def _settle(self, pending: PendingSave) -> None:
-        self._forget()
+        if pending.error is None and self._copies is not None and self._copies.is_first:
+            # It is done before the step at which it is found out what else writes.
+            self._drop_pending()
+        else:
+            self._forget()
         if pending.error is not None:
             cause = f"{type(pending.error).__name__}: {pending.error}"
             raise CheckpointError(
@@ -242,8 +272,12 @@ class BackgroundSaves:
             ) from pending.error
 
     def _forget(self) -> None:
-        if self._hooks is not None:
-            self._hooks.precede(None)
+        self._drop_pending()
         for handle in self._handles:
             handle.remove()
-        self._handles, self._hooks, self._pending, self._copies = [], None, None, None
+        self._handles, self._copies = [], None
+
+    def _drop_pending(self) -> None:
+        if self._hooks is not None:
+            self._hooks.precede(None)
+        self._hooks = self._pending = None

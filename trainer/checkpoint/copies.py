@@ -224,6 +224,7 @@ class Copies:
         """Gives up what is not known to be of one moment, as the run is over."""
         if not self._judged.is_set():
             self._fault = "the run ended by an error before it had all been copied"
+            self._made.set()
             self._judged.set()
 
     def finish(self) -> None:
@@ -250,8 +251,9 @@ class Copies:
             raise WrittenWhileCopied(self._fault)
 
     def changed(self) -> set[Key]:
-        """Returns the names of what differs from its copy, before the first step after a first save."""
-        return {copy.key for copy in self._later if not copy.is_same()}
+        """Returns the names of what has been written, before the first step after a first save."""
+        # A write that changes nothing counts too: that is what `finish` can see after later saves.
+        return {copy.key for copy in self._later if copy.is_torn() or not copy.is_same()}
 
     def _work(self) -> None:
         with torch.no_grad():

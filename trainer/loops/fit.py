@@ -135,7 +135,7 @@ class FitLoop:
                 self._validate_at_stop()
             self._end_epoch(complete)
         self.clock.note()
-        run.finish_saves()
+        run.end_saves()
         self.hooks.fire_all("on_train_end")
 
     def _epoch(self) -> bool:

@@ -53,8 +53,10 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     """
     if error is run.signals.interruption:
         return
-    if run.strategy.ranks.world_size == 1:
-        # On several ranks the others may be anywhere, so that a save under way may never be finished.
+    run.saves.end()
+    if run.strategy.ranks.world_size == 1 and not isinstance(error, KeyboardInterrupt):
+        # On several ranks the others may be anywhere, so that a save under way may never be finished. A second Ctrl-C
+        # asks for the end now.
         try:
             run.saves.wait()
         except Exception as second:

@@ -146,7 +146,7 @@ def beside(run: Run, asked: bool | None) -> bool:
     """
     if asked is None:
         asked = saves_asynchronously(run.arguments)
-    if not asked or run.state.stage != "fit":
+    if not asked or run.state.stage != "fit" or run.saves.is_over:
         return False
     return is_possible(run.strategy)
 

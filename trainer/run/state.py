@@ -379,6 +379,11 @@ class Run:
         with self.heartbeat.during(Phase.SAVING):
             self.saves.wait()
 
+    def end_saves(self) -> None:
+        """Waits as `finish_saves` does; what is saved from here on is saved at once."""
+        self.finish_saves()
+        self.saves.end()
+
     def send(self, values: Mapping[str, Value], step: int | None = None) -> None:
         """Sends values to the loggers, read back from the device all at once.
 

@@ -108,6 +108,25 @@ class Validating(Net):
         return DataLoader(torch.ones(8, 8), batch_size=4)
 
 
+class Clamping(Net):
+    """Clamps a weight that no step takes out of these bounds: torch counts a write, and no bit changes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.net[0].weight.clamp_(-100.0, 100.0)
+        return super().training_step(batch, batch_idx)
+
+
+class Decaying(Net):
+    """Writes weights in its own `backward`, but not yet after the first save."""
+
+    def backward(self, loss: Any) -> None:
+        if self.trainer.global_step >= 4:
+            for parameter in self.net.parameters():
+                parameter.data.mul_(0.9)
+        loss.backward()
+
+
 CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "adamw": (Net, {}),
     "foreach": (lambda: Net(foreach=True), {}),
@@ -118,6 +137,8 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any]]] = {
     "momentum": (lambda: Net(SGD, momentum=0.9), {"precision": "bf16-true"}),
     "hooks": (Net, {"callbacks": Swapping()}),
     "writes in the step": (Normalising, {}),
+    "writes nothing new in the step": (Clamping, {}),
+    "writes in backward": (Decaying, {}),
     "manual": (Adversarial, {}),
     "at the end of a validation": (Validating, {"val_check_interval": 2, "monitor": "val_loss"}),
 }
@@ -240,6 +261,66 @@ def test_an_error_in_training_lets_a_pending_save_finish(tmp_path: Path) -> None
     fit(tmp_path / "again", Net, True)
 
 
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_only_the_first_save_copies_everything_at_once(
+    accumulated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Waiting(Callback):
+        """Has each save done before the next step, as a quick disk does within a window of several batches."""
+
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            trainer.finish_saving()
+
+    firsts: list[bool] = []
+    begin = Copies.begin
+
+    def note(copies: Copies) -> None:
+        firsts.append(copies.is_first)
+        begin(copies)
+
+    monkeypatch.setattr(Copies, "begin", note)
+    fit(tmp_path, Net, True, callbacks=Waiting(), accumulate_grad_batches=accumulated)
+    assert firsts == [True, False, False, False]
+
+
+@pytest.mark.parametrize("hook", ["on_exception", "teardown"])
+def test_a_save_at_the_end_of_a_run_is_there_when_it_returns(hook: str, tmp_path: Path) -> None:
+    class Failing(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            raise ValueError("the disk is full")
+
+    there: list[bool] = []
+
+    def save(trainer: Any, *args: Any) -> None:
+        path = trainer.save_checkpoint(tmp_path / hook)
+        there.append((path / "manifest.json").is_file())
+
+    saving = type("Saving", (Callback,), {hook: lambda self, trainer, *args: save(trainer)})()
+    trainer = Trainer(**QUIET, max_steps=4, callbacks=saving, plugins=AsyncCheckpointIO())
+    with pytest.raises(ValueError, match="the disk is full"):
+        trainer.fit(Failing(), DataLoader(torch.randn(44, 8), batch_size=4))
+    assert there == [True]
+
+
+def test_a_second_interrupt_while_copies_are_awaited_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Copies.finish
+
+    def interrupted(copies: Copies) -> None:
+        if not copies.is_first:
+            raise KeyboardInterrupt
+        finish(copies)
+
+    monkeypatch.setattr(Copies, "finish", interrupted)
+    checkpoint = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, asynchronous=True)
+    trainer = Trainer(**LOOPING, max_steps=9, callbacks=checkpoint)
+    with pytest.warns(UserWarning, match="step=4 was not saved"), pytest.raises(KeyboardInterrupt):
+        trainer.fit(Net(), DataLoader(torch.randn(44, 8), batch_size=4))
+    assert "leyden-save" not in [thread.name for thread in threading.enumerate()]
+    assert os.listdir(tmp_path) == ["step=2"]
+
+
 def test_a_weight_that_a_later_step_writes_itself_is_named(tmp_path: Path) -> None:
     class Late(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -298,7 +379,8 @@ def test_no_hook_is_left_when_nothing_is_pending(tmp_path: Path) -> None:
 
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer.finish_saving()
-            assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+            # The first save's hook finds out in the next step what else writes, and stays until the second save.
+            assert trainer.global_step in (2, 3) or not trainer.optimizers[0]._optimizer_step_pre_hooks
 
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=2, asynchronous=True)
     trainer = Trainer(**LOOPING, max_steps=5, callbacks=[checkpoint, Looking()])
