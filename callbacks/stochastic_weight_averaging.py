@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 from leyden.callbacks.averaged_weights import AveragedWeights, ExchangesWeights, parse_device
@@ -137,6 +138,11 @@ class StochasticWeightAveraging(ExchangesWeights):
         assert self._weights is not None
         self._weights.check_names()
         self._weights.check_dtypes()
+        if not module.automatic_optimization and any(isinstance(part, _BatchNorm) for part in module.modules()):
+            raise ConfigurationError(
+                "StochasticWeightAveraging runs training_step once more for batch norm's statistics of the averages, "
+                "and in manual optimisation it would step. Use WeightAveraging, or a module without batch norm."
+            )
         self._scheduler = None
         if len(trainer.optimizers) != 1 or len(trainer.lr_schedulers) > 1:
             raise ConfigurationError(

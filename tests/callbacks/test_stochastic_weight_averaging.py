@@ -181,6 +181,18 @@ def test_what_does_not_go_with_it_is_refused() -> None:
         fit([StochasticWeightAveraging(0.1)], max_epochs=-1, max_steps=3)
 
 
+def test_manual_optimisation_with_batch_norm_is_refused_before_the_first_step() -> None:
+    class Manual(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+    trainer = Trainer(**QUIET, max_epochs=1, callbacks=[StochasticWeightAveraging(0.01)])
+    with pytest.raises(ConfigurationError, match="in manual optimisation it would step"):
+        trainer.fit(Manual(), [torch.ones(2, 4)] * 2)
+    assert trainer.global_step == 0
+
+
 def test_batch_norm_is_measured_in_a_fit_alone() -> None:
     with pytest.raises(Exception, match="call it in a hook of one"):
         Trainer(**QUIET).update_batch_norm()

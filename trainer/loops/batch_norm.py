@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from leyden.strategies.errors import ConfigurationError
+from leyden.strategies.launch.heartbeat import EVALUATED, Phase
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import NOTHING
@@ -31,15 +33,24 @@ def update_batch_norm(run: Run) -> None:
 
     Args:
         run: a fit, whose training data is loaded.
+
+    Raises:
+        ConfigurationError: in manual optimisation, where `training_step` would step.
     """
     layers = [part for part in run.module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
     if not layers:
         return
+    if not run.module.automatic_optimization:
+        raise ConfigurationError(
+            "update_batch_norm runs training_step without gradients, and in manual optimisation it steps by itself: "
+            "compute the statistics in a loop of your own, as torch.optim.swa_utils.update_bn does."
+        )
     loader, arguments, metrics = run.loaders.train_loader, run.arguments, MetricStates(run.module)
     cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
     seen = metrics.state_dict()
     with run.logs.discarding(), isolated_rng([cursor.loader]), _accumulating(run.module, layers):
-        _pass(run, cursor)
+        with run.heartbeat.during(Phase.EVALUATION):
+            _pass(run, cursor)
     metrics.load_state_dict(seen)
     if run.strategy.ranks.world_size > 1:
         _average(run, layers)
@@ -53,7 +64,9 @@ def _pass(run: Run, cursor: LoaderCursor) -> None:
     takes_index = step_arguments(run.module.training_step)[0]
     limit = run.arguments.limit_train_batches if cursor.length is None else run.loaders.limited(cursor.length)
     batches = cursor.start(run.progress.epoch)
+    beat = run.heartbeat.words
     for number, batch in enumerate(itertools.islice(batches, limit if isinstance(limit, int) else None)):
+        beat[EVALUATED] += 1
         own: Any = batch[0] if cursor.shares else batch
         if own is NOTHING and strategy.replicates:
             continue
