@@ -22,7 +22,7 @@ from leyden.trainer.format.tensors import is_sharded, local_part
 
 Key: TypeAlias = tuple[str, str]
 """The name of a file of a checkpoint, and that of a tensor in it."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class WrittenWhileCopied(LeydenError):
