@@ -24,7 +24,8 @@ class LearningRateFinder(Callback):
     `Tuner(trainer).lr_find(…)` before fit.
 
     A subclass that overrides `on_fit_start` searches when it calls `lr_find(trainer, module)` itself: at epochs of its
-    own, say, on one process. The optimizer's rate is changed then, too.
+    own, say, on one process. The optimizer's rate is changed then, too; a scheduler that computes rates from the first
+    one, such as LambdaLR, sets its own again at its next step.
 
     Args:
         min_lr: the first rate.
@@ -66,13 +67,20 @@ class LearningRateFinder(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         searches_itself = type(self).on_fit_start is not LearningRateFinder.on_fit_start
         if stage == "fit" and trainer.ckpt_path is None and trainer.global_step == 0 and not searches_itself:
-            self.lr_find(trainer, module)
+            self._search_now(trainer, module)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Does nothing: the search is over by then."""
 
     def lr_find(self, trainer: Trainer, module: TrainModule) -> None:
-        """Searches now."""
+        """Searches now, and gives what is suggested to the optimizers, too."""
+        rate = self._search_now(trainer, module)
+        for optimizer in trainer.optimizers if rate is not None else ():
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+
+    def _search_now(self, trainer: Trainer, module: TrainModule) -> float | None:
+        """Searches; returns the rate that the module was given, or None."""
         if trainer.world_size > 1:
             raise ConfigurationError(
                 f"LearningRateFinder searches on one process, and there are {trainer.world_size} ranks: search before "
@@ -80,8 +88,5 @@ class LearningRateFinder(Callback):
             )
         given = trainer.given_loaders
         loaders = {"train_dataloaders": given.get("train"), "val_dataloaders": given.get("val")}
-        self.optimal_lr = find_rate(self._search, Subject(trainer, "fit", module, loaders, trainer.datamodule))
-        rate = self.optimal_lr.suggestion() if self.optimal_lr is not None and self._search.update_attr else None
-        for optimizer in trainer.optimizers if rate is not None and trainer.global_step else ():
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+        self.optimal_lr, rate = find_rate(self._search, Subject(trainer, "fit", module, loaders, trainer.datamodule))
+        return rate

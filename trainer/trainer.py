@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from leyden.callbacks.base import Callback
+from leyden.callbacks.gradient_accumulation import GradientAccumulation
 from leyden.callbacks.logger import Logger
 from leyden.strategies.base import Strategy
 from leyden.strategies.errors import ConfigurationError, LeydenError
@@ -379,25 +380,29 @@ class Trainer(TrainerView):
         """Returns a Trainer for short runs on the same devices, in the same precision, that write and print nothing.
 
         Args:
-            callbacks: of the trial; of this Trainer's only a `GradientAccumulation`, and silent loggers for its own.
+            callbacks: of the trial; of this Trainer's and the module's own only a `GradientAccumulation`, and silent
+                loggers in place of loggers.
             **arguments: in place of this Trainer's.
         """
         own = for_trial(self.arguments, self.callbacks, within_run=self.state.stage is not None)
-        return Trainer(**{**own, **arguments, "callbacks": [*own["callbacks"], *callbacks]})
+        trial = Trainer(**{**own, **arguments, "callbacks": [*own["callbacks"], *callbacks]})
+        trial._run.callback_list.take_only(GradientAccumulation)
+        return trial
 
     def rest_schedulers(self) -> None:
         """From here on this run's schedulers do not step: for callbacks that set the learning rates themselves."""
         self._run.rest_schedulers()
 
-    def update_batch_norm(self) -> None:
+    def update_batch_norm(self) -> bool:
         """Computes batch norm's statistics anew for the weights as they are, within fit: torch's `update_bn`.
 
         All ranks call it, between two steps. `training_step` runs on each batch of the training data, without
-        gradients; what it logs is dropped, and random numbers are as before.
+        gradients; what it logs is dropped, and random numbers are as before. Returns False, with the statistics as they
+        were, if a signal came meanwhile.
         """
         if self.state.stage != "fit":
             raise LeydenError("update_batch_norm reads the training data of a fit: call it in a hook of one.")
-        update_batch_norm(self._run)
+        return update_batch_norm(self._run)
 
     def finish_copies(self) -> None:
         """Waits until an asynchronous save has copied its state: call it in a step before you write weights yourself.
@@ -515,12 +520,7 @@ class Trainer(TrainerView):
         return found if self.is_global_zero else None
 
     def _next_run(
-        self,
-        stage: str,
-        model: nn.Module,
-        datamodule: DataModule | None,
-        goal: resuming.Goal,
-        loaders: dict[str, Any],
+        self, stage: str, model: nn.Module, datamodule: DataModule | None, goal: resuming.Goal, loaders: dict[str, Any]
     ) -> Run:
         module, compiled = unwrapped(model)
         if compiled is not None:

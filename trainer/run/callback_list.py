@@ -35,6 +35,11 @@ class CallbackList:
         self._seen = list(callbacks)
         """Those of the run that is under way, or was the last."""
         self._initial: dict[str, Any] = {}
+        self._own: type[Callback] = Callback
+
+    def take_only(self, kind: type[Callback]) -> None:
+        """From here on only callbacks of a kind take part, of those that a module's `configure_callbacks` returns."""
+        self._own = kind
 
     def begin(self, own: Any) -> None:
         """A run begins.
@@ -47,7 +52,7 @@ class CallbackList:
         place = {id(callback): number for number, callback in enumerate(self.now)}
         # Those that a module's own had replaced are not in the list.
         self._lasting.sort(key=lambda callback: place.get(id(callback), -1))
-        self._seen = merge_callbacks(self._lasting, own)
+        self._seen = merge_callbacks(self._lasting, own, self._own)
         self.now = list(self._seen)
 
     def take_added(self) -> list[Callback]:
@@ -115,14 +120,21 @@ def check_callbacks(callbacks: Iterable[Any], where: str) -> None:
             )
 
 
-def merge_callbacks(callbacks: Sequence[Callback], own: Any) -> list[Callback]:
-    """Those of the Trainer and of the module, in order; the module's replace the Trainer's of the same class."""
+def merge_callbacks(callbacks: Sequence[Callback], own: Any, kind: type[Callback] = Callback) -> list[Callback]:
+    """Those of the Trainer and of the module, in order; the module's replace the Trainer's of the same class.
+
+    Args:
+        callbacks: the Trainer's.
+        own: what the module's `configure_callbacks` returned.
+        kind: the module's are left out unless they are of this class.
+    """
     extra: list[Any] = [] if own is None else list(own) if isinstance(own, (list, tuple)) else [own]
     for callback in extra:
         if not isinstance(callback, Callback):
             raise ConfigurationError(
                 f"configure_callbacks returned {kind_of(callback)}: {ported(callback, 'return callbacks')}."
             )
+    extra = [callback for callback in extra if isinstance(callback, kind)]
     replaced = {type(callback) for callback in extra}
     return list(in_order([callback for callback in callbacks if type(callback) not in replaced] + extra))
 

@@ -111,9 +111,11 @@ class BatchSizeSearch:
     def _try(self, subject: Subject, size: int) -> bool | None:
         """Runs some steps of a size. None if it does not fit; True if one batch holds all samples already."""
         steps, kind = self.steps_per_trial, LIMITS[subject.method]
-        limits: dict[str, Any] = {f"limit_{kind}_batches": steps}
+        # A second batch shows that the first does not hold all samples.
+        limits: dict[str, Any] = {f"limit_{kind}_batches": max(steps, 2)}
         if subject.method == "fit":
-            limits = {"max_steps": steps, "max_epochs": -1, "limit_val_batches": steps}
+            limits = {"max_steps": steps, "max_epochs": -1, "limit_train_batches": 1.0, "overfit_batches": 0}
+            limits["limit_val_batches"] = steps if subject.trainer.arguments.limit_val_batches else 0
         failed = False
         trainer: Any = None
         try:

@@ -89,7 +89,7 @@ class Tuner:
             raise ConfigurationError(f"lr_find(method={method!r}): a learning rate is searched by fit alone.")
         search = RateSearch(min_lr, max_lr, num_training, mode, early_stop_threshold, update_attr, attr_name)
         subject = self._subject(model, method, train_dataloaders, val_dataloaders, dataloaders, datamodule)
-        return find_rate(search, subject)
+        return find_rate(search, subject)[0]
 
     def scale_batch_size(
         self,
@@ -151,27 +151,31 @@ class Tuner:
         return Subject(self._trainer, method, model, loaders, datamodule)
 
 
-def find_rate(search: RateSearch, subject: Subject) -> LRFinder | None:
-    """Searches a learning rate, and gives the module what is suggested; None under fast_dev_run."""
+def find_rate(search: RateSearch, subject: Subject) -> tuple[LRFinder | None, float | None]:
+    """Searches a learning rate, and gives the module what is suggested.
+
+    Returns:
+        What was found, None under fast_dev_run; and the rate that the module was given, None if it was not.
+    """
     if subject.trainer.fast_dev_run:
-        warnings.warn("fast_dev_run leaves the search for a learning rate out.", stacklevel=3)
-        return None
+        warnings.warn("fast_dev_run skips the search for a learning rate.", stacklevel=3)
+        return None, None
     name, owners = search.owners(subject) if search.update_attr else ("", [])
     found = search.search(subject)
     rate = found.suggestion() if owners else None
     if rate is not None:
         assign(name, rate, owners)
-        subject.trainer.print(f"learning rate {rate:.3g} found, and given to {name}")
-    return found
+        subject.trainer.print(f"found learning rate {rate:.3g} and set {name}")
+    return found, rate
 
 
 def find_batch_size(search: BatchSizeSearch, subject: Subject) -> int | None:
     """Searches a batch size, and gives it to those who have it; None under fast_dev_run."""
     if subject.trainer.fast_dev_run:
-        warnings.warn("fast_dev_run leaves the search for a batch size out.", stacklevel=3)
+        warnings.warn("fast_dev_run skips the search for a batch size.", stacklevel=3)
         return None
     owners = search.owners(subject)
     size = search.search(subject)
     assign(search.batch_arg_name, size, owners)
-    subject.trainer.print(f"batch size {size} found, and given to {search.batch_arg_name}")
+    subject.trainer.print(f"found batch size {size} and set {search.batch_arg_name}")
     return size

@@ -221,12 +221,91 @@ def test_the_search_ends_where_the_loss_grows_and_suggests_a_rate_below() -> Non
 
 def test_the_trial_accumulates_and_clips_as_the_run_does() -> None:
     found = Tuner(Trainer(accumulate_grad_batches=2, gradient_clip_val=0.5, **QUIET)).lr_find(
-        Falls(), torch.ones(8, 3, 2), num_training=6, update_attr=False
+        seeded(Falls), torch.ones(8, 3, 2), num_training=6, update_attr=False
     )
     same = Tuner(Trainer(callbacks=GradientAccumulation(2), gradient_clip_val=0.5, **QUIET)).lr_find(
-        Falls(), torch.ones(8, 3, 2), num_training=6, update_attr=False
+        seeded(Falls), torch.ones(8, 3, 2), num_training=6, update_attr=False
     )
-    assert found is not None and same is not None and len(found.results["lr"]) == len(same.results["lr"]) == 6
+    data, losses = torch.ones(8, 3, 2), []
+    module = seeded(Falls)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    for step in range(6):
+        optimizer.param_groups[0]["lr"] = 1e-8 * 1e8 ** (step / 5)
+        optimizer.zero_grad()
+        parts = [module.loss(data[(2 * step + part) % 8]) / 2 for part in range(2)]
+        for part in parts:
+            part.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(sum(part.detach() for part in parts)))
+    average, smoothed = 0.0, []
+    for number, loss in enumerate(losses, start=1):
+        average = 0.98 * average + 0.02 * loss
+        smoothed.append(average / (1 - 0.98**number))
+    assert found is not None and same is not None
+    assert found.results["loss"] == same.results["loss"] == pytest.approx(smoothed, rel=1e-6)
+
+
+class Configured(Net):
+    """Has callbacks of its own."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def configure_callbacks(self) -> Any:
+        return self.own()
+
+
+def test_the_modules_own_callbacks_take_no_part_in_trials_but_its_accumulation(tmp_path: Path) -> None:
+    finders: list[LearningRateFinder] = []
+
+    def own() -> list[Any]:
+        finders.append(LearningRateFinder(num_training_steps=12))
+        return [finders[-1], ModelCheckpoint(tmp_path / "saved"), GradientAccumulation(4)]
+
+    module = Configured(own)
+    found = Tuner(Trainer(**QUIET)).lr_find(module, loader(), num_training=12, update_attr=False)
+    assert found is not None and len(found.results["lr"]) == 12 and not list(tmp_path.iterdir())
+    alone = Tuner(Trainer(accumulate_grad_batches=4, **QUIET)).lr_find(
+        Configured(list), loader(), num_training=12, update_attr=False
+    )
+    assert alone is not None and alone.results["lr"] == found.results["lr"]
+    Trainer(max_epochs=1, **QUIET).fit(module, loader())
+    # That of the fit has searched, and those of trials have not.
+    assert sum(finder.optimal_lr is not None for finder in finders) == 1
+
+
+class AtStart(LearningRateFinder):
+    """Searches in on_fit_start, where the optimizer has been made."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        self.lr_find(trainer, module)
+
+
+def test_a_search_in_on_fit_start_changes_the_optimizer_that_is_there(tmp_path: Path) -> None:
+    module, run = seeded(), trainer(tmp_path, callbacks=[AtStart(num_training_steps=30)])
+    run.fit(module, loader(), loader())
+    assert run.optimizers[0].param_groups[0]["lr"] == module.lr != 0.01
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "search"),
+    [
+        ("fit", {"limit_train_batches": 1}, {}),
+        ("fit", {"overfit_batches": 1}, {}),
+        ("fit", {"limit_val_batches": 0}, {}),
+        ("validate", {"limit_val_batches": 1}, {}),
+        ("test", {}, {"steps_per_trial": 1}),
+        ("predict", {}, {"steps_per_trial": 1}),
+    ],
+    ids=str,
+)
+def test_limits_do_not_end_a_search(method: Any, arguments: dict[str, Any], search: dict[str, Any]) -> None:
+    run = Trainer(**{**QUIET, **arguments})
+    assert Tuner(run).scale_batch_size(OwnLoaders(), method=method, **search) == 16
+    # One batch holds all of 12 samples from 16 on.
+    assert Tuner(run).scale_batch_size(OwnLoaders(size=12), method=method, **search) == 16
 
 
 def test_too_few_points_give_no_suggestion() -> None:
@@ -369,9 +448,9 @@ def test_bad_arguments_name_the_fix(make: Any, message: str) -> None:
 
 def test_fast_dev_run_searches_nothing() -> None:
     tuner = Tuner(Trainer(fast_dev_run=True, accelerator="cpu", enable_progress_bar=False))
-    with pytest.warns(UserWarning, match="leaves the search for a learning rate out"):
+    with pytest.warns(UserWarning, match="skips the search for a learning rate"):
         assert tuner.lr_find(Net(), loader()) is None
-    with pytest.warns(UserWarning, match="leaves the search for a batch size out"):
+    with pytest.warns(UserWarning, match="skips the search for a batch size"):
         assert tuner.scale_batch_size(OwnLoaders()) is None
 
 
