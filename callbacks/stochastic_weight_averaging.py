@@ -206,9 +206,13 @@ class StochasticWeightAveraging(ExchangesWeights):
             return
         if not weights.in_module:
             weights.exchange()
-        if self._measured != weights.count:
-            trainer.update_batch_norm()
+        if self._measured == weights.count:
+            return
+        if trainer.update_batch_norm():
             self._measured = weights.count
+        else:
+            # A signal ends the run: its checkpoint has the current weights, and the resume measures.
+            weights.exchange()
 
     # in a checkpoint --------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:

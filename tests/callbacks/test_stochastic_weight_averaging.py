@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
+from leyden.trainer.checkpoint.folder import newest
 from leyden.trainer.checkpoint.reader import CheckpointReader
 
 EPOCHS, START = 6, 3
@@ -191,6 +194,67 @@ def test_manual_optimisation_with_batch_norm_is_refused_before_the_first_step() 
     with pytest.raises(ConfigurationError, match="in manual optimisation it would step"):
         trainer.fit(Manual(), [torch.ones(2, 4)] * 2)
     assert trainer.global_step == 0
+
+
+class Interrupts(Net):
+    """Is asked to end in the third batch of the pass for batch norm."""
+
+    def __init__(self, interrupts: bool) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.interrupts = interrupts
+        self.measured = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not torch.is_grad_enabled():
+            self.measured += 1
+            if self.interrupts and self.measured == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_signal_breaks_the_last_pass_off_and_the_resume_repeats_it(tmp_path: Path) -> None:
+    straight = fit([callback()], Interrupts(False))
+    assert straight.measured == 6
+    saved, broken = ModelCheckpoint(tmp_path, save_last=True), Interrupts(True)
+    with pytest.raises(SystemExit):
+        fit([callback(), saved], broken, enable_checkpointing=True)
+    assert broken.measured == 3
+    # What is left, and saved, are the current weights.
+    assert not torch.equal(broken.net[0].weight, straight.net[0].weight)
+    resumed = fit([callback()], Interrupts(False), ckpt_path=newest(tmp_path))
+    assert resumed.measured == 6 and not differences(weights(resumed), weights(straight))
+
+
+class Remeasures(Callback):
+    """Computes batch norm's statistics in the middle of an epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            assert trainer.update_batch_norm()
+
+
+def test_a_pass_within_an_epoch_leaves_the_workers_of_the_fit_alone() -> None:
+    orders = []
+    for callbacks in ([], [Remeasures()]):
+        module = Ordered()
+        persistent = DataLoader(data().dataset, 4, num_workers=1, persistent_workers=True)
+        Trainer(callbacks=callbacks, **QUIET, max_epochs=2).fit(module, persistent)
+        orders.append(module.order)
+    assert len(orders[0]) == 12 and orders[0] == orders[1]
+
+
+class Ordered(Net):
+    """Notes the batches that it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if torch.is_grad_enabled():
+            self.order.append(float(batch.sum()))
+        return super().training_step(batch, batch_idx)
 
 
 def test_batch_norm_is_measured_in_a_fit_alone() -> None:

@@ -153,6 +153,11 @@ def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]
     return _with(loader, batch_sampler=sampler, sampler=sampler.sampler)
 
 
+def apart(loader: Any) -> Any:
+    """Returns a copy of a DataLoader, which starts workers of its own beside persistent ones; others as they are."""
+    return _with(loader) if isinstance(loader, DataLoader) else loader
+
+
 def _with(loader: DataLoader[Any], **parts: Any) -> DataLoader[Any]:
     result = copy(loader)
     # A DataLoader refuses assignment after its constructor; the constructor of a subclass may have other arguments.

@@ -14,9 +14,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from leyden.strategies.errors import ConfigurationError
 from leyden.strategies.launch.heartbeat import EVALUATED, Phase
 from leyden.trainer.data.cursor import LoaderCursor
+from leyden.trainer.data.limits import apart
 from leyden.trainer.data.rng import isolated_rng
 from leyden.trainer.data.sharding import NOTHING
 from leyden.trainer.logging.metric_states import MetricStates
+from leyden.trainer.loops.agreement import Pass
 from leyden.trainer.loops.user_step import step_arguments, without_trace
 
 if TYPE_CHECKING:
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def update_batch_norm(run: Run) -> None:
+def update_batch_norm(run: Run) -> bool:
     """Computes the running statistics of batch norm anew, for the weights as they are now.
 
     As torch's `update_bn`, it takes their mean over all batches of the training data. `training_step` runs without
@@ -34,30 +36,41 @@ def update_batch_norm(run: Run) -> None:
     Args:
         run: a fit, whose training data is loaded.
 
+    Returns:
+        False if a signal broke the pass off: the statistics are those of before.
+
     Raises:
         ConfigurationError: in manual optimisation, where `training_step` would step.
     """
     layers = [part for part in run.module.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
     if not layers:
-        return
+        return True
     if not run.module.automatic_optimization:
         raise ConfigurationError(
             "update_batch_norm runs training_step without gradients, and in manual optimisation it steps by itself: "
             "compute the statistics in a loop of your own, as torch.optim.swa_utils.update_bn does."
         )
-    loader, arguments, metrics = run.loaders.train_loader, run.arguments, MetricStates(run.module)
+    # A copy, so that persistent workers that the fit reads from are left alone.
+    loader, arguments, metrics = apart(run.loaders.train_loader), run.arguments, MetricStates(run.module)
     cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
     seen = metrics.state_dict()
+    statistics = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    before = [buffer.clone() for buffer in statistics]
     with run.logs.discarding(), isolated_rng([cursor.loader]), _accumulating(run.module, layers):
         with run.heartbeat.during(Phase.EVALUATION):
-            _pass(run, cursor)
+            is_whole = _pass(run, cursor)
     metrics.load_state_dict(seen)
-    if run.strategy.ranks.world_size > 1:
+    if not is_whole:
+        for buffer, value in zip(statistics, before, strict=True):
+            buffer.copy_(value)
+    elif run.strategy.ranks.world_size > 1:
         _average(run, layers)
     run.strategy.end_evaluation()
+    return is_whole
 
 
-def _pass(run: Run, cursor: LoaderCursor) -> None:
+def _pass(run: Run, cursor: LoaderCursor) -> bool:
+    """Runs the batches through the step; False if a signal came between two."""
     strategy, transfer = run.strategy, run.transfer
     # The wrapper of DDP would give every rank the statistics of rank 0 at each batch.
     step = run.module.training_step if strategy.replicates else run.step_function("training_step")
@@ -65,7 +78,10 @@ def _pass(run: Run, cursor: LoaderCursor) -> None:
     limit = run.arguments.limit_train_batches if cursor.length is None else run.loaders.limited(cursor.length)
     batches = cursor.start(run.progress.epoch)
     beat = run.heartbeat.words
+    ranks = Pass(strategy.ranks, run.signals) if strategy.ranks.world_size > 1 else None
     for number, batch in enumerate(itertools.islice(batches, limit if isinstance(limit, int) else None)):
+        if run.signals.received is not None if ranks is None else ranks.breaks_off():
+            return False
         beat[EVALUATED] += 1
         own: Any = batch[0] if cursor.shares else batch
         if own is NOTHING and strategy.replicates:
@@ -78,6 +94,7 @@ def _pass(run: Run, cursor: LoaderCursor) -> None:
                 strategy.forward(step, moved, extra)
         else:
             strategy.forward(step, moved, extra)
+    return ranks is None or not ranks.ends()
 
 
 @contextmanager
