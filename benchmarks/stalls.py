@@ -78,6 +78,10 @@ class Steps:
         """The steps that all rounds take: for each save, as many without one before it."""
         return (self.rounds + 1) * len(self.names) * 2 * STEPS
 
+    def begin(self) -> None:
+        """The first step begins."""
+        self.began = time.perf_counter()
+
     def end_step(self) -> None:
         """Called after each step: begins a save, or ends its measurement."""
         self.count += 1
@@ -130,7 +134,7 @@ class Measuring(Callback):
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self.steps = self.make(trainer, module)
-        self.steps.began = time.perf_counter()
+        self.steps.begin()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         assert self.steps is not None

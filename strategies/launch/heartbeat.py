@@ -164,15 +164,13 @@ class Heartbeat:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """The phase of the block, and after it the one before; after an error, that of ending."""
+        """The phase of the block, and after it the one before."""
         before = Phase(self.words[PHASE])
         self.mark(phase)
         try:
             yield
-        except BaseException:
-            self.mark(Phase.ENDING)
-            raise
-        self.mark(before)
+        finally:
+            self.mark(before)
 
     def begin_fit(self, batches: int) -> None:
         """Training begins, or goes on, behind so many batches: the first ones may take long."""

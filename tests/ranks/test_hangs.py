@@ -65,11 +65,11 @@ class Module(TrainModule):
         return DataLoader(Samples(), batch_size=2, num_workers=int(os.environ.get("WORKERS", "0")))
 
     def on_fit_start(self):
-        time.sleep(1.5 if how == "slow" else 0)
+        time.sleep(3 if how == "slow" else 0)
 
     def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking:
-            time.sleep(1.5 if how == "slow" else 0)
+            time.sleep(3 if how == "slow" else 0)
 
     def val_dataloader(self):
         return [torch.ones(2, 4)] * 2

@@ -61,6 +61,26 @@ def said_by(call: Callable[[], Any]) -> str:
     return ""
 
 
+class Taught(GPT):
+    """Runs a copy of a block that the first stage holds between two blocks of it, and drops what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=4)
+        self.teachers: list[nn.Module] = []
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_rank == 0:
+            self.teachers.append(copy.deepcopy(self.blocks[1]))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 1 and self.teachers:
+                self.teachers[0](torch.zeros_like(x))
+        return self.head(self.norm(x))
+
+
 class Nested(GPT):
     """The blocks and the norm are in a model of their own, which a step calls by its parts."""
 
@@ -122,6 +142,10 @@ def used(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     nested = Nested()
     trainer_of({"pipeline_module": "net.0", "last_stage": ["head"]}).fit(nested, loader())
+    torch.manual_seed(0)
+    taught = Taught()
+    trainer_of({}).fit(taught, loader())
+    found["taught"] = taught.losses
     found["nested"] = [*nested.losses, said_by(lambda: nested.net(torch.zeros(1, 4, 32)))]
     return found
 
@@ -167,6 +191,10 @@ def test_a_model_is_fitted_predicted_and_restored_again(ranks: list[dict[str, An
     assert ranks[1]["restored"] == pytest.approx(losses + losses[2:], abs=1e-5)
     for rank in ranks:
         assert abs(rank["predicted"] - predicted).max() < 1e-4
+
+
+def test_a_copy_of_a_block_that_a_step_runs_is_no_part_of_the_pipeline(ranks: list[dict[str, Any]]) -> None:
+    assert ranks[1]["taught"] == pytest.approx(single(Taught, 1)[0], abs=1e-5)
 
 
 def test_another_cut_of_a_model_that_is_cut_already_is_refused(ranks: list[dict[str, Any]]) -> None:

@@ -70,12 +70,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from leyden.callbacks.base import CLOSING_ORDER, Callback, in_order
-
-if TYPE_CHECKING:
-    pass
 
 Call = Callable[..., Any]
 Wrapper = Callable[[str, Call], Call]

@@ -23,7 +23,7 @@ class Count:
     Args:
         progress: holds the counts.
         engine: knows the share of each batch.
-        heartbeat: is told of each batch.
+        heartbeat: of this rank.
 
     Attributes:
         shares: each batch comes with a `Share`, which knows the samples of all ranks.
