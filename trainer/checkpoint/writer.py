@@ -13,7 +13,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -422,8 +422,11 @@ class CheckpointWriter:
             self._check_size(name, entry)
         with self._writing(self._target):
             parent = self._target.parent
+            if not any(is_checkpoint(path) for path in parent.iterdir() if not staging.is_staging(path.name)):
+                # The first checkpoint of a run, whose folders may have just been made.
+                staging.fsync_above(parent)
             write_file(self._folder / MANIFEST, [manifest.to_bytes()])
-            for folder in {(self._folder / name).parent for name in manifest.files} | {self._folder}:
+            for folder in {self._folder / above for name in manifest.files for above in PurePath(name).parents}:
                 staging.fsync_folder(folder)
             self._rest()
             if self._overwrite and os.path.lexists(self._target):
@@ -431,7 +434,6 @@ class CheckpointWriter:
             else:
                 path = self._place(anew)
             self._open = False
-            staging.fsync_folder(parent)
         return path
 
     def _check_size(self, name: str, entry: FileEntry) -> None:
@@ -474,6 +476,7 @@ class CheckpointWriter:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
                 continue
+            staging.fsync_folder(path.parent)
             return path
         raise AssertionError("unreachable: itertools.count does not end")
 

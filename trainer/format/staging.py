@@ -169,3 +169,16 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync_above(folder: Path) -> None:
+    """Makes a folder survive a power failure that was made not long ago, with those above it on its file system.
+
+    What cannot be flushed, such as a folder of somebody else, was there before.
+    """
+    with contextlib.suppress(OSError):
+        device = folder.stat().st_dev
+        for above in folder.parents:
+            if above.stat().st_dev != device:
+                return
+            fsync_folder(above)
