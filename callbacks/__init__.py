@@ -32,6 +32,7 @@ _HOMES = {
     "TensorBoardLogger": "tensorboard",
     "Timer": "timer",
     "WandbLogger": "wandb_logger",
+    "WeightDigests": "weight_digests",
     "WeightAveraging": "weight_averaging",
 }
 
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger
     from leyden.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from leyden.callbacks.weight_averaging import WeightAveraging as WeightAveraging
+    from leyden.callbacks.weight_digests import WeightDigests as WeightDigests
 
 __all__ = list(_HOMES)
 

@@ -27,14 +27,17 @@ NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
 AT_LEAST = {
     -1: ("max_epochs", "max_steps", "num_sanity_val_steps"),
     0: ("min_epochs", "min_steps", "log_every_n_steps", "reload_dataloaders_every_n_epochs"),
-    1: ("check_val_every_n_epoch", "accumulate_grad_batches", "num_nodes", "global_batch_size"),
+    1: (
+        *("check_val_every_n_epoch", "accumulate_grad_batches", "num_nodes", "global_batch_size"),
+        "digest_every_n_steps",
+    ),
 }
 """The arguments that are whole numbers, by the least that each may be."""
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 PROFILERS = ("simple", "advanced", "pytorch")
 BAREBONES = (
     *("enable_checkpointing", "logger", "enable_progress_bar", "enable_model_summary", "fast_dev_run", "profiler"),
-    *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly"),
+    *("num_sanity_val_steps", "log_every_n_steps", "detect_anomaly", "digest_every_n_steps"),
 )
 
 
@@ -91,6 +94,7 @@ class Arguments:
     resume: str | None = None
     preemption: Any = None
     hang_timeout: Any = "auto"
+    digest_every_n_steps: int | None = None
 
 
 def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
@@ -138,7 +142,10 @@ def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: b
             "with Tuner(trainer)."
         )
     values = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(arguments)}
-    nothing = ("resume", "preemption", "profiler", "max_time", "min_epochs", "min_steps", "hang_timeout")
+    nothing = (
+        *("resume", "preemption", "profiler", "max_time", "min_epochs", "min_steps", "hang_timeout"),
+        "digest_every_n_steps",
+    )
     off: dict[str, Any] = dict.fromkeys(("num_sanity_val_steps", "log_every_n_steps"), 0)
     off |= dict.fromkeys((name for name in BAREBONES if name not in (*off, *nothing)), False)
     # An accumulation that an argument asks for is made by the argument.
@@ -157,7 +164,7 @@ def _barebones(values: dict[str, Any]) -> None:
                 f"barebones=True turns {name} off, and {name}={values[name]!r} was given: choose one."
             )
     off: dict[str, Any] = dict.fromkeys(BAREBONES, False)
-    off.update(profiler=None, num_sanity_val_steps=0, log_every_n_steps=0)
+    off.update(profiler=None, num_sanity_val_steps=0, log_every_n_steps=0, digest_every_n_steps=None)
     values.update(off)
 
 

@@ -119,13 +119,14 @@ class Trainer(TrainerView):
         global_batch_size: samples of a training batch on all ranks together, in place of batch_size × ranks.
         sample_rng: seed each sample by (seed, epoch, index), so that random transforms in workers resume exactly.
         allow_replay: let a resume load and drop what cannot be sought.
-        resume: "auto" continues the same run from its newest whole checkpoint, or begins it, so that the same command
-            may be started again and again: what `fit(ckpt_path=…)` is where it is left out. None begins anew.
+        resume: "auto" continues the same run from its newest whole checkpoint, or begins it, whenever the command is
+            started again: what `fit(ckpt_path=…)` is where it is left out. None begins anew.
         preemption: True or a `Preemption`: SIGTERM, SIGUSR1 or a notice save a checkpoint and end the run with exit
             code 75, and a job of SLURM is requeued. None: True where resume="auto".
         hang_timeout: seconds, or a timedelta, that a training batch may take before the watchdog ends the job and names
             the rank that hangs; an evaluation's batch may take five times as long, set-up or a save thirty times.
             "auto", the default: ten times the slowest of late, and 60 s at least. None or False turns it off.
+        digest_every_n_steps: record digests of the weights, which `leyden bisect` compares; see `WeightDigests`.
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -186,16 +187,12 @@ class Trainer(TrainerView):
         resume: str | None = None,
         preemption: bool | Preemption | None = None,
         hang_timeout: float | timedelta | str | bool | None = "auto",
+        digest_every_n_steps: int | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
-        self.arguments, self.given = resolve(given)
+        self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})
         arguments = self.arguments
         self.accelerator = Engine(
-            strategy=arguments.strategy,
-            accelerator=arguments.accelerator,
-            precision=precision_of(arguments),
-            devices=arguments.devices,
-            num_nodes=arguments.num_nodes,
+            arguments.strategy, arguments.accelerator, precision_of(arguments), arguments.devices, arguments.num_nodes
         )
         self.last_checkpoint: Path | None = None
         self._fit: FitLoop | None = None

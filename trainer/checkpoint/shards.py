@@ -105,7 +105,7 @@ def plan(
     Raises:
         CheckpointError: if the shards do not fill a tensor, or ranks do not hold the same tensors.
     """
-    own = {key: _held(tensor) for key, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0}
+    own = {key: held_parts(tensor) for key, tensor in tensors.items() if is_sharded(tensor) or ranks.rank == 0}
     held = [
         (key, str(tensors[key].dtype).removeprefix("torch."), tuple(tensors[key].shape), _boxes(parts))
         for key, parts in own.items()
@@ -115,7 +115,7 @@ def plan(
     return made, files
 
 
-def _held(tensor: Any) -> dict[Sizes, Tensor]:
+def held_parts(tensor: Any) -> dict[Sizes, Tensor]:
     """Returns this rank's rectangles of a tensor by their offsets."""
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is not None and mesh.get_coordinate() is None:

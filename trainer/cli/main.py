@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Print where a mesh of ranks puts every parameter of a model, and the bytes on each rank.",
     ),
     "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
+    "bisect": ("leyden.trainer.cli.bisect", "Name the first step after which the weights of two runs differ."),
     "merge": (
         "leyden.trainer.cli.checkpoints:merge_command",
         "Write the weights of a sharded checkpoint to one file (also merge-weights).",

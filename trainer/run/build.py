@@ -69,6 +69,7 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
         raise ConfigurationError("callbacks holds the same callback twice: give it once.")
     _add_accumulation(callbacks, arguments)
     _add_loggers(callbacks, arguments)
+    _add_digests(callbacks, arguments)
     _add_defaults(callbacks, arguments)
     return list(in_order(callbacks))
 
@@ -82,6 +83,18 @@ def _add_accumulation(callbacks: list[Callback], arguments: Arguments) -> None:
         )
     if arguments.accumulate_grad_batches > 1:
         callbacks.append(GradientAccumulation(arguments.accumulate_grad_batches))
+
+
+def _add_digests(callbacks: list[Callback], arguments: Arguments) -> None:
+    if arguments.digest_every_n_steps is None:
+        return
+    from leyden.callbacks.weight_digests import WeightDigests
+
+    if any(isinstance(callback, WeightDigests) for callback in callbacks):
+        raise ConfigurationError(
+            f"digest_every_n_steps={arguments.digest_every_n_steps}, and callbacks holds a WeightDigests: give one."
+        )
+    callbacks.append(WeightDigests(arguments.digest_every_n_steps))
 
 
 def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
