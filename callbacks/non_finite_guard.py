@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.saved_state import SavedState
+from leyden.trainer.format.text import listed
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
@@ -92,7 +94,8 @@ class NonFiniteGuard(Callback):
         self.skipped.append(step)
         if trainer.is_global_zero:
             where = f"epoch {trainer.current_epoch}, batch {trainer.progress.batch}"
-            warnings.warn(f"step {step} ({where}) was left out: its gradients were not finite.", stacklevel=2)
+            samples = _samples(trainer.sample_indices(window=True, all_ranks=True))
+            warnings.warn(f"step {step} ({where}) was left out: its gradients were not finite.{samples}", stacklevel=2)
 
     def _is_bad(self, trainer: Trainer, parameters: Sequence[Tensor]) -> bool:
         strategy = trainer.strategy
@@ -105,15 +108,16 @@ class NonFiniteGuard(Callback):
         ranks = trainer.strategy.ranks
         reached = {id(parameter) for parameter in parameters}
         here = [name for name, p in module.named_parameters() if id(p) in reached and not _are_finite([p])]
-        everywhere = ranks.all_gather_object(here)
-        found = list(dict.fromkeys(name for names in everywhere for name in names))
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        everywhere = ranks.all_gather_object((here, trainer.strategy.data_rank, trainer.sample_indices(window=True)))
+        found = list(dict.fromkeys(name for names, _, _ in everywhere for name in names))
+        # By the rank of the data, as ranks of one tensor-parallel group have the same samples.
+        samples = {rank: indices for _, rank, indices in everywhere if indices is not None}
         row = f" for {self._in_a_row} steps in a row" if self._in_a_row > 1 else ""
         return (
             f"the gradients of step {trainer.global_step + 1} (epoch {trainer.current_epoch}, batch "
-            f"{trainer.progress.batch}) were not finite{row}: {', '.join(found[:SHOWN])}{more}. No weight was "
-            "changed by them. Look at that batch, lower the learning rate, clip gradients (gradient_clip_val=1.0), or "
-            "leave such steps out: NonFiniteGuard('skip')."
+            f"{trainer.progress.batch}) were not finite{row}: {listed(found, SHOWN)}. No weight was "
+            f"changed by them.{_samples(list(itertools.chain(*samples.values())))} Look at that batch, lower the "
+            "learning rate, clip gradients (gradient_clip_val=1.0), or leave such steps out: NonFiniteGuard('skip')."
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,6 +127,10 @@ class NonFiniteGuard(Callback):
         saved = SavedState(state_dict)
         self.skipped = [int(step) for step in saved.items("skipped")]
         self._in_a_row = saved.integer("in_a_row", least=0)
+
+
+def _samples(indices: Sequence[Any] | None) -> str:
+    return f" Its samples are {listed(indices)} of the data set." if indices else ""
 
 
 def _are_finite(parameters: Sequence[Tensor]) -> Tensor:

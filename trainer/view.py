@@ -14,6 +14,7 @@ from leyden.strategies.base import Strategy
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.window import Window
 from leyden.trainer.run.build import loggers_of, with_loggers
+from leyden.trainer.run.samples import sample_indices
 
 if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping
@@ -362,6 +363,24 @@ class TrainerView:
     @property
     def predict_dataloaders(self) -> Any:
         return self._run.loaders.fetched.get("predict")
+
+    def sample_indices(self, window: bool = False, all_ranks: bool = False) -> list[Any] | None:
+        """The indices in the data set of the samples of the training batch that runs, or ran last, in its order.
+
+        They are found when you ask, by drawing the epoch's order again, and cost the steps nothing. Ours.
+
+        Args:
+            window: of all batches of the accumulation window so far.
+            all_ranks: of all ranks' samples, in the epoch's order. No message is sent.
+
+        Returns:
+            Numbers, or what the sampler yields. None where the order cannot be known: an `IterableDataset` or another
+            loader than torch's, several loaders, a sampler that changes as it is read and has no `state_dict` or that
+            draws global random numbers during the epoch, and for `all_ranks` a loader that you have sharded yourself.
+        """
+        if self._fit is None:
+            return None
+        return sample_indices(self._run, self._fit.window_start if window else None, all_ranks)
 
     @property
     def num_training_batches(self) -> float:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from operator import itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from leyden.trainer.data.limits import length_of
 from leyden.trainer.data.rng import live_state, plain_state, set_rng_state
 from leyden.trainer.data.sample_rng import with_sample_rng
 from leyden.trainer.data.sharding import DataRanks, shard_indices
 from leyden.trainer.data.sources import State, TorchSource, source_of
+
+if TYPE_CHECKING:
+    from leyden.trainer.data.indices import BatchIndices
 
 END = object()
 
@@ -119,6 +122,20 @@ class LoaderCursor:
         for _ in range(batches):
             next(iterator, None)
         return iterator
+
+    def indices(self, start: int, stop: int) -> list[BatchIndices] | None:
+        """Returns the indices in the data set of the samples of some batches of this epoch, by drawing its order again.
+
+        Args:
+            start: the first batch.
+            stop: the batch after the last one.
+
+        Returns:
+            An entry for each batch; None where the order cannot be known (see `indices_of`).
+        """
+        from leyden.trainer.data.indices import indices_of
+
+        return indices_of(self._source, start + self._offset, stop + self._offset)
 
     def filler(self) -> Any:
         """Returns a batch whose result will not count, for a rank without one."""

@@ -95,7 +95,7 @@ class ShardedSource(TorchSource):
         self.loader._iterator = None
         order, place = self.batches.order, state.get("order")
         if "order" not in state:
-            place = self._place_of_one_process(state["before"])
+            place = self.place_of_one_process(state["before"])
         order.begin(place, state["drawn"])
         if place is not None:
             order.start()
@@ -104,8 +104,11 @@ class ShardedSource(TorchSource):
         self.generators.restore(state["generators"])
         return iterator
 
-    def _place_of_one_process(self, before: State) -> State:
-        """Returns the random state from which a plain loader drew its order; it also draws a seed for workers."""
+    def place_of_one_process(self, before: State) -> State:
+        """Returns the random state from which a plain loader drew its order; it also draws a seed for workers.
+
+        Random numbers stand where they stood before the loader's iterator was made.
+        """
         order, loader = self.batches.order, self.loader
         start = order.now()
         if before["again"]:

@@ -113,6 +113,16 @@ class Order:
         self.state, self._skip, self._resumes = state, skip, state is not None
         self._iterator = self._opened = None
 
+    @property
+    def is_sliced(self) -> bool:
+        """The sampler is one that Leyden starts anywhere; others are drawn from their beginning."""
+        return self._fixed
+
+    @property
+    def stream(self) -> State:
+        """The random state from which a sampler that is not sliced draws next."""
+        return plain_state(self._stream)
+
     def draw(self, count: int) -> list[Any]:
         """Returns the next `count` items of the order; fewer at its end."""
         if self._iterator is None:
@@ -307,6 +317,10 @@ class RankBatches:
             here, total = drawn[block(len(drawn), self.rank, self.ranks)], len(drawn)
             even = total % self.ranks == 0
         return here, Share(len(here), total, len(drawn) < self.ranks, even, rest=self._rest)
+
+    def part(self, drawn: list[Any]) -> list[Any]:
+        """Returns this rank's part of a global batch that was drawn before."""
+        return self._take(list(drawn))[0]
 
     def _last_batch(self) -> int:
         """Returns the samples of the epoch's last global batch if it is known to be smaller than the others; else 0."""

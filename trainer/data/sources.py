@@ -238,6 +238,11 @@ class TorchSource(Source):
         return self.allow_replay or not self.is_iterable or self._keeps_place_here()
 
     @property
+    def origin(self) -> tuple[int, int]:
+        """Where this process began to read the epoch: batches, and items of the order, before it."""
+        return self._origin
+
+    @property
     def index_sampler(self) -> Any:
         return self.loader.sampler if self.loader.batch_sampler is None else self.loader.batch_sampler
 

@@ -1,4 +1,4 @@
-"""Text that people read: columns that line up, and sizes in bytes."""
+"""Text that people read: columns that line up, lists, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -25,6 +25,17 @@ def aligned(rows: Sequence[Sequence[str]], gap: str = "  ", right: Collection[in
         ).rstrip()
         for row in rows
     ]
+
+
+def listed(values: Sequence[object], most: int = 16) -> str:
+    """Lists values in one line, the first ones if there are many.
+
+    Example:
+        >>> listed([4, 0]), listed(range(5), most=3)
+        ('4, 0', '0, 1, 2 and 2 more')
+    """
+    more = f" and {len(values) - most} more" if len(values) > most else ""
+    return ", ".join(map(str, values[:most])) + more
 
 
 def size_of(count: float) -> str:

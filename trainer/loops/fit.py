@@ -76,7 +76,7 @@ class FitLoop:
         """Some hook listens for the start of a batch, for its end."""
         self._cut = False
         """The epoch should end here: a hook returned -1, or a step that draws its own batches ran out."""
-        self._window_start = 0
+        self.window_start = 0
         """Index in the epoch of the first batch of the open window, or of the last one."""
         self._former_ended = True
         """The epoch before this one was read to its end."""
@@ -159,7 +159,7 @@ class FitLoop:
                 window.advance(is_last)
             else:
                 window.open(self._window_length() if accumulates else 1, is_last)
-                self._window_start = batch_idx
+                self.window_start = batch_idx
             if shares:
                 batch = self._begin_share(*batch)
             elif transfer is not None:
@@ -192,7 +192,7 @@ class FitLoop:
         progress, window = self.progress, self.engine.window
         draws = Draws(self._batches(), progress, self.count, self._bring)
         while not draws.is_last:
-            self._window_start = batch_idx = progress.batch
+            self.window_start = batch_idx = progress.batch
             window.open(length=1)
             self.logs.begin_batch(draws, progress.batches, batch_idx)
             if self._listens_start and self._is_declined(draws, batch_idx):
@@ -268,7 +268,7 @@ class FitLoop:
             self.load_training_data(again=True)
             self.validation.load(again=True)
         assert self.cursor is not None
-        self._window_start, self._cut = 0, False
+        self.window_start, self._cut = 0, False
         self.hooks.fire_all("on_train_epoch_start")
         # After the hook, as in the plain loop: workers get a copy of the data set as the hook has left it, and the
         # order of a shuffle follows what the hook drew.
@@ -371,7 +371,7 @@ class FitLoop:
         """Ends the epoch after a window that was not known to be its last: a hook cut it, or the length was wrong."""
         self.progress.cut_short()
         # No batch came since the last window's own validation.
-        self._window_start = self.progress.batch
+        self.window_start = self.progress.batch
         self._after_step(True)
         self._settle()
 
@@ -404,7 +404,7 @@ class FitLoop:
     def _after_step(self, is_last: bool) -> None:
         """Notes for checkpoints saved from here on that the window's step is done, and whether a validation is due."""
         progress = self.progress
-        is_due = self.validation.is_due(is_last, self._window_start)
+        is_due = self.validation.is_due(is_last, self.window_start)
         progress.end_window(is_last, is_due, progress.skipped if progress.cut else self.step.was_skipped)
         if is_last and self._run.schedulers and self.module.automatic_optimization:
             self.schedulers.step("epoch", progress.epoch + 1)
@@ -497,7 +497,7 @@ class FitLoop:
         if not self.engine.window.is_open:
             return self.progress
         samples = self.count.window_samples if self.accumulation is not None else self.progress.samples
-        return self.progress.at_window_start(self._window_start, samples)
+        return self.progress.at_window_start(self.window_start, samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the loaders stand: in or between epochs, and for validation between passes.

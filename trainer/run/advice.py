@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from leyden.strategies.errors import ConfigurationError, LeydenError, add_note, is_out_of_memory
-from leyden.trainer.format.text import size_of
+from leyden.trainer.format.text import listed, size_of
 from leyden.trainer.given import in_known_names
+from leyden.trainer.run.samples import sample_indices
 
 if TYPE_CHECKING:
     from leyden.strategies.base import Strategy
@@ -55,12 +56,24 @@ def annotate(run: Run, error: BaseException, place: str) -> None:
     if not isinstance(error, Exception) or is_out_of_memory(error) or (batch is None and not trains):
         return
     shapes = "" if batch is None else f"the batch was {shapes_of(batch)}"
-    note = "; ".join(part for part in (f"this was {place}" if place else "", shapes) if part)
+    note = "; ".join(part for part in (f"this was {place}" if place else "", shapes, _samples(run)) if part)
     if note:
         add_note(error, f"leyden: {note}.")
     fix = _suggestion(error)
     if fix is not None:
         add_note(error, f"leyden: {fix}")
+
+
+def _samples(run: Run) -> str:
+    """Which samples the training batch was made of; empty where it cannot be known."""
+    if run.logs.batch is None or run.state.stage != "fit" or run.state.pass_of is not None:
+        return ""
+    try:
+        found = sample_indices(run)
+    except Exception:
+        # A sampler of the user's may fail, and the error that is reported is another.
+        return ""
+    return f"its samples are {listed(found)} of the data set" if found else ""
 
 
 SUGGESTIONS = (

@@ -58,6 +58,8 @@ class Loaders:
         self.sizes: dict[str, int | list[int | None] | None] = {}
         """Batches of each kind of loader, as limited, once they were fetched."""
         self.train_loader: Any = None
+        self.cursor: LoaderCursor | None = None
+        """Reads the training loader; None until it is fetched."""
         self.fetched: dict[str, Any] = {}
         """The loaders of each kind, as they were given or returned."""
 
@@ -111,7 +113,7 @@ class Loaders:
         loader = self._sharded(loader, True)
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
-        self.train_loader = loader
+        self.train_loader, self.cursor = loader, cursor
         known = cursor.length is not None
         self.sizes["train"] = count
         return cursor, count if known else None

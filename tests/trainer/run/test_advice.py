@@ -57,7 +57,8 @@ def test_an_error_in_a_step_names_epoch_batch_shapes_and_what_to_try(
 
     trainer = Trainer(**{**QUIET, "max_epochs": 2}, default_root_dir=tmp_path)
     told = told_of(lambda: trainer.fit(Wrong(), loader()), error, capsys)
-    assert "this was step 6 (epoch 1, batch 2) in fit; the batch was [(2, 4) float32, (2,) int64]." in told
+    place = "this was step 6 (epoch 1, batch 2) in fit; the batch was [(2, 4) float32, (2,) int64]"
+    assert f"{place}; its samples are 4, 5 of the data set." in told
     assert re.search(fix, told), told
 
 
