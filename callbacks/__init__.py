@@ -12,6 +12,8 @@ _HOMES = {
     "CSVLogger": "csv_logger",
     "CometLogger": "comet_logger",
     "DeviceStatsMonitor": "device_stats_monitor",
+    "DriftError": "drift_guard",
+    "DriftGuard": "drift_guard",
     "EarlyStopping": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
     "GradientAccumulation": "gradient_accumulation",
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.comet_logger import CometLogger as CometLogger
     from leyden.callbacks.csv_logger import CSVLogger as CSVLogger
     from leyden.callbacks.device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from leyden.callbacks.drift_guard import DriftError as DriftError
+    from leyden.callbacks.drift_guard import DriftGuard as DriftGuard
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler

@@ -133,6 +133,15 @@ class Strategy:
         return [rank * self.data_size // self.ranks.world_size for rank in range(self.ranks.world_size)]
 
     @property
+    def replicas(self) -> list[list[int]]:
+        """All ranks, grouped by the part of the weights that they hold.
+
+        The ranks of a group step the same weights, each by itself, so that theirs must never differ.
+        """
+        ranks = list(range(self.ranks.world_size))
+        return [ranks] if self.replicates else [[rank] for rank in ranks]
+
+    @property
     def refuses_compiled(self) -> str | None:
         """Why it takes no module of `torch.compile`, and what to give instead; None if it takes one."""
         return None

@@ -156,6 +156,11 @@ class DeepSpeedStrategy(ProcessGroupStrategy):
         return strategy
 
     @property
+    def replicas(self) -> list[list[int]]:
+        # From stage 1 on each rank steps a part, which the others are sent.
+        return super().replicas if self.stage == 0 else [[rank] for rank in range(self.ranks.world_size)]
+
+    @property
     def engine(self) -> Any:
         """DeepSpeed's engine; None until optimizers are set up. It stays for a run that goes on or evaluates."""
         return self.zero.engine

@@ -151,6 +151,19 @@ class FSDPStrategy(ProcessGroupStrategy):
         """The mesh of all ranks; None before they have joined."""
         return self.shard_mesh
 
+    @property
+    def replicas(self) -> list[list[int]]:
+        if self.device_mesh is None or self.copies_along is None:
+            return [[rank] for rank in range(self.ranks.world_size)]
+        grid = self.device_mesh.mesh.movedim(self.copies_along, -1)
+        groups: list[list[int]] = grid.reshape(-1, grid.shape[-1]).tolist()
+        return groups
+
+    @property
+    def copies_along(self) -> int | None:
+        """The dimension of `device_mesh` along which the model is copied; None without one."""
+        return 0 if self.shard_mesh is not None and self.shard_mesh.ndim == 2 else None
+
     def make_mesh(self) -> DeviceMesh | None:
         """The mesh over which parameters are sharded; None for none, where each rank keeps what it has."""
         shape = self._shape()

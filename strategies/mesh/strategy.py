@@ -216,6 +216,11 @@ class MeshStrategy(FSDPStrategy):
         return self.mesh
 
     @property
+    def copies_along(self) -> int | None:
+        names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
+        return names.index("dp_replicate") if "dp_replicate" in names else None
+
+    @property
     def tensor_mesh(self) -> DeviceMesh:
         """The dimension over which layers are split."""
         assert self.mesh is not None

@@ -103,19 +103,20 @@ def merged(found: Iterable[Mapping[str, Held]]) -> dict[str, Digest]:
     return {name: _merged(form, parts[name]) for name, form in forms.items()}
 
 
+def combined(digests: Iterable[str]) -> str:
+    """Returns the digest of digests."""
+    digest = digest_of(XXH3)()
+    digest.update(memoryview("".join(digests).encode()))
+    return digest.hexdigest()
+
+
 def _merged(form: str, parts: Mapping[Box, str]) -> Digest:
     if len(parts) == 1:
         return Digest(form, next(iter(parts.values())))
     boxes = sorted(parts)
     # The cut is a part of the form: digests of other shards are others, whatever the weights.
-    cut = _sum(repr(boxes))[:8]
-    return Digest(f"{form} in {len(boxes)} shards ({cut})", _sum("".join(parts[box] for box in boxes)))
-
-
-def _sum(text: str) -> str:
-    digest = digest_of(XXH3)()
-    digest.update(memoryview(text.encode()))
-    return digest.hexdigest()
+    cut = combined(map(repr, boxes))[:8]
+    return Digest(f"{form} in {len(boxes)} shards ({cut})", combined(parts[box] for box in boxes))
 
 
 def _form(tensor: Tensor) -> str:
