@@ -1,0 +1,34 @@
+"""Runs that are killed at random points end as runs that were left alone: a little of `benchmarks/faults.py`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parents[1] / "benchmarks" / "faults.py"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts processes by /proc and prctl")
+
+
+def faults(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(PROGRAM), *arguments], capture_output=True, text=True)
+
+
+def test_runs_that_are_killed_end_as_others_do() -> None:
+    done = faults("--kills", "10", "--only", "single", "--seed", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_runs_of_several_ranks_that_are_killed_end_as_others_do() -> None:
+    done = faults("--kills", "24", "--seed", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_checkpoints_that_are_written_in_place_are_found_out() -> None:
+    done = faults("--kills", "30", "--only", "single", "--seed", "3", "--in-place")
+    assert done.returncode == 1 and "damaged" in done.stdout, done.stdout + done.stderr
