@@ -25,7 +25,7 @@ DEADLINE = 15.0
 """Seconds after which nobody may be left; a hang ends here, and nothing is measured."""
 
 SCRIPT = """
-import os, signal, sys, threading, time
+import multiprocessing, os, signal, sys, threading, time
 from datetime import timedelta
 import torch
 from leyden import Trainer, TrainModule
@@ -55,6 +55,8 @@ class Module(TrainModule):
                 threading.Event().wait()
             if how == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            if how == "worker":
+                multiprocessing.active_children()[0].kill()
             if how == "agent":
                 os.kill(int(os.environ["LEYDEN_AGENT"]), signal.SIGKILL)
                 time.sleep(60)
@@ -64,7 +66,7 @@ class Module(TrainModule):
         return torch.optim.SGD(self.parameters(), 0.01)
 
     def train_dataloader(self):
-        return DataLoader(torch.ones(400, 4), batch_size=2, num_workers=1 if sys.argv[1] == "agent" else 0)
+        return DataLoader(torch.ones(400, 4), batch_size=2, num_workers=sys.argv[1] in ("agent", "worker"))
 
 hangs = sys.argv[1] in ("sleep", "stop")
 trainer = Trainer(
@@ -169,6 +171,13 @@ def test_a_rank_that_hangs_is_named_when_the_others_time_out(how: str, rank: int
     place = f"this was rank {1 - rank}, step 5 (epoch 0, batch 5) in fit"
     assert f"leyden: {place}; the other ranks are ended. Of these, rank {rank}" in err, err
     assert message in err and err.count("Traceback") == 1, err
+
+
+@READS_PROC
+def test_a_worker_of_a_loader_that_is_killed_is_named_once_with_its_rank(tmp_path: Path) -> None:
+    code, _, err = run_script("worker", tmp_path)
+    assert code == 1 and err.count("was killed by SIGKILL") == 1, err
+    assert "WorkerDied: worker 0 of 1 of a DataLoader" in err and "this was rank 1, step " in err, err
 
 
 @READS_PROC

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from leyden.trainer.data.workers import died
 from leyden.trainer.run import advice
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
     """
     if error is run.signals.interruption:
         return
+    # First, since SIGCHLD may raise it again anywhere below.
+    dead = died(error)
     run.saves.end()
     if run.strategy.ranks.world_size == 1 and not isinstance(error, KeyboardInterrupt):
         # On several ranks the others may be anywhere, so that a save under way may never be finished. A second Ctrl-C
@@ -61,7 +64,7 @@ def by_error(run: Run, error: BaseException, owners: Iterable[object]) -> None:
             run.saves.wait()
         except Exception as second:
             _warn_of_second(second)
-    ranks, better, place = run.strategy.ranks, advice.in_better_words(run, error, owners), advice.where(run)
+    ranks, better, place = run.strategy.ranks, dead or advice.in_better_words(run, error, owners), advice.where(run)
     is_first = ranks.report_failure(better, place)
     # Where there are several ranks, the report names the place.
     advice.annotate(run, better, place if ranks.world_size == 1 else "")

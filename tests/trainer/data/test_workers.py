@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 import torch.utils.data._utils as data_utils
 from models import Line
 from programs import run_program
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from leyden import Trainer
+from leyden.trainer.data.workers import WorkerDied, died
 
 
 class Module(Line):
@@ -37,8 +39,9 @@ def workers_of_a_run(persistent: bool, **limit: Any) -> list[BaseProcess]:
         data, batch_sampler=batches, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork"
     )
     module = Module()
+    others = multiprocessing.active_children()
     Trainer(accelerator="cpu", barebones=True, **limit).fit(module, loader)
-    return module.workers
+    return [worker for worker in module.workers if worker not in others]
 
 
 @pytest.mark.parametrize(
@@ -70,6 +73,54 @@ def test_workers_go_home_by_themselves(
     for worker in workers:
         worker.join()
     assert len(workers) == 2 and waited_for == []
+
+
+class Mortal(Dataset[Any]):
+    """Ends the worker that loads sample 21, in one of several ways."""
+
+    def __init__(self, end: Callable[[], Any]) -> None:
+        self.end = end
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 21:
+            self.end()
+        return torch.ones(2)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave() -> None:
+    os._exit(0)
+
+
+def fail() -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [(kill, "was killed by SIGKILL"), (leave, "ended with exit code 0"), (fail, "ended with exit code 3")],
+)
+def test_a_worker_that_dies_is_named_with_its_number_its_end_and_the_fix(
+    end: Callable[[], Any], message: str, tmp_path: Path
+) -> None:
+    loader = DataLoader(Mortal(end), 4, num_workers=2)
+    trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(WorkerDied) as caught:
+        trainer.fit(Line(), loader)
+    text = str(caught.value)
+    assert text.startswith("worker 1 of 2 of a DataLoader (pid ") and message in text and "resume='auto'" in text
+    assert "/dev/shm" in text or sys.platform == "darwin"
+
+
+def test_another_error_has_no_dead_worker() -> None:
+    assert died(RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")) is None
+    assert died(ValueError("of a user")) is None and died(FileNotFoundError("of a user")) is None
 
 
 KILLED = """
