@@ -33,6 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     (
         *("leyden.trainer.arguments", "leyden.trainer.launched", "leyden.trainer.preemption", "leyden.trainer.plugins"),
         "leyden.trainer.profilers",
+        "leyden.trainer.replay",
     ),
     ("leyden.trainer.run",),
     ("leyden.trainer.loops",),

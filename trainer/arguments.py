@@ -21,6 +21,7 @@ from leyden.strategies.launch.watchdog import hang_limit
 from leyden.trainer.given import UNSET
 from leyden.trainer.launched import filled_by_launch
 from leyden.trainer.preemption import wanted
+from leyden.trainer.replay import replay_of
 
 NONE_MEANS_SOMETHING = ("check_val_every_n_epoch", "hang_timeout")
 """The arguments with a default other than None for which None is a value of its own."""
@@ -122,7 +123,9 @@ def resolve(given: dict[str, Any]) -> tuple[Arguments, frozenset[str]]:
         _barebones(values)
     arguments = dataclasses.replace(defaults, **values)
     _check(arguments)
-    return dataclasses.replace(arguments, **_implied(arguments)), named
+    arguments = dataclasses.replace(arguments, **_implied(arguments))
+    replay = replay_of(arguments)
+    return arguments if replay is None else dataclasses.replace(arguments, **replay.arguments()), named
 
 
 def for_trial(arguments: Arguments, callbacks: Sequence[Callback], within_run: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,9 @@ TEXTS = {
     "resume": "LEYDEN_RESUME",
 }
 """Setting → variable. It holds the text itself."""
+COMMAND = "LEYDEN_COMMAND"
 VALUES = {
+    "command": COMMAND,
     "options": "LEYDEN_STRATEGY_OPTIONS",
     "accumulate_grad_batches": "LEYDEN_ACCUMULATE_GRAD_BATCHES",
     "gradient_clip_val": "LEYDEN_GRADIENT_CLIP_VAL",
@@ -52,6 +54,7 @@ class LaunchSettings:
         debug: compare what ranks put into collectives.
         resume: as of the Trainer.
         hang_timeout: as of the Trainer; False for no watchdog.
+        command: the command line of the launch; None where another one starts its ranks.
     """
 
     source: str
@@ -66,6 +69,7 @@ class LaunchSettings:
     debug: bool = False
     resume: str | None = None
     hang_timeout: float | str | bool | None = None
+    command: Sequence[str] | None = None
 
     def fill(
         self, values: Mapping[str, Any], owned: Collection[str], environ: Mapping[str, str] | None = None

@@ -24,7 +24,7 @@ from leyden.trainer.datamodule import DataModule
 from leyden.trainer.engine.engine import Engine
 from leyden.trainer.events.hooks import Hooks
 from leyden.trainer.events.progress import Progress
-from leyden.trainer.events.signals import Signals
+from leyden.trainer.events.signals import LEAVE, Signals
 from leyden.trainer.events.state import RunState
 from leyden.trainer.given import leaves_open, refuse
 from leyden.trainer.logging.logs import Logs
@@ -269,8 +269,7 @@ class Trainer(TrainerView):
                 "trainer.fit(module, datamodule=…)."
             )
         self.fit_loop.begin(max_epochs, max_steps)
-        ckpt_path = self.arguments.resume if ckpt_path is None else ckpt_path
-        goal = resuming.Goal(ckpt_path, resuming.wanted_parts(restore), trust, same_run, weights_only)
+        goal = resuming.goal_of_fit(self.arguments, ckpt_path, restore, trust, same_run, weights_only)
         self._carry_out("fit", model, datamodule, goal, train=train_dataloaders, val=val_dataloaders)
 
     def validate(
@@ -550,7 +549,7 @@ class Trainer(TrainerView):
 
     def _last_words(self, run: Run) -> str | None:
         """Why and where the fit ended; None after anything else."""
-        if run.state.stage != "fit":
+        if run.state.stage != "fit" or run.signals.received == LEAVE:
             return None
         if run.signals.received is not None:
             at = f"the last checkpoint is {self.last_checkpoint}" if self.last_checkpoint else "no checkpoint was saved"

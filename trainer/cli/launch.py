@@ -16,8 +16,8 @@ from leyden.trainer.cli import agent, preflight
 from leyden.trainer.cli.keys import FAMILIES, TOP, ConfigKey, read_section
 from leyden.trainer.cli.machine import this_machine
 from leyden.trainer.cli.plan import ElasticOptions, LaunchPlan, planned_for, resolve
-from leyden.trainer.cli.secrets import masked_words
 from leyden.trainer.cli.settings import Settings, found_file, read_file
+from leyden.trainer.format.secrets import masked_words
 
 KINDS = {
     "multi_gpu": ("MULTI_GPU", "Use the GPUs of this machine."),
@@ -199,6 +199,8 @@ def run(
         raise ConfigurationError(
             f"there is no script {script}: give its path, -m for a module, or --no_python for a program."
         )
+    if plan.machines == 1 and plan.rank is None:
+        plan = plan.started_by([sys.executable, *sys.orig_argv[1:]])
     _preflight(plan, preflight_timeout)
     return agent.start(plan, command)
 

@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "checkpoint": ("leyden.trainer.cli.checkpoints", "List, verify and show checkpoints."),
     "bisect": ("leyden.trainer.cli.bisect", "Name the first step after which the weights of two runs differ."),
+    "replay": ("leyden.trainer.cli.replay", "Run one step of a run again, and report what happens in it."),
     "merge": (
         "leyden.trainer.cli.checkpoints:merge_command",
         "Write the weights of a sharded checkpoint to one file (also merge-weights).",

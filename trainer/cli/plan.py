@@ -6,8 +6,8 @@ import dataclasses
 import math
 import os
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from leyden.strategies.errors import ConfigurationError
@@ -18,9 +18,9 @@ from leyden.trainer.cli.accelerate_variables import accelerate_variables
 from leyden.trainer.cli.keys import FP8, NO, PRECISIONS
 from leyden.trainer.cli.machine import Machine
 from leyden.trainer.cli.megatron import mesh_of
-from leyden.trainer.cli.secrets import masked_value
 from leyden.trainer.cli.settings import Settings
 from leyden.trainer.cli.zero import StrategyChoice, zero_of
+from leyden.trainer.format.secrets import masked_value
 from leyden.trainer.launched import LaunchSettings
 
 PORT = 29500
@@ -91,6 +91,10 @@ class LaunchPlan:
     @property
     def max_restarts(self) -> int:
         return int(self.settings.get("max_restarts", 0))
+
+    def started_by(self, words: Sequence[str]) -> LaunchPlan:
+        """The plan whose ranks know the command line that started them, which their run's checkpoints keep."""
+        return replace(self, launched=replace(self.launched, command=list(words)))
 
     def variables(self) -> dict[str, str]:
         """Returns the environment variables of the ranks beside torch's own: ours and Accelerate's."""

@@ -12,6 +12,8 @@ from typing import Any
 
 NOTICE = 0
 """Stands where the number of a signal stands, for a notice that came in another way. No signal has it."""
+LEAVE = -1
+"""The same for a run that ends itself and its process."""
 
 
 class Signals:
@@ -87,6 +89,11 @@ class Signals:
         """Preempts the run as a signal would, from any thread."""
         self._note(NOTICE)
 
+    def leave(self) -> None:
+        """Ends the run after this window, and the process with exit code 0; all ranks call it in the same window."""
+        if self.received is None:
+            self.received = LEAVE
+
     def _note(self, number: int) -> None:
         self.came_at = time.monotonic() if self.came_at is None else self.came_at
         if self._has_ranks:
@@ -127,5 +134,6 @@ class Signals:
         if self.received == signal.SIGINT:
             self.interruption = KeyboardInterrupt()
         elif self.received is not None:
-            self.interruption = SystemExit(self._exit_code if self.preempted else 128 + self.received)
+            status = self._exit_code if self.preempted else 128 + self.received
+            self.interruption = SystemExit(0 if self.received == LEAVE else status)
         return self.interruption

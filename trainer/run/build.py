@@ -26,6 +26,7 @@ from leyden.trainer.events.hooks import overrides
 from leyden.trainer.launched import as_launched, with_recipe
 from leyden.trainer.module import TrainModule
 from leyden.trainer.plugins import is_async_plugin
+from leyden.trainer.replay import replay_of
 from leyden.trainer.run.callback_list import check_callbacks
 
 if TYPE_CHECKING:
@@ -63,10 +64,12 @@ def build_callbacks(arguments: Arguments) -> list[Callback]:
     Raises:
         ConfigurationError: if something is no callback, or is asked for twice.
     """
-    callbacks = _as_list(arguments.callbacks)
+    callbacks, replay = _as_list(arguments.callbacks), replay_of(arguments)
     check_callbacks(callbacks, "callbacks")
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks holds the same callback twice: give it once.")
+    if replay is not None:
+        callbacks = replay.callbacks(callbacks)
     _add_accumulation(callbacks, arguments)
     _add_loggers(callbacks, arguments)
     _add_digests(callbacks, arguments)
@@ -109,7 +112,7 @@ def _add_loggers(callbacks: list[Callback], arguments: Arguments) -> None:
     if arguments.barebones:
         # A trial's, which write nothing.
         loggers = [logger for logger in loggers if isinstance(logger, SilentLogger)]
-    elif arguments.fast_dev_run:
+    elif arguments.fast_dev_run or replay_of(arguments) is not None:
         loggers = [SilentLogger() for _ in loggers]
     callbacks[:] = [callback for callback in callbacks if not isinstance(callback, Logger)] + loggers
 

@@ -13,6 +13,7 @@ from leyden.strategies.ported import ported
 
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
+    from leyden.trainer.replay import Replay
 
 
 class CallbackList:
@@ -41,18 +42,20 @@ class CallbackList:
         """From here on only callbacks of a kind take part, of those that a module's `configure_callbacks` returns."""
         self._own = kind
 
-    def begin(self, own: Any) -> None:
+    def begin(self, own: Any, replay: Replay | None = None) -> None:
         """A run begins.
 
         Args:
             own: what the module's `configure_callbacks` returned.
+            replay: a step is run again, so that those who write checkpoints take no part.
         """
         self._lasting = [c for c in self._lasting if _holds(self.now, c) or not _holds(self._seen, c)]
         self.take_added()
         place = {id(callback): number for number, callback in enumerate(self.now)}
         # Those that a module's own had replaced are not in the list.
         self._lasting.sort(key=lambda callback: place.get(id(callback), -1))
-        self._seen = merge_callbacks(self._lasting, own, self._own)
+        seen = merge_callbacks(self._lasting, own, self._own)
+        self._seen = seen if replay is None else list(in_order(replay.callbacks(seen)))
         self.now = list(self._seen)
 
     def take_added(self) -> list[Callback]:

@@ -22,11 +22,13 @@ from leyden.trainer.events.progress import Progress
 from leyden.trainer.format import staging
 from leyden.trainer.format.errors import CheckpointError, blame
 from leyden.trainer.format.manifest import PROGRESS
+from leyden.trainer.replay import replay_of
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.identity import Difference, Identity
 from leyden.trainer.run.lock import FolderLock
 
 if TYPE_CHECKING:
+    from leyden.trainer.arguments import Arguments
     from leyden.trainer.trainer import Trainer
 
 PARTS = ("weights", "optimizers", "progress", "rng", "callbacks", "loaders")
@@ -88,6 +90,22 @@ def wanted_parts(restore: str | Sequence[str]) -> frozenset[str]:
 
 
 Reader: TypeAlias = CheckpointReader | ForeignWeights | HuggingFaceFolder
+
+
+def goal_of_fit(
+    arguments: Arguments,
+    ckpt_path: str | os.PathLike[str] | None,
+    restore: str | Sequence[str],
+    trust: bool,
+    same_run: bool,
+    weights_only: bool | None,
+) -> Goal:
+    """The goal of a fit, by what it was given and by the Trainer's arguments; see `Trainer.fit`."""
+    replay = replay_of(arguments)
+    if replay is not None:
+        return Goal(replay.checkpoint, frozenset(PARTS))
+    ckpt_path = arguments.resume if ckpt_path is None else ckpt_path
+    return Goal(ckpt_path, wanted_parts(restore), trust, same_run, weights_only)
 
 
 def settled(trainer: Trainer, goal: Goal) -> Goal:

@@ -13,7 +13,10 @@ from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
 from leyden.trainer.checkpoint.owners import collect_rank, write_rank
 from leyden.trainer.checkpoint.writer import CheckpointWriter
 from leyden.trainer.format.codec import check_encodable
+from leyden.trainer.replay import replay_of
 from leyden.trainer.run.build import saves_asynchronously
+from leyden.trainer.run.command import FILE as COMMAND
+from leyden.trainer.run.command import Command
 from leyden.trainer.run.identity import FILE as IDENTITY
 from leyden.trainer.run.resuming import depth_of
 from leyden.trainer.run.run_states import rank_owners, step_states_of
@@ -63,6 +66,9 @@ def save(
         overwrite: replace what is there.
         asynchronous: a thread writes it beside the training.
     """
+    if replay_of(run.arguments) is not None:
+        # It leaves the run's folder as it is.
+        return path
     if run.module._trainer is None:
         raise LeydenError("save_checkpoint has no module to save: fit one first.")
     if run.engine.window.is_open and exact:
@@ -123,6 +129,9 @@ def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ran
     writer.state("user", composed["user"])
     if run.identity is not None:
         writer.json(IDENTITY, run.identity.to_dict())
+    command = Command.here()
+    if command is not None:
+        writer.json(COMMAND, command.to_dict())
     states = {**users.own(composed), **rank_state(run, loop, ranks)}
     write_rank(writer, run.engine.strategy, states)
 

@@ -22,6 +22,7 @@ from leyden.trainer.logging.epoch_values import over_ranks
 from leyden.trainer.logging.logs import Logs
 from leyden.trainer.logging.metrics import gather_readers
 from leyden.trainer.logging.values import Value
+from leyden.trainer.replay import replay_of
 from leyden.trainer.run.advice import checked_for_nan
 from leyden.trainer.run.build import accumulation_of, check_steps, loggers_of, warn_if_untrained
 from leyden.trainer.run.differences import check_module, check_optimizers
@@ -207,7 +208,7 @@ class Run:
     # set-up and tear-down ---------------------------------------------------------------------------------------------
     def begin(self) -> None:
         """Configures the callbacks, has them listen, and starts the profiler."""
-        self.callback_list.begin(self.module.configure_callbacks())
+        self.callback_list.begin(self.module.configure_callbacks(), replay_of(self.arguments))
         self.callback_list.join(self.module)
         self.hooks.listen(self.callbacks)
         if self.profiler is not None:

@@ -27,6 +27,12 @@ def clean_environ(folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.fixture(scope="module")
+def module_environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The same as `environ`, for what the tests of a file share."""
+    return clean_environ(tmp_path_factory.mktemp("module"))
+
+
 @pytest.fixture
 def environ(tmp_path: Path) -> dict[str, str]:
     """An environment in which nobody has started ranks and no file lies about."""

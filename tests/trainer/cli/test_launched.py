@@ -105,6 +105,6 @@ def test_a_process_that_was_not_launched_is_filled_with_nothing(
 
 
 def test_every_setting_travels_in_its_variable() -> None:
-    full = LaunchSettings(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True, "auto", 90.0)
+    full = LaunchSettings(*("x",) * 3, {"a": 1}, "x", 1, 1.0, {"a": 1}, {"a": 1}, True, "auto", 90.0, ["x"])
     assert set(full.variables()) == {SOURCE, DEBUG, *TEXTS.values(), *VALUES.values()}
     assert read_launched(full.variables()) == full

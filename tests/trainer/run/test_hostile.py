@@ -33,8 +33,11 @@ NAMES = [
         "optimizer-0.safetensors",
     ),
     *("schedulers.json", "callbacks.json", "callbacks.safetensors", "user.json", "user.safetensors"),
-    *("rank-0.json", "rank-0.safetensors", "hparams.json", "identity.json"),
+    *("rank-0.json", "rank-0.safetensors", "hparams.json", "identity.json", "command.json"),
 ]
+
+UNREAD = ("hparams.json", "command.json")
+"""Files that a resume does not read."""
 
 
 def scheduled(module: torch.nn.Module) -> Any:
@@ -165,7 +168,7 @@ def test_a_pickle_in_place_of_a_file_is_refused(run_folder: Path, name: str) -> 
     assert (run_folder / "code-was-run").exists()
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, "hparams.json")])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in (MANIFEST, *UNREAD)])
 def test_a_pickle_that_the_manifest_vouches_for_is_refused(run_folder: Path, name: str) -> None:
     """A checksum is no signature: a file that is no JSON or no safetensors is refused before the weights change."""
     forge(newest(run_folder), name, pickle.dumps(Bomb(run_folder / "code-was-run")))

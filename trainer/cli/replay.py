@@ -1,0 +1,208 @@
+"""`leyden replay` runs one step of a run again, from the checkpoint before it, and reports what happens in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from leyden.strategies.errors import ConfigurationError, LeydenError
+from leyden.strategies.launch.folders import temporary
+from leyden.trainer.checkpoint.folder import all_checkpoints, is_checkpoint
+from leyden.trainer.checkpoint.reader import CheckpointReader
+from leyden.trainer.cli.bisect import file_of
+from leyden.trainer.format.digests import NAMES, read_digests
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.text import aligned, listed
+from leyden.trainer.replay import Replay
+from leyden.trainer.run.command import Command
+from leyden.trainer.run.identity import Identity
+
+SHOWN = 20
+"""So many parameters the report shows: those that are not finite first, then those with the largest gradients."""
+
+
+@click.command("replay")
+@click.argument("run")
+@click.option("--step", type=click.IntRange(1), required=True, help="The step, counted from 1 as in messages.")
+@click.option(
+    "--digests", metavar="PATH", help="The run's file of digests, or its folder; by default looked for in RUN."
+)
+@click.option("-y", "--yes", is_flag=True, help="Run the command that the checkpoint names without asking.")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
+def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[str, ...]) -> int:
+    """Run step N of RUN again, and report its samples, loss, gradients and weights.
+
+    RUN is the folder of the run (its default_root_dir), its folder of checkpoints, or a checkpoint. The run continues
+    from its last whole checkpoint before the step, by COMMAND or else by the command that started it, which is shown
+    first, and ends after the step. It writes nothing: loggers are silent, and checkpoints stay as they are.
+    """
+    reader = checkpoint_before(Path(run), step)
+    command_line = _command(reader, list(words), yes)
+    with temporary("replay") as folder:
+        replay = Replay(str(reader.path.absolute()), step, str(folder))
+        environ = {**os.environ, **replay.variables()}
+        try:
+            status = subprocess.run(command_line.words, cwd=command_line.folder, env=environ).returncode
+        except OSError as error:
+            raise ConfigurationError(
+                f"{command_line.words[0]} cannot be started in {command_line.folder} ({error.strerror}): give the "
+                "command after --."
+            ) from error
+        found = json.loads(replay.report.read_text(encoding="utf-8")) if replay.report.is_file() else {}
+    if "step" not in found:
+        raise LeydenError(_unreached(step, found, status, command_line))
+    click.echo("\n".join(_report(found, reader.path, _recorded(digests or run, step, named=digests is not None))))
+    return 0
+
+
+def checkpoint_before(run: Path, step: int) -> CheckpointReader:
+    """The last whole checkpoint of a run before a step.
+
+    Raises:
+        LeydenError: if there is none; says what there is.
+    """
+    if not run.is_dir():
+        raise ConfigurationError(f"{run} is no folder: give the run's default_root_dir, or its folder of checkpoints.")
+    found = [CheckpointReader(path) for path in _checkpoints(run)]
+    found = [reader for reader in found if reader.has("user")]
+    if not found:
+        raise LeydenError(f"{run} holds no checkpoint from which a run can continue.")
+    newest = max(found, key=lambda reader: reader.manifest.save_counter)
+    mine = Identity.read(newest)
+    found = [reader for reader in found if Identity.read(reader) == mine]
+    before = [reader for reader in found if _step_of(reader) < step]
+    for reader in sorted(before, key=lambda one: (_step_of(one), one.manifest.save_counter), reverse=True):
+        try:
+            reader.verify()
+        except CheckpointError as error:
+            click.echo(f"leyden replay: passing over a damaged checkpoint: {error}", err=True)
+            continue
+        return reader
+    steps = ", ".join(str(number) for number in sorted({_step_of(reader) for reader in found}))
+    raise LeydenError(
+        f"{run} has no whole checkpoint from before step {step}: its checkpoints are of step {steps}. Keep more of "
+        "them: ModelCheckpoint(every_n_train_steps=…, save_top_k=-1)."
+    )
+
+
+def _checkpoints(run: Path) -> Iterator[Path]:
+    if is_checkpoint(run):
+        yield run
+        return
+    home = run / "checkpoints" if (run / "checkpoints").is_dir() else run
+    for folder in (home, *sorted(path for path in home.iterdir() if path.is_dir() and not is_checkpoint(path))):
+        yield from all_checkpoints(folder)
+
+
+def _step_of(reader: CheckpointReader) -> int:
+    return int(reader.manifest.progress["global_step"])
+
+
+def _command(reader: CheckpointReader, words: list[str], yes: bool) -> Command:
+    """The command that starts the script: the one that was given, or the run's own, if the user agrees.
+
+    A checkpoint may come from anybody, and nothing in it is run without a question.
+    """
+    if words:
+        return Command(words, os.getcwd())
+    command_line = Command.read(reader)
+    if command_line is None:
+        raise ConfigurationError(
+            f"{reader.path} does not say by which command its run was started: give it, as in `leyden replay RUN "
+            "--step N -- python train.py`."
+        )
+    if not command_line.is_whole:
+        raise ConfigurationError(
+            f"the run was started by `{shlex.join(command_line.words)}`, whose secrets are not kept: give the command "
+            "after --."
+        )
+    click.echo(f"the run was started in {command_line.folder} by\n  {shlex.join(command_line.words)}", err=True)
+    if not yes and not sys.stdin.isatty():
+        raise ConfigurationError("nobody can be asked whether to run this: give --yes, or the command after --.")
+    if not yes:
+        click.confirm("Run it?", abort=True, err=True)
+    return command_line
+
+
+def _unreached(step: int, found: dict[str, Any], status: int, command_line: Command) -> str:
+    if "error" in found:
+        return f"the run failed in step {found['at'] + 1}, before step {step}: {found['error']}"
+    if "ended" in found:
+        return f"the run ends at step {found['ended']}, before step {step}: its limits say so."
+    if status:
+        return f"`{shlex.join(command_line.words)}` ended with exit code {status} before step {step}."
+    return f"`{shlex.join(command_line.words)}` ended without a fit: give the command that trains, after --."
+
+
+def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
+    """The digests that the run recorded after the step, each with the tensor's form; None if there are none."""
+    below = [path for path in sorted(Path(run).glob("**/digests*.jsonl")) if NAMES.fullmatch(path.name)]
+    if not named and len(below) != 1:
+        return None
+    file = file_of(run) if named else below[0]
+    record = next((record for record in read_digests(file) if record.step == step), None)
+    return None if record is None else {name: [one.form, one.value] for name, one in record.digests.items()}
+
+
+# the report -----------------------------------------------------------------------------------------------------------
+def _report(found: dict[str, Any], checkpoint: Path, recorded: dict[str, list[str]] | None) -> list[str]:
+    """The lines that the user sees."""
+    rows = [
+        ("step", f"{found['step']} (epoch {found['epoch']}, batch {found['batch']}), from {checkpoint}"),
+        ("loss", "; ".join(", ".join(f"{loss:.6g}" for loss in losses) for losses in found["losses"]) or "unknown"),
+        ("samples", "; ".join("unknown" if indices is None else listed(indices) for indices in found["samples"])),
+    ]
+    rows += [("data", text) for text in _bad_data(found["bad"])] or [("data", "all values are finite")]
+    gradients = found["gradients"]
+    bad = [name for name, measures in gradients.items() if measures["nan"] or measures["inf"]]
+    total = math.sqrt(sum(measures["squares"] for measures in gradients.values()))
+    if gradients:
+        finite = f"not finite in {len(bad)} of {len(gradients)} parameters" if bad else "finite"
+        rows.append(("gradient", f"norm {total:.6g}, {finite}"))
+    else:
+        rows.append(("gradient", "unknown: the strategy's engine keeps it"))
+    rows += [("error", found["error"])] if "error" in found else []
+    rows += [("weights", text) for text in _weights(found, recorded)]
+    return [*aligned(rows, gap="   "), *_table(gradients, bad)]
+
+
+def _bad_data(bad: list[dict[str, Any]]) -> list[str]:
+    texts = []
+    for one in bad:
+        sample = f"row {one['row']} of the batch" if one["index"] is None else f"sample {one['index']}"
+        texts.append(f"{sample} is not finite{' in batch' + one['place'] if one['place'] else ''}")
+    return texts
+
+
+def _weights(found: dict[str, Any], recorded: dict[str, list[str]] | None) -> Iterator[str]:
+    if "weights" not in found:
+        yield "the step was not taken"
+        return
+    bad = found["bad_weights"]
+    yield f"not finite after the step: {listed(bad)}" if bad else "finite after the step"
+    if recorded is None:
+        return
+    differ = [name for name, digest in recorded.items() if found["weights"].get(name) != digest]
+    yield f"other than the run recorded: {listed(differ)}" if differ else "those that the run recorded"
+
+
+def _table(gradients: dict[str, dict[str, float]], bad: list[str]) -> list[str]:
+    order = sorted(gradients, key=lambda name: (name not in bad, -gradients[name]["squares"]))
+    if not order:
+        return []
+    rows: list[tuple[str, ...]] = [("parameter", "norm", "largest", "nan", "inf", "of")]
+    for name in order[:SHOWN]:
+        found = gradients[name]
+        numbers = (f"{math.sqrt(found['squares']):.4g}", f"{found['largest']:.4g}")
+        rows.append((name, *numbers, *(f"{found[key]:.0f}" for key in ("nan", "inf", "of"))))
+    more = [f"and {len(order) - SHOWN} more"] if len(order) > SHOWN else []
+    return ["", *aligned(rows, right=range(1, 6)), *more]
