@@ -103,7 +103,8 @@ class WeightDigests(Callback):
                 _ = logger.experiment
         folder, place = Path(trainer.log_dir or trainer.default_root_dir), self._place
         # A new run leaves the file of the fit before it as it is.
-        if trainer.global_step == 0 or not place.file or place.step > trainer.global_step:
+        is_new = trainer.global_step == 0 and trainer.ckpt_path is None
+        if is_new or not place.file or place.step > trainer.global_step:
             return DigestFile.begin(folder)
         file = DigestFile.resume(folder, place)
         if file is not None:

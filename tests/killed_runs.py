@@ -344,6 +344,7 @@ def run_of(module: TrainModule, train: Any, **arguments: Any) -> Callable[[Path]
             "accumulate_grad_batches": 4,
             "gradient_clip_val": 0.5,
             "log_every_n_steps": 1,
+            "digest_every_n_steps": 1,
             **arguments,
         }
         callbacks = [Watcher(0), *given.pop("callbacks", [every(1)]), Watcher(300)]
@@ -458,6 +459,7 @@ def result_of(trainer: Trainer, module: Any) -> dict[str, Any]:
         "precision": trainer.strategy.precision.state_dict(),
         "metrics": trainer.callback_metrics,
         "csv": csv.read_text() if csv.exists() else "",
+        "digests": csv.with_name("digests.jsonl").read_text(),
         "order": module.order,
         "progress": {name: value for name, value in progress.items() if not name.startswith("seconds")},
         "checkpoints": [books(callback) for callback in trainer.checkpoint_callbacks],

@@ -188,7 +188,7 @@ def test_the_program_would_notice_a_run_that_does_not_go_on_exactly(tmp_path: Pa
         run(scenario, tmp_path / scenario)
     one, other = (result(tmp_path / scenario, "none") for scenario in ("shuffle", "seldom saved"))
     different = {place.strip("/").replace("[", "/").replace(":", "/").split("/")[0] for place in compare(one, other)}
-    assert {"weights", "optimizers", "schedulers", "metrics", "csv", "checkpoints"} <= different
+    assert {"weights", "optimizers", "schedulers", "metrics", "csv", "digests", "checkpoints"} <= different
 
 
 # signals --------------------------------------------------------------------------------------------------------------

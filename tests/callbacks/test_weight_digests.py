@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Line
+from ranks.mesh_gpt import GPT, PLAN, data
 from ranks.world import run_world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -17,6 +18,7 @@ from xxhash import xxh3_64_hexdigest
 
 from leyden import ConfigurationError, Trainer
 from leyden.callbacks import CSVLogger, ModelCheckpoint, WeightDigests
+from leyden.strategies import MeshStrategy
 from leyden.trainer.format.digests import DigestsError, read_digests
 
 NAMES = ["scale", "seen", "layer.weight", "layer.bias"]
@@ -264,3 +266,36 @@ def test_ranks_record_replicas_once_and_shards_together(tmp_path: Path) -> None:
         assert resumed[1].digests["seen"].form == "float32 (2,)"
     text = (tmp_path / "fsdp" / "digests.jsonl").read_text().splitlines()
     assert sum("format" in json.loads(line) for line in text) == 1
+
+
+def on_a_mesh(root: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Digests of the weights that a pipeline, and a tensor-parallel run, has left."""
+    found = []
+    for name, strategy in {
+        "pp": MeshStrategy(pp=2, microbatches=2),
+        "tp": MeshStrategy(tp=2, plan=PLAN),
+    }.items():
+        torch.manual_seed(0)
+        module = GPT()
+        if name == "pp":
+            module.head.weight = nn.Parameter(module.head.weight.detach().clone())
+        arguments = {**QUIET, "default_root_dir": f"{root}/{name}", "max_steps": 2, "digest_every_n_steps": 2}
+        trainer = Trainer(**arguments, strategy=strategy)
+        trainer.fit(module, DataLoader(data(), 8))
+        state = strategy.full_state_dict(module, rank0_only=False)
+        found.append({key: xxh3_64_hexdigest(value.contiguous().numpy()) for key, value in state.items()})
+    return found[0], found[1]
+
+
+def test_a_mesh_records_what_its_ranks_hold(tmp_path: Path) -> None:
+    pipeline, tensors = run_world(2, on_a_mesh, str(tmp_path))[0]
+    first, last = read_digests(tmp_path / "pp" / "digests.jsonl")
+    # Each stage holds its tensors whole.
+    assert {name: digest.value for name, digest in last.digests.items()} == pipeline
+    assert list(last.digests) == list(GPT().state_dict())
+    assert first.digests["tokens.weight"] != last.digests["tokens.weight"]
+    _, last = read_digests(tmp_path / "tp" / "digests.jsonl")
+    assert list(last.digests) == list(tensors)
+    assert last.digests["norm.weight"].value == tensors["norm.weight"]
+    assert last.digests["blocks.0.up.weight"].form.startswith("float32 (128, 32) in 2 shards (")
+    assert last.digests["head.weight"] == last.digests["tokens.weight"]

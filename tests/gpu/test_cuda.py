@@ -14,10 +14,12 @@ import torch
 from models import QUIET
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from xxhash import xxh3_64_hexdigest
 
 from leyden import Callback, Trainer, TrainModule
 from leyden.callbacks import CSVLogger, TQDMProgressBar
 from leyden.strategies.precision import MixedPrecision
+from leyden.trainer.format.digests import read_digests
 from leyden.trainer.logging.values import read_back
 
 # cuBLAS reads it when it makes its first workspace, which another test may do.
@@ -227,6 +229,16 @@ def test_read_back_gives_the_values() -> None:
     assert list(numbers) == list(values)
     assert (numbers["a"], numbers["b"], numbers["c"]) == (0.5, 2.0, 3.0)
     assert [numbers[f"many/{i}"] for i in range(100)] == [float(i) for i in range(100)]
+
+
+def test_digests_of_weights_on_a_gpu_are_those_of_their_bytes(digits: TensorDataset, tmp_path: Path) -> None:
+    module = Digits()
+    trainer(tmp_path, max_steps=3, digest_every_n_steps=1).fit(module, DataLoader(digits, 64))
+    *_, last = read_digests(tmp_path / "digests.jsonl")
+    state = {name: value.cpu().numpy().tobytes() for name, value in module.state_dict().items()}
+    assert {name: digest.value for name, digest in last.digests.items()} == {
+        name: xxh3_64_hexdigest(value) for name, value in state.items()
+    }
 
 
 def test_out_of_memory_says_where_and_what_to_try(digits: TensorDataset, tmp_path: Path) -> None:
