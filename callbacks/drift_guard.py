@@ -59,7 +59,6 @@ class DriftGuard(Callback):
     # Before early stopping and checkpoints. On a rank without a sample it is called too.
     order: ClassVar[int] = 91
     closing_hooks = frozenset({"on_train_batch_end"})
-    state_per_rank = False
 
     def __init__(self, every_n_steps: int = 100, action: Literal["stop", "warn"] = "stop") -> None:
         if type(every_n_steps) is not int or every_n_steps < 1:
