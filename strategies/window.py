@@ -23,6 +23,7 @@ class Window:
         index: position of the current batch in the window, from 0.
         length: number of batches in the window; the last window of an epoch may be shorter than the others.
         closes: the current batch is the window's last. Known before its forward pass.
+        passed: batches of the window of which no rank had a sample; `index` does not count them.
         is_open: a batch of the window has begun and its step is not done: no checkpoint can be written now.
         num_items: what the losses of this window are divided by, where `training_step` returns `num_items`; None
             where the loss is a mean, and the number of batches divides it.
@@ -41,6 +42,7 @@ class Window:
     first_items: Tensor | float | None = None
     weight: float = 1.0
     idle: bool = False
+    passed: int = 0
 
     def plan(self, length: int) -> None:
         """Sets the length of the next window; an open one keeps its own."""
@@ -54,13 +56,18 @@ class Window:
             length: batches in the window.
             is_last: no batch follows, so that the window closes with this one.
         """
-        self.index, self.length, self.is_open = 0, length, True
+        self.index, self.length, self.is_open, self.passed = 0, length, True, 0
         self.closes = is_last or length == 1
         self.num_items = self.first_items = None
 
     def advance(self, is_last: bool) -> None:
         """Begins the next batch of the open window; `is_last` as of `open`."""
-        self.closes = is_last or self.index == self.length - 1
+        self.closes = is_last or self.index + self.passed == self.length - 1
+
+    def pass_over(self) -> None:
+        """Takes the current batch out of the window, of which no rank has a sample; `end_batch` ends it."""
+        self.index -= 1
+        self.passed += 1
 
     def end_batch(self) -> None:
         """Ends a batch, and the window if the batch closes it."""

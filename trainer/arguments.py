@@ -95,6 +95,7 @@ class Arguments:
     resume: str | None = None
     preemption: Any = None
     hang_timeout: Any = "auto"
+    on_bad_sample: str = "raise"
     digest_every_n_steps: int | None = None
 
 
@@ -264,6 +265,8 @@ def _check_choices(arguments: Arguments) -> None:
         raise ConfigurationError(f"deterministic={arguments.deterministic!r}: use True, False or 'warn'.")
     if arguments.benchmark not in (None, True, False):
         raise ConfigurationError(f"benchmark={arguments.benchmark!r}: use True or False.")
+    if arguments.on_bad_sample not in ("raise", "skip"):
+        raise ConfigurationError(f"on_bad_sample={arguments.on_bad_sample!r}: use 'raise' or 'skip'.")
     if arguments.resume not in (None, "auto"):
         raise ConfigurationError(
             f"resume={arguments.resume!r}: use 'auto', or None to begin anew; fit(ckpt_path=…) takes a path and other "

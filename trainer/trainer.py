@@ -127,6 +127,7 @@ class Trainer(TrainerView):
             the rank that hangs; an evaluation's batch may take five times as long, set-up or a save thirty times.
             "auto", the default: ten times the slowest of late, and 60 s at least. None or False turns it off.
         digest_every_n_steps: record digests of the weights, which `leyden bisect` compares; see `WeightDigests`.
+        on_bad_sample: "skip" leaves training samples that raise out of their batches, and counts them. Default "raise".
 
     Raises:
         ConfigurationError: for a value that cannot be; names the fix.
@@ -187,6 +188,7 @@ class Trainer(TrainerView):
         resume: str | None = None,
         preemption: bool | Preemption | None = None,
         hang_timeout: float | timedelta | str | bool | None = "auto",
+        on_bad_sample: str = "raise",
         digest_every_n_steps: int | None = None,
     ) -> None:
         self.arguments, self.given = resolve({name: value for name, value in locals().items() if name != "self"})

@@ -153,6 +153,11 @@ def with_index_sampler(loader: DataLoader[Any], sampler: Any) -> DataLoader[Any]
     return _with(loader, batch_sampler=sampler, sampler=sampler.sampler)
 
 
+def with_collate(loader: DataLoader[Any], collate: Any) -> DataLoader[Any]:
+    """Returns a copy of a loader with another collate_fn."""
+    return _with(loader, collate_fn=collate)
+
+
 def apart(loader: Any) -> Any:
     """Returns a copy of a DataLoader, which starts workers of its own beside persistent ones; others as they are."""
     return _with(loader) if isinstance(loader, DataLoader) else loader

@@ -47,6 +47,7 @@ class Share:
         even: True if all ranks have the same number.
         sized: True if batch sizes are known; otherwise every batch counts as one sample.
         rest: samples of the epoch's last global batch if it is known to be smaller than the others; else 0.
+        lost: samples of the global batch that were left out, since they raised.
     """
 
     here: int
@@ -55,6 +56,7 @@ class Share:
     even: bool = True
     sized: bool = True
     rest: int = 0
+    lost: int = 0
 
     def weight(self, ranks: int) -> float:
         """Returns the factor for this rank's mean loss that makes the average over ranks the mean over all samples.

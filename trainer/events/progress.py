@@ -54,6 +54,7 @@ class Progress:
         validation_batches: batches of these passes: the step under which loggers are given a validation step's values.
         seconds: training time, over all resumes.
         seconds_at_validation: training time at the last validation, for intervals in time.
+        bad_samples: samples that all ranks together left out since they raised (`on_bad_sample="skip"`).
         exact: False if it was saved in the middle of a window (`OnExceptionCheckpoint`): a resume repeats that window.
     """
 
@@ -73,6 +74,7 @@ class Progress:
     seconds: float = 0.0
     seconds_at_validation: float = 0.0
     exact: bool = True
+    bad_samples: int = 0
 
     @property
     def is_inside(self) -> bool:
@@ -90,6 +92,10 @@ class Progress:
         self.batch += 1
         self.batches += 1
         self.samples += samples
+
+    def count_bad(self, samples: int) -> None:
+        """Counts samples that were left out of a batch, over all ranks."""
+        self.bad_samples += samples
 
     def count_window(self, stepped: bool) -> None:
         """Counts a closed window; `stepped` is False if a scaler skipped its step."""

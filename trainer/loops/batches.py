@@ -68,6 +68,7 @@ class Count:
             assert share is not None
             self._knows_size = share.sized
             samples = share.total if share.sized else 0
+            self._progress.count_bad(share.lost)
         elif self._knows_size:
             try:
                 # A DistributedSampler of the user's gives each rank as many.
@@ -124,6 +125,11 @@ def check_drawing(run: Run) -> None:
         raise ConfigurationError(
             "training_step(dataloader_iter) draws its own batches, so a pipeline cannot cut them into micro-batches: "
             "take the batch as an argument, or use a strategy without pp."
+        )
+    if run.arguments.on_bad_sample == "skip":
+        raise ConfigurationError(
+            "training_step(dataloader_iter) draws its own batches, and on_bad_sample='skip' may leave nothing of one: "
+            "take the batch as an argument."
         )
     if run.accumulation is not None:
         raise ConfigurationError(

@@ -54,6 +54,11 @@ class Step(ABC):
         """There was something to step when the last window closed, and a gradient scaler skipped it."""
         return bool(self.engine.prepared_optimizers) and not self.has_stepped
 
+    def _is_empty(self) -> bool:
+        """No rank has a sample of the current global batch."""
+        share = self.engine.share
+        return share is not None and not share.total
+
     @property
     @abstractmethod
     def is_counted(self) -> bool:
@@ -170,6 +175,9 @@ class AutomaticStep(Step):
         return outputs
 
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        if self._is_empty():
+            self._pass_over(filler, batch_idx)
+            return
         if self.closure_optimizer is not None:
             raise ConfigurationError(
                 f"{type(self.closure_optimizer).__name__} evaluates the loss several times in one step, which a rank "
@@ -177,11 +185,31 @@ class AutomaticStep(Step):
             )
         if self.window.index == 0:
             self._zero_grad(batch_idx)
+        self._run_shadow(filler, batch_idx)
+        if self.window.closes:
+            self.close(batch_idx)
+
+    def _run_shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
         extra = (batch_idx,) if self.takes_index else ()
         with without_trace(self.module):
             self.strategy.shadow_batch(self.training_step, filler(), extra, self.window)
-        if self.window.closes:
+
+    def _pass_over(self, filler: Callable[[], Any], batch_idx: int) -> None:
+        """Leaves a batch without a good sample out of its window; a window of nothing else steps nothing."""
+        window = self.window
+        window.pass_over()
+        if not window.closes:
+            return
+        if window.index >= 0:
+            # No backward was known to be the window's last. Sharded gradients are only reduced by one.
+            if self.strategy.replicates:
+                self.strategy.sync_gradients()
+            else:
+                self._run_shadow(filler, batch_idx)
             self.close(batch_idx)
+        else:
+            self.has_stepped = False
+            self.progress.count_window(stepped=False)
 
     def _zero_grad(self, batch_idx: int) -> None:
         for optimizer in self.optimizers:
@@ -306,6 +334,9 @@ class ManualStep(Step):
 
     def shadow(self, filler: Callable[[], Any], batch_idx: int) -> None:
         """Runs the step on a batch that does not count: only it knows how often it calls backward and steps."""
+        if self._is_empty():
+            self.has_stepped = False
+            return
         batch = filler()
         if batch is None:
             raise ConfigurationError(

@@ -14,6 +14,7 @@ from leyden.trainer.data.combined import CombinedLoader, holds_loaders
 from leyden.trainer.data.cursor import LoaderCursor
 from leyden.trainer.data.limits import batches_of, check_not_empty, warn_if_shuffled, without_shuffle
 from leyden.trainer.data.sharding import DataRanks
+from leyden.trainer.data.sifted import sifting
 from leyden.trainer.data.streams import shard
 from leyden.trainer.datamodule import DataModule
 from leyden.trainer.events.hooks import overrides
@@ -111,12 +112,25 @@ class Loaders:
             loader = without_shuffle(loader)
         check_not_empty(loader, "train")
         loader = self._sharded(loader, True)
+        if arguments.on_bad_sample == "skip":
+            loader = self._sifting(loader)
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         self.train_loader, self.cursor = loader, cursor
         known = cursor.length is not None
         self.sizes["train"] = count
         return cursor, count if known else None
+
+    def _sifting(self, loader: Any) -> Any:
+        """The loader without the samples that raise."""
+        strategy, arguments = self._strategy, self._arguments
+        if strategy.data_size != strategy.ranks.world_size:
+            raise ConfigurationError(
+                f"on_bad_sample='skip' with strategy={strategy.name!r}, where several ranks load the same samples: an "
+                "error that only one of them meets would leave them with different batches. Leave it at 'raise'."
+            )
+        ranks = DataRanks.of(strategy) if strategy.data_size > 1 else DataRanks()
+        return sifting(loader, ranks, foreign=not arguments.use_distributed_sampler)
 
     def _sharded(self, loader: Any, trains: bool) -> Any:
         """This rank's share of a loader, where there are several ranks, or a global batch to keep."""

@@ -63,12 +63,14 @@ def closing_lines(
     """
     took = timedelta(seconds=round(seconds))
     lines = [f"ended       {reason}, at step {progress.global_step} in epoch {progress.epoch}, after {took}"]
+    if progress.bad_samples:
+        lines.append(f"left out    {progress.bad_samples} samples that raised")
     for callback in checkpoint_callbacks:
         if callback.monitor is not None and callback.best_model_path:
             score = callback.best_model_score
             value = "" if score is None else f" ({callback.monitor}={float(score):.4g})"
             lines.append(f"best        {callback.best_model_path}{value}")
-    if len(lines) == 1 and last_checkpoint is not None:
+    if not any(line.startswith("best") for line in lines) and last_checkpoint is not None:
         lines.append(f"checkpoint  {last_checkpoint}")
     return "\n".join(lines)
 

@@ -1,0 +1,108 @@
+"""on_bad_sample="skip" on two ranks: the weights of one process with batches twice as large, and no rank waits."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET
+from ranks.world import run_world
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import Trainer, TrainModule
+from leyden.strategies import MeshStrategy
+
+CASES: list[tuple[set[int], dict[str, Any]]] = [
+    ({2, 9, 15}, {}),
+    # Nothing is left on rank 1; on any rank; where a window opens; where it closes.
+    ({4, 5, 6, 7, 9}, {}),
+    (set(range(8, 16)), {}),
+    (set(range(8)), {"accumulate_grad_batches": 2}),
+    (set(range(8, 16)) | {17}, {"accumulate_grad_batches": 2}),
+]
+MANUAL: tuple[set[int], dict[str, Any]] = (set(range(12)) | {17}, {})
+
+
+class Broken(Dataset[Any]):
+    def __init__(self, bad: set[int]) -> None:
+        self.rows = torch.randn(29, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index in self.bad:
+            raise OSError(f"cannot read {index}")
+        return self.rows[index]
+
+
+class Module(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Manual(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.net(batch).square().mean())
+        optimizer.step()
+
+
+def trained(bad: set[int], size: int, kind: type[Module] = Module, **arguments: Any) -> tuple[list[Any], list[int]]:
+    module = kind()
+    settings = {**QUIET, "max_epochs": 2, "precision": "64-true", "on_bad_sample": "skip", **arguments}
+    trainer = Trainer(**settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(Broken(bad), size))
+    progress = trainer.progress
+    counts = [progress.samples, progress.bad_samples, progress.global_step, progress.stepped, progress.batches]
+    weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
+    return [weight.tolist() for weight in weights], counts
+
+
+def on_ranks(strategy: str) -> list[Any]:
+    found = [trained(bad, 4, strategy=strategy, **arguments) for bad, arguments in CASES]
+    found.append(trained(MANUAL[0], 4, Manual, strategy=strategy))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_two_ranks_train_as_one_process_on_what_is_left(strategy: str) -> None:
+    alone = [trained(bad, 8, **arguments) for bad, arguments in CASES] + [trained(MANUAL[0], 8, Manual)]
+    for found in run_world(2, on_ranks, strategy):
+        for (weights, counts), (expected, expected_counts) in zip(found, alone, strict=True):
+            assert counts == expected_counts
+            for weight, other in zip(weights, expected, strict=True):
+                torch.testing.assert_close(tensor64(weight), tensor64(other), rtol=1e-9, atol=1e-12)
+
+
+def tensor64(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def with_tp() -> None:
+    trained({1}, 4, strategy=MeshStrategy(tp=2, plan={"net.0": "colwise", "net.2": "rowwise"}))
+
+
+def test_ranks_that_load_the_same_samples_are_refused() -> None:
+    found = run_world(2, with_tp, may_fail=True)
+    assert any("where several ranks load the same samples" in str(error) for error in found), found
