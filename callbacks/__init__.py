@@ -32,9 +32,11 @@ _HOMES = {
     "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "TensorBoardLogger": "tensorboard",
+    "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
     "WandbLogger": "wandb_logger",
     "WeightDigests": "weight_digests",
+    "measure_flops": "peak_flops",
     "WeightAveraging": "weight_averaging",
 }
 
@@ -59,11 +61,13 @@ if TYPE_CHECKING:
     from leyden.callbacks.non_finite_guard import NonFiniteError as NonFiniteError
     from leyden.callbacks.non_finite_guard import NonFiniteGuard as NonFiniteGuard
     from leyden.callbacks.on_exception_checkpoint import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from leyden.callbacks.peak_flops import measure_flops as measure_flops
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
+    from leyden.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from leyden.callbacks.timer import Timer as Timer
     from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger
     from leyden.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging

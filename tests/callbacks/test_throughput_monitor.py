@@ -1,0 +1,174 @@
+"""ThroughputMonitor: what it counts, at which rates, under which names and steps."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Squares
+
+from leyden import Trainer
+from leyden.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor, measure_flops, throughput_monitor
+from leyden.callbacks.peak_flops import peak_of
+from leyden.strategies.errors import ConfigurationError
+
+BATCHES = [torch.ones(3, 4)] * 6
+
+
+class Evaluated(Squares):
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def test_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return batch
+
+
+def module() -> Evaluated:
+    return Evaluated(torch.nn.Linear(4, 1))
+
+
+@pytest.fixture
+def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that goes on by a second whenever it is read: each of a batch's four parts takes one."""
+    now = iter(range(10**6))
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return float(next(now))
+
+    monkeypatch.setattr(throughput_monitor, "time", Clock)
+
+
+def rows(root: Path, beginning: str = "train/") -> dict[int, dict[str, float]]:
+    """The values of the CSV file by step."""
+    [path] = root.rglob("metrics.csv")
+    found: dict[int, dict[str, float]] = {}
+    for row in csv.DictReader(path.read_text().splitlines()):
+        values = {name: float(value) for name, value in row.items() if name.startswith(beginning) and value}
+        if values:
+            found[int(row["step"])] = values
+    return found
+
+
+def fitted(root: Path, monitor: ThroughputMonitor, own: Any = None, **arguments: Any) -> Trainer:
+    settings = {**QUIET, "logger": CSVLogger(root), "max_epochs": 1, "log_every_n_steps": 2, "default_root_dir": root}
+    trainer = Trainer(**{**settings, "callbacks": [monitor], **arguments})
+    trainer.fit(own or module(), BATCHES)
+    return trainer
+
+
+def length(batch: torch.Tensor) -> int:
+    return batch.numel()
+
+
+@pytest.mark.usefixtures("seconds")
+def test_totals_are_logged_at_once_and_rates_when_the_window_is_full(tmp_path: Path) -> None:
+    trainer = fitted(tmp_path, ThroughputMonitor(len, length, window_size=4, split=True))
+    found = rows(tmp_path)
+    assert list(found) == [2, 4, 6]
+    assert found[2] == {"train/time": 8, "train/batches": 2, "train/samples": 6, "train/lengths": 24}
+    rates = {"batches_per_sec": 0.25, "samples_per_sec": 0.75, "items_per_sec": 3.0}
+    assert found[6] == {
+        "train/time": 24,
+        "train/batches": 6,
+        "train/samples": 18,
+        "train/lengths": 72,
+        **{f"train/{place}{name}": rate for name, rate in rates.items() for place in ("", "device/")},
+        **{f"train/split/{part}": 0.25 for part in ("data", "forward", "backward", "optimizer")},
+    }
+    assert trainer.callback_metrics["train/samples"] == 18
+
+
+@pytest.mark.usefixtures("seconds")
+@pytest.mark.parametrize("flops", [80.0, lambda batch: 20 * len(batch) + 20])
+def test_flops_of_the_module_make_the_utilisation(tmp_path: Path, flops: Any) -> None:
+    own = module()
+    own.flops_per_batch = flops
+    fitted(tmp_path, ThroughputMonitor(len, window_size=2, available_flops=100, separator="|"), own)
+    last = rows(tmp_path, "train|")[6]
+    assert last["train|device|flops_per_sec"] == last["train|flops_per_sec"] == 20
+    assert last["train|device|mfu"] == 0.2
+    assert "train|items_per_sec" not in last and "train|split|data" not in last
+
+
+@pytest.mark.usefixtures("seconds")
+def test_validation_has_rates_of_its_own_and_is_no_part_of_the_trainings_time(tmp_path: Path) -> None:
+    monitor = ThroughputMonitor(len, window_size=2)
+    settings = {**QUIET, "logger": CSVLogger(tmp_path), "max_epochs": 2, "default_root_dir": tmp_path}
+    trainer = Trainer(**settings, callbacks=[monitor], log_every_n_steps=2, val_check_interval=3)
+    trainer.fit(module(), BATCHES, [torch.ones(5, 4)] * 2)
+    assert rows(tmp_path)[12]["train/time"] == 4 * 12
+    # Four passes of two batches, without those of the sanity check.
+    assert rows(tmp_path, "validate/")[12] == {
+        "validate/time": 8,
+        "validate/batches": 8,
+        "validate/samples": 40,
+        **{f"validate/{place}batches_per_sec": 1 for place in ("", "device/")},
+        **{f"validate/{place}samples_per_sec": 5 for place in ("", "device/")},
+    }
+    trainer.test(module(), BATCHES)
+    assert trainer.callback_metrics["test/samples"] == 18
+    trainer.predict(module(), BATCHES)
+    assert monitor._stages["predict"].totals.samples == 18
+
+
+@pytest.mark.usefixtures("seconds")
+def test_a_window_of_several_batches_is_logged_at_its_step_and_every_batch_counts(tmp_path: Path) -> None:
+    fitted(tmp_path, ThroughputMonitor(len, window_size=2), accumulate_grad_batches=2, log_every_n_steps=1)
+    assert {step: row["train/batches"] for step, row in rows(tmp_path).items()} == {1: 2, 2: 4, 3: 6}
+
+
+def test_a_resume_takes_the_totals_up(tmp_path: Path) -> None:
+    checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
+    monitor = ThroughputMonitor(len)
+    fitted(tmp_path / "a", monitor, enable_checkpointing=True, callbacks=[monitor, checkpoint])
+    again = ThroughputMonitor(len)
+    trainer = Trainer(**{**QUIET, "logger": CSVLogger(tmp_path / "b")}, max_epochs=1, callbacks=[again])
+    trainer.fit(module(), BATCHES, ckpt_path=tmp_path / "saved" / "epoch=0-step=4")
+    assert again._stages["train"].totals.samples == monitor._stages["train"].totals.samples == 18
+    trainer.fit(module(), BATCHES)
+    assert again._stages["train"].totals.samples == 18
+
+
+@pytest.mark.parametrize(
+    "arguments, match",
+    [
+        ({"batch_size_fn": 3}, "batch_size_fn=3"),
+        ({"batch_size_fn": len, "length_fn": "x"}, "length_fn='x'"),
+        ({"batch_size_fn": len, "window_size": 1}, "from 2"),
+        ({"batch_size_fn": len, "available_flops": 0}, "above 0"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        ThroughputMonitor(**arguments)
+
+
+def test_a_run_without_a_logger_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="needs a logger"):
+        Trainer(**QUIET, callbacks=[ThroughputMonitor(len)]).fit(module(), BATCHES)
+
+
+def test_devices_are_known_by_their_names() -> None:
+    assert peak_of("NVIDIA H100 PCIe", torch.bfloat16) == 756e12
+    assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32) == 19.5e12
+    assert peak_of("NVIDIA A100-SXM4-80GB", torch.float32, tf32=True) == 156e12
+    assert peak_of("NVIDIA L40S", torch.float16) == 362e12
+    assert peak_of("Tesla T4", torch.float16, tf32=True) == 65e12
+    assert peak_of("Tesla T4", torch.bfloat16) is None
+    assert peak_of("Tesla V100-SXM2-16GB", torch.float32, tf32=True) == 15.7e12
+    assert peak_of("NVIDIA A3000", torch.float16) is None
+
+
+def test_operations_are_counted_forward_and_backward() -> None:
+    with torch.device("meta"):
+        net, x = torch.nn.Linear(8, 4), torch.randn(2, 8)
+    assert measure_flops(net, lambda: net(x)) == 2 * 2 * 8 * 4
+    # Backward computes the gradient of the weight; the input needs none.
+    assert measure_flops(net, lambda: net(x), torch.sum) == 2 * 2 * 2 * 8 * 4
+    assert net.weight.grad is None
