@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,15 @@ class Draws(Iterator[tuple[Any, int, int]]):
         batch = self._bring(drawn)
         self._count.batch(batch)
         return batch, index, 0
+
+
+def warn_of_length(promised: int, found: int) -> None:
+    """Warns of a training loader that has ended before its length."""
+    warnings.warn(
+        f"the training loader says that it has {promised} batches and ended after {found}: give it the right length, "
+        "or none at all.",
+        stacklevel=3,
+    )
 
 
 def draws_itself(training_step: Callable[..., Any]) -> bool:

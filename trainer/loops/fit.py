@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +17,12 @@ from leyden.trainer.data.sharding import NOTHING, Share
 from leyden.trainer.events.hooks import overrides
 from leyden.trainer.logging.values import Value
 from leyden.trainer.loops.agreement import Agreement
-from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself
+from leyden.trainer.loops.batches import Count, Draws, check_drawing, draws_itself, warn_of_length
 from leyden.trainer.loops.clock import Clock
 from leyden.trainer.loops.schedulers import Schedulers
 from leyden.trainer.loops.step import AutomaticStep, ManualStep, Step, detached
 from leyden.trainer.loops.validation import Validation
+from leyden.trainer.loops.waits import Waits
 from leyden.trainer.module import TrainModule
 from leyden.trainer.run.build import seconds_of
 from leyden.trainer.run.differences import check_batches
@@ -81,6 +81,7 @@ class FitLoop:
         self._former_ended = True
         """The epoch before this one was read to its end."""
         self.count = Count(run.progress, run.engine, run.heartbeat)
+        self._waits = Waits(run)
         self.clock = Clock(run.progress, run.limits.max_seconds, seconds_of(run.arguments.val_check_interval))
         self._row: tuple[int, Mapping[str, Value]] = (-1, {})
         """The step of the loggers' last row, and its values."""
@@ -292,8 +293,8 @@ class FitLoop:
         """Yields the batches left of this epoch, sharded ones with their share, and whether each is the last."""
         if self.progress.cut:
             return
-        iterator, total = self._iterator, self.num_batches
-        assert iterator is not None and self.cursor is not None
+        assert self._iterator is not None and self.cursor is not None
+        iterator, total = self._waits.timed(self._iterator), self.num_batches
         if self.progress.ended:
             # A run resumed after the epoch's last window: only the loader's end is left to be drawn.
             total = self.progress.batch
@@ -307,11 +308,7 @@ class FitLoop:
                 # Not given a name here, which would keep the last batch in memory during a validation.
                 yield next(iterator), number == total
             except StopIteration:
-                warnings.warn(
-                    f"the training loader says that it has {total} batches and ended after {number - 1}: give it the "
-                    "right length, or none at all.",
-                    stacklevel=2,
-                )
+                warn_of_length(total, number - 1)
                 return
         if self.progress.batch == self.cursor.length:
             # The plain loop's last next(), in which a generator finishes and workers are shut down.

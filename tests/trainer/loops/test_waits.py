@@ -1,0 +1,108 @@
+"""A loader for which training waits is named, by what was measured: a clock that only samples and steps advance."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET, Line
+from torch.utils.data import DataLoader, Dataset
+
+from leyden import Trainer
+from leyden.trainer.loops import waits
+
+
+class Time:
+    """Stands still until somebody moves it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow(Dataset[Any]):
+    def __init__(self, time: Time, seconds: float) -> None:
+        self.time, self.seconds = time, seconds
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        self.time.now += self.seconds
+        return torch.ones(2)
+
+
+class Module(Line):
+    def __init__(self, time: Time, seconds: float) -> None:
+        super().__init__()
+        self.time, self.seconds = time, seconds
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.time.now += self.seconds
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.fixture
+def time(monkeypatch: pytest.MonkeyPatch) -> Time:
+    time = Time()
+    monkeypatch.setattr(waits, "perf_counter", time)
+    return time
+
+
+def warned(time: Time, load: float, step: float, folder: Path, epochs: int = 3, **arguments: Any) -> list[str]:
+    loader = arguments.pop("loader", None) or DataLoader(Slow(time, load), 1)
+    trainer = Trainer(**{**QUIET, "max_epochs": epochs, "default_root_dir": folder, **arguments})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(Module(time, step), loader)
+    assert trainer.global_step == 100 * epochs
+    return [str(warning.message) for warning in caught if "data took" in str(warning.message)]
+
+
+def test_a_loader_that_takes_a_good_part_of_the_time_is_named_once(
+    time: Time, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waits.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    [message] = warned(time, 0.4, 0.6, tmp_path)
+    assert message == (
+        "data took 40% of the time of training over 50 batches (0.4 of 1 s each): raise num_workers (now 0, with "
+        "8 cores) in the training loader."
+    )
+
+
+@pytest.mark.parametrize(
+    ("load", "step", "epochs"),
+    [(0.2, 0.8, 3), (0.02, 0.02, 2), (0.0009, 0.0001, 3)],
+    ids=["a small part", "a short run", "batches so quick that workers do not help"],
+)
+def test_no_other_loader_is(load: float, step: float, epochs: int, time: Time, tmp_path: Path) -> None:
+    assert warned(time, load, step, tmp_path, epochs) == []
+
+
+def test_short_epochs_are_taken_together_and_barebones_measures_nothing(time: Time, tmp_path: Path) -> None:
+    # 95 of 100 batches are timed, with 94 steps between them: 3.76 seconds of an epoch.
+    assert len(warned(time, 0.02, 0.02, tmp_path, epochs=3)) == 1
+    assert warned(time, 1.0, 1.0, tmp_path, barebones=True) == []
+
+
+@pytest.mark.parametrize("length", [3, 5, 20])
+def test_a_loader_is_not_asked_again_once_it_has_ended(length: int, tmp_path: Path) -> None:
+    class Once:
+        """Has one batch less than it says."""
+
+        def __len__(self) -> int:
+            return length + 1
+
+        def __iter__(self) -> Any:
+            yield from [torch.ones(1, 2)] * length
+            asked.append(1)
+
+    asked: list[int] = []
+    trainer = Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path})
+    with pytest.warns(UserWarning, match=f"says that it has {length + 1} batches and ended after {length}"):
+        trainer.fit(Line(), Once())
+    assert trainer.progress.batches == length and asked == [1]
