@@ -114,9 +114,13 @@ def save(
             "data_ranks": strategy.data_ranks,
         }
         if copies is None:
-            return writer.commit(**facts)
-        writer.beside()
-        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks).path
+            written = writer.commit(**facts)
+        else:
+            writer.beside()
+            written = run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks).path
+    if not weights_only:
+        run.note_save(written)
+    return written
 
 
 def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:
