@@ -68,6 +68,7 @@ def test_two_ranks_train_by_a_file_and_flags(leyden: Any, script: Path, tmp_path
     }
     for found in (told(tmp_path, 0), told(tmp_path, 1)):
         assert found.pop("LEYDEN_HEARTBEATS")
+        assert json.loads(found.pop("LEYDEN_COMMAND"))[-4:] == ["2", "train.py", "--lr", "0.1"]
         # A file of this launch, by which ranks are started again.
         assert found.pop("LEYDEN_TRIES").endswith("given-up.json") and found == expected
 
