@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 _HOMES = {
+    "BackboneFinetuning": "finetuning",
+    "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
     "BatchSizeFinder": "batch_size_finder",
     "Callback": "base",
@@ -49,6 +51,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.drift_guard import DriftError as DriftError
     from leyden.callbacks.drift_guard import DriftGuard as DriftGuard
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from leyden.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
+    from leyden.callbacks.finetuning import BaseFinetuning as BaseFinetuning
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback

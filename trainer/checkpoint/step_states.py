@@ -135,10 +135,12 @@ def _check_scheduler(scheduler: Any, saved: SavedState) -> None:
     for key in saved.entries:
         if key == "optimizer" or callable(getattr(type(scheduler), str(key), None)):
             raise StateError(saved.path(key), f"is no state of {type(scheduler).__name__}")
-    _check_like(saved, scheduler.state_dict())
+    groups = getattr(getattr(scheduler, "optimizer", None), "param_groups", ())
+    _check_like(saved, scheduler.state_dict(), len(groups))
 
 
-def _check_like(saved: SavedState, now: Mapping[str, Any]) -> None:
+def _check_like(saved: SavedState, now: Mapping[str, Any], groups: int) -> None:
+    """Compares two states; an optimizer may have gained groups since its scheduler was made, and has `groups` now."""
     for key, present in now.items():
         if key in _COUNTERS:
             saved.integer(key, least=_COUNTERS[key], most=2**53)
@@ -152,9 +154,11 @@ def _check_like(saved: SavedState, now: Mapping[str, Any]) -> None:
             saved.text(key)
         elif isinstance(present, (list, tuple)):
             items = saved.items(key)
-            if key in _BY_GROUP and len(items) != len(present):
+            most = len(present) if key == "_schedulers" else max(len(present), groups)
+            if key in _BY_GROUP and not len(present) <= len(items) <= most:
                 raise StateError(saved.path(key), f"has {len(items)} entries, and must have {len(present)}")
-            for number, item in enumerate(items[: len(present)]):
-                _check_like(SavedState({"": item}, saved.path(f"{key}[{number}]")), {"": present[number]})
+            like = [*present, *present[:1] * (most - len(present) if key in _BY_GROUP else 0)]
+            for number, (item, own) in enumerate(zip(items, like, strict=False)):
+                _check_like(SavedState({"": item}, saved.path(f"{key}[{number}]")), {"": own}, groups)
         elif isinstance(present, dict):
-            _check_like(saved.nested(key), present)
+            _check_like(saved.nested(key), present, groups)

@@ -1,17 +1,20 @@
-"""Which parameters are trained, where a fit has frozen or unfrozen some since it began."""
+"""Which parameters are trained, and which batch norms keep statistics, where a fit has changed that since it began."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from leyden.strategies.saved_state import SavedState
 
 
 class Trained:
     """The parameters that are trained now and were not when the fit began, or the other way round.
+
+    So with `track_running_stats` of batch norm, which freezing turns off.
 
     A hook that unfreezes layers at the start of an epoch is not called again by a resume within that epoch. A script
     that was changed in between decides about all other parameters.
@@ -36,10 +39,12 @@ class Trained:
             saved.flag(name)
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        named = {} if self._module is None else dict(self._module.named_parameters())
-        for name, flag in state.items():
-            if name in named:
-                named[name].requires_grad_(flag)
+        if self._module is None:
+            return
+        for name, parameter in self._module.named_parameters():
+            parameter.requires_grad_(state.get(name, parameter.requires_grad))
+        for name, norm in _norms(self._module):
+            norm.track_running_stats = state.get(name, norm.track_running_stats)
 
     def regroup(self, states: Sequence[Any], rank: int, seed: int) -> Any:
         """All ranks train the same parameters."""
@@ -47,4 +52,12 @@ class Trained:
 
 
 def _flags(module: nn.Module) -> dict[str, bool]:
-    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    flags = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    return flags | {name: norm.track_running_stats for name, norm in _norms(module)}
+
+
+def _norms(module: nn.Module) -> Iterator[tuple[str, _BatchNorm]]:
+    """Batch norms that have statistics, by the full name of their switch."""
+    for name, part in module.named_modules():
+        if isinstance(part, _BatchNorm) and part.running_mean is not None:
+            yield f"{name}.track_running_stats", part

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
+    LambdaLR,
+    LRScheduler,
+    MultiplicativeLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+)
 
 from leyden.strategies.errors import ConfigurationError, kind_of, nearest
 from leyden.trainer.logging.values import Value
@@ -17,6 +27,10 @@ FORMS = (
     "'lr_scheduler': …}, a list of such dicts, or None"
 )
 SCHEDULER_KEYS = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+
+
+BY_GROUP = (LambdaLR, MultiplicativeLR, CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR, OneCycleLR)
+"""Schedulers of torch's that have numbers for each group that they were made with."""
 
 
 @dataclass(slots=True)
@@ -65,6 +79,30 @@ class SchedulerConfig:
 
         warnings.warn(message, stacklevel=2)
         return None
+
+
+@contextmanager
+def own_groups(scheduler: Any) -> Iterator[None]:
+    """Hides from a scheduler the groups that its optimizer has gained since, if it has no number for them.
+
+    Newer versions of torch raise an error there. The learning rates of those groups stay as they are set.
+    """
+    known = _known_groups(scheduler)
+    groups = scheduler.optimizer.param_groups if known is not None else []
+    gained = groups[known:]
+    del groups[known:]
+    try:
+        yield
+    finally:
+        groups += gained
+
+
+def _known_groups(scheduler: Any) -> int | None:
+    """How many groups a scheduler was made with, if it has numbers for each; None if it takes all."""
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        if isinstance(part, BY_GROUP):
+            return len(part.base_lrs)
+    return None
 
 
 def parse(configured: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -11,6 +11,7 @@ from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
 from leyden.trainer.checkpoint.checkpoint_ranks import CheckpointRanks
+from leyden.trainer.checkpoint.gained import add_gained_groups
 from leyden.trainer.checkpoint.hugging_face import HuggingFaceFolder
 from leyden.trainer.checkpoint.owners import RankStates, Unclaimed
 from leyden.trainer.checkpoint.reader import CheckpointReader
@@ -18,6 +19,7 @@ from leyden.trainer.checkpoint.step_states import SCHEDULERS
 from leyden.trainer.data.positions import check_loaders
 from leyden.trainer.events.progress import Progress
 from leyden.trainer.format.errors import CheckpointError, blame, naming
+from leyden.trainer.run.identity import Identity
 from leyden.trainer.run.resuming import Goal, Reader, progress_of
 from leyden.trainer.run.run_states import rank_owners, step_states_of
 from leyden.trainer.run.user_states import OWN, UserStates
@@ -137,6 +139,7 @@ class Restorer:
         if self._rank is None:
             return None
         if self._schedulers is not None and isinstance(reader, CheckpointReader):
+            self._regain_groups(reader)
             step_states = step_states_of(run)
             step_states.check(reader.path, self._schedulers, reader.optimizer_count(), UNLIKE)
             step_states.load(reader, self._schedulers, self._optimizers)
@@ -145,6 +148,23 @@ class Restorer:
         if self._progress is not None:
             run.progress.continue_from(self._progress)
         return self._rank
+
+    def _regain_groups(self, reader: CheckpointReader) -> None:
+        """Adds the parameter groups that hooks of the saved run had added to its optimizers.
+
+        How many an optimizer had before is a part of the run's identity: a group that `configure_optimizers` has lost
+        since is no gained one.
+        """
+        run, saved_form = self._run, self._run.strategy.master_weights.saved_form
+        pairs = list(zip(run.engine.optimizers, self._optimizers or (), strict=False))
+        # An engine that steps memory of its own has refused to gain groups.
+        if not any(len(own["param_groups"]) > len(optimizer.param_groups) for optimizer, own in pairs):
+            return
+        identity = Identity.read(reader)
+        made = (identity.optimizers if identity is not None else None) or ()
+        for (optimizer, own), before in zip(pairs, made, strict=False):
+            if saved_form(optimizer) is optimizer:
+                add_gained_groups(optimizer, own, len(before["groups"]), run.module)
 
 
 def kept_state(run: Run, states: Mapping[str, Any]) -> Unclaimed:

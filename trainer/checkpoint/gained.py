@@ -1,0 +1,55 @@
+"""Parameter groups that an optimizer gained during a run: a resume adds them again before it loads their state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+
+def add_gained_groups(optimizer: Optimizer, saved: Any, made: int, module: nn.Module) -> None:
+    """Adds the groups that a saved optimizer has beyond those it was made with.
+
+    Their options are the first group's until the state is loaded. Nothing is added where the state does not fit: if
+    the optimizer was made with another number of groups, or a parameter has left the module or has a group already.
+    `check_named` then names the difference.
+
+    Args:
+        optimizer: as `configure_optimizers` made it.
+        saved: its state, as `to_named` returned it.
+        made: how many groups the saved optimizer was made with.
+        module: that has the parameters.
+
+    Example:
+        >>> from torch.optim import SGD
+        >>> net = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> optimizer = SGD(net[1].parameters(), lr=0.1)
+        >>> saved = {"param_groups": [{"params": ["1.weight", "1.bias"]}, {"params": ["0.weight"]}]}
+        >>> add_gained_groups(optimizer, saved, made=1, module=net)
+        >>> len(optimizer.param_groups)
+        2
+    """
+    groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+    if not isinstance(groups, list) or len(optimizer.param_groups) != made or len(groups) <= made:
+        return
+    parameters = dict(module.named_parameters())
+    taken = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    gained = [_names(group) for group in groups[made:]]
+    names = [name for own in gained for name in own]
+    free = all(name in parameters and id(parameters[name]) not in taken for name in names)
+    if not free or not all(gained) or len(set(names)) != len(names):
+        return
+    first = optimizer.param_groups[0] if optimizer.param_groups else {}
+    options = {key: value for key, value in first.items() if key in optimizer.defaults}
+    for own in gained:
+        added: list[Any] = [parameters[name] for name in own]
+        if "param_names" in first:
+            added = list(zip(own, added, strict=True))
+        optimizer.add_param_group({**options, "params": added})
+
+
+def _names(group: Any) -> Sequence[str]:
+    names = group.get("params") if isinstance(group, Mapping) else None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else []
