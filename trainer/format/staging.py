@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from leyden.strategies.launch.processes import place, runs, started
-from leyden.trainer.format.manifest import MANIFEST
+from leyden.trainer.format.errors import CheckpointError
+from leyden.trainer.format.manifest import MANIFEST, read_manifest
 
 # tmp: being written; old: moved aside by an unfinished overwrite; del: being deleted.
 Kind = Literal["tmp", "old", "del"]
@@ -47,7 +48,7 @@ def sweep(folder: Path, now: float | None = None) -> None:
         names = os.listdir(folder)
     except OSError:
         return
-    for name in names:
+    for name in _newest_first(folder, names):
         match = _PATTERN.fullmatch(name)
         if match is None or _is_alive(folder / name, match, now):
             continue
@@ -146,13 +147,30 @@ def set_aside(folder: Path) -> list[tuple[Path, str]]:
     """Returns whole checkpoints that an overwrite moved aside and whose names are free, with those names."""
     found = []
     with contextlib.suppress(OSError):
-        for name in sorted(os.listdir(folder)):
+        for name in _newest_first(folder, os.listdir(folder)):
             match = _PATTERN.fullmatch(name)
             if match is None or match["kind"] != "old" or os.path.lexists(folder / match["name"]):
                 continue
             if (folder / name / MANIFEST).is_file():
                 found.append((folder / name, match["name"]))
     return found
+
+
+def _newest_first(folder: Path, names: list[str]) -> list[str]:
+    """Sorts names so that the newest of several checkpoints that were moved aside from one name comes first.
+
+    An earlier one is there if a power cut has undone its removal.
+    """
+
+    def counter(name: str) -> int:
+        if ".old-" not in name:
+            return 0
+        try:
+            return -read_manifest(folder / name).save_counter
+        except (CheckpointError, OSError):
+            return 0
+
+    return sorted(names, key=lambda name: (counter(name), name))
 
 
 def is_staging(name: str) -> bool:

@@ -140,6 +140,17 @@ def test_one_that_another_host_had_moved_aside_is_found(tmp_path: Path, write: A
     assert aside not in all_checkpoints(tmp_path)
 
 
+@pytest.mark.parametrize("host", ["gone_host", staging.place()])
+def test_of_several_that_were_moved_aside_from_a_name_the_newest_counts(
+    tmp_path: Path, write: Any, read: Any, host: str
+) -> None:
+    """A power cut may undo the removal of an earlier one."""
+    written = [write(tmp_path / f"{value}", value) for value in (1, 2, 3)]
+    for path, token in zip(written, ("00000000", "11111111", "0000000a"), strict=True):
+        path.rename(tmp_path / f".same.old-1-1-{host}-{token}")
+    assert float(read(tmp_path / "same")["model"]["weight"][0, 0]) == 3.0
+
+
 def test_a_link_to_one_that_was_moved_aside_leads_to_it(tmp_path: Path, write: Any, read: Any) -> None:
     (tmp_path / "last").symlink_to("same")
     aside = moved_aside(write(tmp_path / "same", 2))
