@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from leyden.callbacks.averaged_weights import ExchangesWeights
 from leyden.callbacks.base import Callback
 from leyden.strategies.errors import ConfigurationError, LeydenError, nearest
 from leyden.strategies.saved_state import SavedState
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
 
-ACTIONS = ("stop", "skip", "rollback")
+ACTIONS = ("stop", "skip")
 SHOWN = 3
 """So many names of parameters a message lists."""
 
@@ -43,15 +42,11 @@ class NonFiniteGuard(Callback):
 
     Args:
         action: "stop" raises `NonFiniteError`; "skip" leaves the step out with a warning, and goes on with the next
-            batch. A step that is left out counts as one: `global_step` and schedulers go on. "rollback" goes back to
-            the last checkpoint of the run with a warning, but not in the data (see `Trainer.roll_back`): the batches
-            since the checkpoint, and the bad one, are not used again. It raises if there is no checkpoint yet.
-        patience: steps in a row that may be left out, or times that the run may go back to checkpoints of the same
-            step; the next one raises. None for no limit.
+            batch. A step that is left out counts as one: `global_step` and schedulers go on.
+        patience: steps in a row that may be left out; the next one raises. None for no limit.
 
     Attributes:
         skipped: the global steps that were left out, by their numbers from 1.
-        rolled_back: for each time that the run went back, the bad step and the step of the checkpoint.
 
     Raises:
         ConfigurationError: for an unknown action, and a patience below 1.
@@ -64,20 +59,15 @@ class NonFiniteGuard(Callback):
     """
 
     state_per_rank = False
-    # Also on a rank that has no sample of the batch.
-    closing_hooks = frozenset({"on_train_batch_end"})
 
-    def __init__(self, action: Literal["stop", "skip", "rollback"] = "stop", patience: int | None = 10) -> None:
+    def __init__(self, action: Literal["stop", "skip"] = "stop", patience: int | None = 10) -> None:
         if action not in ACTIONS:
             raise ConfigurationError(f"NonFiniteGuard(action={action!r}): {nearest(str(action), ACTIONS)}")
         if patience is not None and (type(patience) is not int or patience < 1):
             raise ConfigurationError(f"NonFiniteGuard(patience={patience!r}): give a number from 1, or None.")
         self.action, self.patience = action, patience
         self.skipped: list[int] = []
-        self.rolled_back: list[tuple[int, int]] = []
         self._in_a_row = 0
-        self._bad: tuple[int, str] | None = None
-        """The step after which the run goes back, and what was wrong with it; None if nothing was."""
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit" and trainer.strategy.drives_one:
@@ -85,31 +75,11 @@ class NonFiniteGuard(Callback):
                 f"NonFiniteGuard reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: leave "
                 "the callback out; the engine skips steps whose gradients overflow in fp16."
             )
-        if stage == "fit" and self.action == "rollback":
-            self._check_rollback(trainer)
-
-    def _check_rollback(self, trainer: Trainer) -> None:
-        averages = next((c for c in trainer.callbacks if isinstance(c, ExchangesWeights)), None)
-        fix = "leave it out, or leave bad steps out: NonFiniteGuard('skip')."
-        if averages is not None:
-            raise ConfigurationError(
-                f"NonFiniteGuard('rollback') cannot take the averages of {type(averages).__name__} back: {fix}"
-            )
-        if trainer.strategy.precision.may_skip:
-            raise ConfigurationError(
-                "NonFiniteGuard('rollback') has nothing to do under a gradient scaler, which leaves infinite steps out "
-                "itself: use precision='bf16-mixed', or NonFiniteGuard('skip')."
-            )
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not self._is_bad(trainer, parameters):
             self._in_a_row = 0
-            return
-        if self.action == "rollback":
-            self._bad = self._bad or (trainer.global_step + 1, self._described(trainer, module, parameters))
-            for parameter in parameters:
-                parameter.grad = None
             return
         self._in_a_row += 1
         scales = trainer.strategy.precision.may_skip
@@ -126,29 +96,6 @@ class NonFiniteGuard(Callback):
             where = f"epoch {trainer.current_epoch}, batch {trainer.progress.batch}"
             samples = _samples(trainer.sample_indices(window=True, all_ranks=True))
             warnings.warn(f"step {step} ({where}) was left out: its gradients were not finite.{samples}", stacklevel=2)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._bad is None or not trainer.window_is_over:
-            return
-        (step, text), self._bad = self._bad, None
-        samples = _samples(trainer.sample_indices(window=True, all_ranks=True))
-        try:
-            path = trainer.roll_back(staying=[self])
-        except LeydenError as error:
-            raise NonFiniteError(f"{text} The run cannot go back: {error}") from error
-        self.rolled_back.append((step, trainer.global_step))
-        places = [place for _, place in self.rolled_back]
-        in_a_row = len(list(itertools.takewhile(lambda place: place == places[-1], reversed(places))))
-        if self.patience is not None and in_a_row > self.patience:
-            raise NonFiniteError(f"{text} The run has gone back to step {places[-1]} {self.patience} times in a row.")
-        if trainer.is_global_zero:
-            warnings.warn(
-                f"step {step} (epoch {trainer.current_epoch}, batch {batch_idx}) had gradients that were not finite."
-                f"{samples} The run goes back to {path}, and on with the next batch.",
-                stacklevel=2,
-            )
 
     def _is_bad(self, trainer: Trainer, parameters: Sequence[Tensor]) -> bool:
         strategy = trainer.strategy
@@ -174,16 +121,12 @@ class NonFiniteGuard(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        found = {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
-        return {**found, "rolled_back": [list(pair) for pair in self.rolled_back]}
+        return {"skipped": list(self.skipped), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         saved = SavedState(state_dict)
         self.skipped = [int(step) for step in saved.items("skipped")]
         self._in_a_row = saved.integer("in_a_row", least=0)
-        # Earlier versions did not have it.
-        found = saved.items("rolled_back") if "rolled_back" in saved else []
-        self.rolled_back = [(int(step), int(place)) for step, place in found]
 
 
 def _samples(indices: Sequence[Any] | None) -> str:

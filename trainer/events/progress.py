@@ -169,16 +169,6 @@ class Progress:
         batches = self.batches - (self.batch - batch)
         return dataclasses.replace(self, batch=batch, batches=batches, samples=samples, phase="settled", exact=False)
 
-    def go_back(self, now: Progress, before: Progress) -> None:
-        """Goes back in the steps, and stays where it is in the data.
-
-        Args:
-            now: where the run stands.
-            before: where it stood at the checkpoint to which it has gone back.
-        """
-        place = dataclasses.replace(now, global_step=before.global_step, stepped=before.stepped)
-        Progress.__init__(self, **place.to_dict())
-
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:
         """Continues from a saved position. One inside a window repeats that window, so the result is exact."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from leyden.callbacks.base import Callback
 from leyden.strategies.errors import StateError
 from leyden.strategies.saved_state import SavedState
 from leyden.strategies.weights import check_partial
@@ -42,19 +41,15 @@ class Restorer:
         run: that is set up.
         reader: of the checkpoint; None for a run that starts anew.
         goal: what the run is to resume of it.
-        callbacks: those that a run within its fit takes back to the checkpoint; None in a resume, where all are, and
-            the DataModule.
 
     Raises:
         CheckpointError: if a state is damaged, or its owner cannot have saved it; names file and entry.
     """
 
-    def __init__(
-        self, run: Run, reader: Reader | None, goal: Goal, callbacks: Sequence[Callback] | None = None
-    ) -> None:
+    def __init__(self, run: Run, reader: Reader | None, goal: Goal) -> None:
         self.reader = reader
         self._run, self._parts = run, goal.parts
-        self._users = UserStates(run, callbacks)
+        self._users = UserStates(run)
         self._progress: Progress | None = None
         self._rank: Unclaimed | None = None
         self._schedulers: dict[str, Any] | None = None

@@ -114,13 +114,9 @@ def save(
             "data_ranks": strategy.data_ranks,
         }
         if copies is None:
-            written = writer.commit(**facts)
-        else:
-            writer.beside()
-            written = run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks).path
-    if not weights_only:
-        run.note_save(written)
-    return written
+            return writer.commit(**facts)
+        writer.beside()
+        return run.saves.start(writer, stack.pop_all(), copies, facts, optimizers, run.hooks).path
 
 
 def _save_states(run: Run, loop: SavedLoop | None, writer: CheckpointWriter, ranks: CheckpointRanks) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from leyden.strategies.launch.heartbeat import Heartbeat, Phase
@@ -85,7 +84,6 @@ class Run:
         ckpt_path: the checkpoint that it starts from; None without one.
         lock: of the folder that it holds alone; None if it does not.
         saves: the checkpoints that are written beside it.
-        saved: the last whole checkpoint that it has saved; None without one.
         progress: how far training is. Taken over, as are the next five; a fit that starts anew makes its own.
         schedulers: of learning rates, each with the times at which it steps.
         trained: the parameters that the fit has frozen or unfrozen.
@@ -116,7 +114,6 @@ class Run:
     ckpt_path: str | None = field(default=None, init=False)
     lock: FolderLock | None = field(default=None, init=False)
     saves: BackgroundSaves = field(default_factory=BackgroundSaves, init=False)
-    saved: Path | None = field(default=None, init=False)
 
     progress: Progress
     schedulers: list[SchedulerConfig] = field(default_factory=list)
@@ -377,10 +374,6 @@ class Run:
         bar = next((callback for callback in self.callbacks if isinstance(callback, ProgressBar)), None)
         # A pipe, too, gets the text now and not when the buffer is full.
         (bar.print if bar is not None else partial(print, flush=True))(*args, **kwargs)
-
-    def note_save(self, path: Path) -> None:
-        """A checkpoint from which it can be resumed is saved, or will be."""
-        self.saved = path
 
     def finish_saves(self) -> None:
         """Waits until the checkpoint that is written beside it is there; raises what has kept it from being."""

@@ -37,13 +37,15 @@ class UserStates:
 
     Args:
         run: whose user's code it is.
-        callbacks: those alone, without the DataModule; None for all.
     """
 
-    def __init__(self, run: Run, callbacks: Sequence[Callback] | None = None) -> None:
-        self._module, self._hooks = run.module, run.hooks
-        self._datamodule = run.datamodule if callbacks is None else None
-        self._callbacks = run.callbacks if callbacks is None else callbacks
+    def __init__(self, run: Run) -> None:
+        self._module, self._datamodule, self._callbacks, self._hooks = (
+            run.module,
+            run.datamodule,
+            run.callbacks,
+            run.hooks,
+        )
         self._user: dict[str, Any] | None = None
         self._file = Path("user.json")
         self._saved: list[Unclaimed] = []
