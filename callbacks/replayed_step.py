@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,10 @@ from leyden.trainer.format.tensors import is_sharded
 if TYPE_CHECKING:
     from leyden.trainer.module import TrainModule
     from leyden.trainer.trainer import Trainer
+
+
+Measured: TypeAlias = tuple[bool, dict[str, float]]
+"""Whether it is of a part of a gradient, and the measures."""
 
 
 class ReplayedStep(Callback):
@@ -39,7 +43,7 @@ class ReplayedStep(Callback):
         self._found: dict[str, Any] = {}
         self._losses: list[float] = []
         self._bad: list[dict[str, Any]] = []
-        self._gradients: dict[str, dict[str, float]] = {}
+        self._gradients: dict[str, Measured] = {}
 
     def _is_due(self, trainer: Trainer) -> bool:
         return trainer.global_step == self._step - 1
@@ -61,7 +65,8 @@ class ReplayedStep(Callback):
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             if parameter.grad is not None:
-                self._gradients[names.get(id(parameter), f"parameter {number}")] = _measured(parameter.grad)
+                name = names.get(id(parameter), f"parameter {number}")
+                self._gradients[name] = is_sharded(parameter.grad), _measured(parameter.grad)
         self._note_step(trainer)
 
     def _note_step(self, trainer: Trainer) -> None:
@@ -77,7 +82,7 @@ class ReplayedStep(Callback):
             "losses": [losses for losses, _, _ in shares.values()],
             "bad": [bad for _, rank_bad, _ in shares.values() for bad in rank_bad],
             "samples": [samples for _, _, samples in shares.values()],
-            "gradients": _over_ranks([found for *_, found in ranks], strategy.replicates),
+            "gradients": _over_ranks(found for *_, found in ranks),
         }
         self._write(trainer)
 
@@ -139,9 +144,16 @@ def _leaves(batch: Any, place: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _measured(grad: Tensor) -> dict[str, float]:
-    """The sum of squares, the largest value and the numbers of nan and infinity in this rank's part of a gradient."""
+    """The sum of squares, the largest value and the numbers of nan and infinity in this rank's part of a gradient.
+
+    Of a part that several ranks hold, the first of them measures it.
+    """
     here = grad.to_local() if hasattr(grad, "to_local") else grad
-    values = (here.coalesce().values() if here.is_sparse else here).detach().float()
+    values = (here.coalesce().values() if here.is_sparse else here).detach()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    values = values.double() if values.dtype is torch.float64 else values.float()
+    if _is_copy(grad):
+        values = values.flatten()[:0]
     finite = values[values.isfinite()]
     return {
         "squares": float(values.double().square().sum()),
@@ -152,15 +164,25 @@ def _measured(grad: Tensor) -> dict[str, float]:
     }
 
 
-def _over_ranks(found: list[dict[str, dict[str, float]]], replicates: bool) -> dict[str, dict[str, float]]:
-    """The measures of all ranks together: replicas have the same, shards are added up."""
-    if replicates:
-        return found[0]
+def _is_copy(grad: Any) -> bool:
+    """True if a rank before this one in the mesh holds the same part of a DTensor."""
+    if not hasattr(grad, "device_mesh"):
+        return False
+    place = grad.device_mesh.get_coordinate() or ()
+    return any(index and kind.is_replicate() for index, kind in zip(place, grad.placements, strict=False))
+
+
+def _over_ranks(found: Iterable[dict[str, Measured]]) -> dict[str, dict[str, float]]:
+    """The measures of all ranks together: shards are added up, and of what a rank holds whole the first one counts."""
     total: dict[str, dict[str, float]] = {}
-    for name, measures in ((name, measures) for own in found for name, measures in own.items()):
-        before = total.setdefault(name, dict.fromkeys(measures, 0.0))
-        for key, value in measures.items():
-            before[key] = max(before[key], value) if key == "largest" else before[key] + value
+    for own in found:
+        for name, (is_part, measures) in own.items():
+            if name not in total:
+                total[name] = dict(measures)
+            elif is_part:
+                before = total[name]
+                for key, value in measures.items():
+                    before[key] = max(before[key], value) if key == "largest" else before[key] + value
     return total
 
 

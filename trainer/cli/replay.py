@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from leyden.trainer.format.digests import NAMES, read_digests
 from leyden.trainer.format.errors import CheckpointError
 from leyden.trainer.format.text import aligned, listed
 from leyden.trainer.replay import Replay
-from leyden.trainer.run.command import Command
+from leyden.trainer.run.command import Command, printable
 from leyden.trainer.run.identity import Identity
 
 SHOWN = 20
@@ -46,6 +45,7 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
     first, and ends after the step. It writes nothing: loggers are silent, and checkpoints stay as they are.
     """
     reader = checkpoint_before(Path(run), step)
+    recorded = _recorded(digests or run, step, named=digests is not None)
     command_line = _command(reader, list(words), yes)
     with temporary("replay") as folder:
         replay = Replay(str(reader.path.absolute()), step, str(folder))
@@ -54,13 +54,13 @@ def command(run: str, step: int, digests: str | None, yes: bool, words: tuple[st
             status = subprocess.run(command_line.words, cwd=command_line.folder, env=environ).returncode
         except OSError as error:
             raise ConfigurationError(
-                f"{command_line.words[0]} cannot be started in {command_line.folder} ({error.strerror}): give the "
-                "command after --."
+                f"{printable(command_line.words[0])} cannot be started in {printable(command_line.folder)} "
+                f"({error.strerror}): give the command after --."
             ) from error
         found = json.loads(replay.report.read_text(encoding="utf-8")) if replay.report.is_file() else {}
     if "step" not in found:
         raise LeydenError(_unreached(step, found, status, command_line))
-    click.echo("\n".join(_report(found, reader.path, _recorded(digests or run, step, named=digests is not None))))
+    click.echo("\n".join(_report(found, reader.path, recorded)))
     return 0
 
 
@@ -122,10 +122,9 @@ def _command(reader: CheckpointReader, words: list[str], yes: bool) -> Command:
         )
     if not command_line.is_whole:
         raise ConfigurationError(
-            f"the run was started by `{shlex.join(command_line.words)}`, whose secrets are not kept: give the command "
-            "after --."
+            f"the run was started by `{command_line}`, whose secrets are not kept: give the command after --."
         )
-    click.echo(f"the run was started in {command_line.folder} by\n  {shlex.join(command_line.words)}", err=True)
+    click.echo(f"the run was started in {printable(command_line.folder)} by\n  {command_line}", err=True)
     if not yes and not sys.stdin.isatty():
         raise ConfigurationError("nobody can be asked whether to run this: give --yes, or the command after --.")
     if not yes:
@@ -139,8 +138,8 @@ def _unreached(step: int, found: dict[str, Any], status: int, command_line: Comm
     if "ended" in found:
         return f"the run ends at step {found['ended']}, before step {step}: its limits say so."
     if status:
-        return f"`{shlex.join(command_line.words)}` ended with exit code {status} before step {step}."
-    return f"`{shlex.join(command_line.words)}` ended without a fit: give the command that trains, after --."
+        return f"`{command_line}` ended with exit code {status} before step {step}."
+    return f"`{command_line}` ended without a fit: give the command that trains, after --."
 
 
 def _recorded(run: str, step: int, named: bool) -> dict[str, list[str]] | None:
@@ -191,8 +190,13 @@ def _weights(found: dict[str, Any], recorded: dict[str, list[str]] | None) -> It
     yield f"not finite after the step: {listed(bad)}" if bad else "finite after the step"
     if recorded is None:
         return
-    differ = [name for name, digest in recorded.items() if found["weights"].get(name) != digest]
-    yield f"other than the run recorded: {listed(differ)}" if differ else "those that the run recorded"
+    here: dict[str, list[str]] = found["weights"]
+    alike = [name for name, (form, _) in recorded.items() if name in here and here[name][0] == form]
+    if len(alike) < len(recorded):
+        yield f"{len(recorded) - len(alike)} tensors are cut into other shards here, whose digests cannot be compared"
+    differ = [name for name in alike if here[name] != recorded[name]]
+    if alike:
+        yield f"other than the run recorded: {listed(differ)}" if differ else "those that the run recorded"
 
 
 def _table(gradients: dict[str, dict[str, float]], bad: list[str]) -> list[str]:

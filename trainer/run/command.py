@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ from leyden.trainer.format.secrets import masked_words
 from leyden.trainer.launched import COMMAND
 
 FILE = "command"
+_STARTED_IN = os.getcwd()
+"""The folder in which this process was started: scripts import Leyden before they, or Hydra, go elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,11 @@ class Command:
             is_rank = ranks is not None and ranks.starter != "script"
             if is_rank or hasattr(sys, "ps1") or "ipykernel" in sys.modules:
                 return None
-        return cls(masked_words(words), os.getcwd())
+        return cls(masked_words(words), _STARTED_IN)
+
+    def __str__(self) -> str:
+        """The command as a shell takes it, with nothing in it that a terminal would obey."""
+        return printable(shlex.join(self.words))
 
     @property
     def is_whole(self) -> bool:
@@ -69,3 +76,13 @@ class Command:
             saved = SavedState(reader.json(FILE))
             words = [SavedState({"word": word}, "words").text("word") for word in saved.items("words")]
             return cls(words, saved.text("folder"))
+
+
+def printable(text: str) -> str:
+    r"""Escapes control characters, by which a text from a file could hide a part of itself on a terminal.
+
+    Example:
+        >>> printable("rm -r x\x1b[2K")
+        'rm -r x\\x1b[2K'
+    """
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

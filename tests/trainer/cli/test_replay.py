@@ -204,3 +204,8 @@ def test_a_command_is_that_of_the_launch_and_keeps_no_secret(monkeypatch: pytest
     assert own is not None and own.words == command.words
     launched = Command.here({**rank, "LEYDEN_COMMAND": '["leyden", "launch", "x.py"]'})
     assert launched is not None and launched.words == ["leyden", "launch", "x.py"] and launched.is_whole
+
+
+def test_a_command_from_a_checkpoint_hides_nothing_on_a_terminal() -> None:
+    shown = str(Command(["python", "-c", "print(1)\x1b[2K\rpython train.py"], "/x"))
+    assert shown == "python -c 'print(1)\\x1b[2K\\rpython train.py'" and shown.isprintable()
