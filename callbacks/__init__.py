@@ -31,11 +31,13 @@ _HOMES = {
     "NonFiniteGuard": "non_finite_guard",
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PreemptionCheckpoint": "preemption_checkpoint",
+    "SpikeDetection": "spike_detection",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "TensorBoardLogger": "tensorboard",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
+    "TrainingSpikeException": "spike_detection",
     "WandbLogger": "wandb_logger",
     "WeightDigests": "weight_digests",
     "measure_flops": "peak_flops",
@@ -69,6 +71,8 @@ if TYPE_CHECKING:
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
     from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
+    from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
+    from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor

@@ -364,7 +364,9 @@ class TrainerView:
     def predict_dataloaders(self) -> Any:
         return self._run.loaders.fetched.get("predict")
 
-    def sample_indices(self, window: bool = False, all_ranks: bool = False) -> list[Any] | None:
+    def sample_indices(
+        self, window: bool = False, all_ranks: bool = False, *, batch_idx: int | None = None
+    ) -> list[Any] | None:
         """The indices in the data set of the samples of the training batch that runs, or ran last, in its order.
 
         They are found when you ask, by drawing the epoch's order again, and cost the steps nothing. Ours.
@@ -372,6 +374,7 @@ class TrainerView:
         Args:
             window: of all batches of the accumulation window so far.
             all_ranks: of all ranks' samples, in the epoch's order. No message is sent.
+            batch_idx: of that batch of this epoch, which has run already.
 
         Returns:
             Numbers, or what the sampler yields. None where the order cannot be known: an `IterableDataset` or another
@@ -380,7 +383,7 @@ class TrainerView:
         """
         if self._fit is None:
             return None
-        return sample_indices(self._run, self._fit.window_start if window else None, all_ranks)
+        return sample_indices(self._run, self._fit.window_start if window else None, all_ranks, batch_idx)
 
     @property
     def num_training_batches(self) -> float:

@@ -30,21 +30,29 @@ def read_back(values: Mapping[K, Value]) -> dict[K, float]:
     for names in by_device.values():
         tensors = [values[name] for name in names]
         stacked = torch.stack([t.detach().to(sum_dtype(t)).reshape(()) for t in tensors if isinstance(t, Tensor)])
-        result.update(zip(names, _to_host(stacked), strict=True))
+        result.update(zip(names, start_reading(stacked)(), strict=True))
     return {name: result[name] for name in values}
 
 
-def _to_host(values: Tensor) -> list[float]:
+def start_reading(values: Tensor) -> Callable[[], list[float]]:
+    """Starts to copy a vector to the host; the function that it returns waits for that, and returns the numbers.
+
+    A GPU copies when it has done the work before, and nobody waits for it meanwhile.
+    """
     if values.device.type != "cuda":
-        return values.tolist()  # type: ignore[no-any-return]
+        return values.tolist  # type: ignore[no-any-return]
     # By pinned memory and an event: this one wait is meant, and torch.cuda.set_sync_debug_mode is left to find the
     # others.
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
     copied.record(torch.cuda.current_stream(values.device))
-    copied.synchronize()
-    return host.tolist()  # type: ignore[no-any-return]
+
+    def wait() -> list[float]:
+        copied.synchronize()
+        return host.tolist()  # type: ignore[no-any-return]
+
+    return wait
 
 
 def as_number(name: str, value: Any) -> Value:

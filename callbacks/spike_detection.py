@@ -1,0 +1,349 @@
+"""SpikeDetection, a callback that ends a run whose loss jumps, and writes down the batches that may be the cause."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, LeydenError, kind_of, nearest
+from leyden.strategies.saved_state import SavedState
+from leyden.trainer.data.sharding import NOTHING
+from leyden.trainer.format.text import listed
+from leyden.trainer.logging.values import start_reading
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+MODES = ("min", "max")
+FILE = "skip_batches.json"
+
+
+class TrainingSpikeException(LeydenError):
+    """The loss of a batch was far from the mean of those before it, or not finite.
+
+    Args:
+        message: which batch, and how far.
+        batch_idx: its index in the epoch.
+
+    Attributes:
+        batch_idx: the same.
+    """
+
+    def __init__(self, message: str, batch_idx: int = -1) -> None:
+        super().__init__(message)
+        self.batch_idx = batch_idx
+
+
+class SpikeDetection(Callback):
+    """Ends the run with `TrainingSpikeException` when the loss of a batch jumps, and names the batch and its samples.
+
+    A loss is a spike if it is worse than the one before, and worse than the mean of the last `window` losses by `atol`
+    and by `rtol` times that mean, as far as they are given. What `training_step` returns is looked at; where it returns
+    `num_items`, the loss of one item.
+
+    Each rank compares its own losses, and a spike on one ends all of them. No step waits for the device: a loss is
+    looked at when the next batch is done, and on several ranks the answer is known one batch later still, so that the
+    run ends one or two steps after the spike. A checkpoint with the run's state waits for the answer, and is not
+    written after a spike; one of the weights alone does not.
+
+    The batch, and the one before it (whose step may be to blame), are added to a file, a list of
+    `{"epoch": 0, "batch": 37, "samples": [5, 3]}`, with the indices of all ranks' samples in the data set (see
+    `Trainer.sample_indices`), or null where the order is not known.
+
+    Args:
+        mode: "min" if a smaller loss is better, "max" if a larger one is.
+        window: losses that the mean is taken of.
+        warmup: batches of the run before the first one that is looked at.
+        atol: how much worse than the mean a spike is, in the loss's unit.
+        rtol: how much worse, as a multiple of the mean.
+        exclude_batches_path: the file, or its folder; None for `skip_batches.json` in `default_root_dir`.
+        finite_only: nan and infinity are spikes. Otherwise nan is passed over; neither comes into the mean.
+
+    Attributes:
+        bad_batches: the indices of the batches that were written to the file.
+
+    Raises:
+        ConfigurationError: for invalid arguments; at the start of fit, if the file holds something else.
+
+    Example:
+        >>> spikes = SpikeDetection(window=20, rtol=1.5, exclude_batches_path="logs")
+        >>> # Trainer(callbacks=[spikes]).fit(module, loader)
+        >>> spikes.bad_batches
+        []
+    """
+
+    # Before early stopping and checkpoints. On a rank without a sample it is called too.
+    order: ClassVar[int] = 91
+    closing_hooks = frozenset({"on_train_batch_end"})
+    state_per_rank = True
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: str | os.PathLike[str] | None = None,
+        finite_only: bool = True,
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigurationError(f"SpikeDetection(mode={mode!r}): {nearest(str(mode), MODES)}")
+        for name, count, least in (("window", window, 1), ("warmup", warmup, 0)):
+            if type(count) is not int or count < least:
+                raise ConfigurationError(f"SpikeDetection({name}={count!r}): give a whole number from {least}.")
+        for name, tolerance in (("atol", atol), ("rtol", rtol)):
+            is_number = isinstance(tolerance, (int, float)) and not isinstance(tolerance, bool)
+            if tolerance is not None and not (is_number and tolerance >= 0):
+                raise ConfigurationError(f"SpikeDetection({name}={tolerance!r}): give a number from 0, or None.")
+        if atol is None and rtol is None:
+            raise ConfigurationError("SpikeDetection(atol=None, rtol=None) knows no spike: give one of them.")
+        self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
+        self.exclude_batches_path = exclude_batches_path
+        self.finite_only = finite_only
+        self.bad_batches: list[int] = []
+        self._losses: deque[float] = deque(maxlen=window)
+        self._last: float | None = None
+        self._seen = 0
+        """Losses that were looked at."""
+        self._next: _Batch | None = None
+        """The last batch, whose loss is on its way from the device."""
+        self._asked: tuple[_Batch, Callable[[], list[bool]]] | None = None
+        """The batch before it, and the answer of all ranks."""
+        self._is_over = False
+
+    def state_dict(self) -> dict[str, Any]:
+        last = self._next
+        return {
+            "losses": list(self._losses),
+            "last": self._last,
+            "seen": self._seen,
+            "bad_batches": list(self.bad_batches),
+            "next": None if last is None else {"epoch": last.epoch, "index": last.index, "loss": last.loss},
+        }
+
+    def check_state_dict(self, state: dict[str, Any]) -> None:
+        self._read(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        losses, self._last, self._seen, self.bad_batches, self._next = self._read(state)
+        self._losses = deque(losses, maxlen=self.window)
+
+    def _read(self, state: dict[str, Any]) -> tuple[list[float], float | None, int, list[int], _Batch | None]:
+        saved, batch = SavedState(state), None
+        losses = [saved_loss.number("loss") for saved_loss in map(_one, saved.items("losses"))]
+        last = None if saved.is_none("last") else saved.number("last")
+        bad = [SavedState({"batch": index}, "bad_batches").integer("batch") for index in saved.items("bad_batches")]
+        if not saved.is_none("next"):
+            found = saved.nested("next")
+            loss = None if found.is_none("loss") else found.number("loss")
+            batch = _Batch(found.integer("epoch", least=0), found.integer("index", least=0), lambda: [loss])
+        return losses, last, saved.integer("seen", least=0), bad, batch
+
+    # hooks ------------------------------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._asked, self._is_over = None, False
+        if trainer.is_global_zero:
+            _entries(self._path(trainer))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._settle(trainer, waits=False)
+        loss = None if outputs is None else _loss_of(outputs)
+        if loss is None and batch is not NOTHING and trainer.strategy.outputs.are_here:
+            raise ConfigurationError(
+                "SpikeDetection looks at the loss that training_step returns, which was None: return it, or leave the "
+                "callback out."
+            )
+        self._next = _Batch(trainer.current_epoch, batch_idx, (lambda: [None]) if loss is None else _reading(loss))
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._settle(trainer, waits=True)
+
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        if not self._is_over and trainer.state.stage == "fit":
+            self._settle(trainer, waits=True)
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        # The state still holds what was not looked at.
+        self._is_over = True
+
+    # judging ----------------------------------------------------------------------------------------------------------
+    def _settle(self, trainer: Trainer, waits: bool) -> None:
+        """Takes the ranks' answer on the batch before the last, and asks for one on the last.
+
+        Args:
+            trainer: of the run.
+            waits: for that answer too.
+        """
+        self._take(trainer)
+        if self._next is None:
+            return
+        batch, self._next = self._next, None
+        self._asked = batch, trainer.strategy.ranks.exchange_flags([self._is_spike(batch)])
+        if waits or trainer.world_size == 1:
+            self._take(trainer)
+
+    def _take(self, trainer: Trainer) -> None:
+        if self._asked is None:
+            return
+        (batch, answer), self._asked = self._asked, None
+        if answer()[0]:
+            self._next = None
+            self._raise(trainer, batch)
+
+    def _is_spike(self, batch: _Batch) -> bool:
+        """Judges a batch by this rank's losses before it, and counts it in with them unless it is a spike."""
+        loss = batch.loss
+        if loss is None:
+            return False
+        batch.compare(self._losses)
+        is_finite = math.isfinite(loss)
+        if self._seen >= self.warmup:
+            batch.is_spike = (self.finite_only and not is_finite) or self._jumps(batch)
+        self._seen += 1
+        if is_finite and not batch.is_spike:
+            self._losses.append(loss)
+            self._last = loss
+        return batch.is_spike
+
+    def _jumps(self, batch: _Batch) -> bool:
+        loss, mean, last = batch.loss, batch.mean, self._last
+        if loss is None or mean is None or last is None:
+            return False
+        sign = 1.0 if self.mode == "min" else -1.0
+        if not sign * (loss - last) > 0:
+            # No worse than the one before, or nan.
+            return False
+        by = sign * (loss - mean)
+        return (self.atol is None or by >= self.atol) and (self.rtol is None or by >= self.rtol * abs(mean))
+
+    def _raise(self, trainer: Trainer, batch: _Batch) -> None:
+        """Writes the file on the first rank, and raises on all."""
+        found = trainer.strategy.ranks.all_gather_object(batch.described() if batch.is_spike else None)
+        told = [(rank, words) for rank, words in enumerate(found) if words]
+        indices = [index for index in (batch.index - 1, batch.index) if index >= 0]
+        samples = [_plain(trainer.sample_indices(all_ranks=True, batch_idx=index)) for index in indices]
+        self.bad_batches += indices
+        path = self._path(trainer)
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            excluded = zip(indices, samples, strict=True)
+            new = [{"epoch": batch.epoch, "batch": index, "samples": own} for index, own in excluded]
+            _write(path, [*_entries(path), *new])
+        where = f" on rank {told[0][0]}" if trainer.world_size > 1 else ""
+        named = f" Its samples are {listed(samples[-1])} of the data set." if samples[-1] else ""
+        raise TrainingSpikeException(
+            f"the loss of batch {batch.index} in epoch {batch.epoch}{where} {told[0][1]}.{named} It is in {path} with "
+            "the batch before it: resume from a checkpoint before them, without their samples.",
+            batch.index,
+        )
+
+    def _path(self, trainer: Trainer) -> Path:
+        given = trainer.default_root_dir if self.exclude_batches_path is None else self.exclude_batches_path
+        path = Path(os.path.expanduser(given))
+        return path if path.suffix == ".json" else path / FILE
+
+
+@dataclass(slots=True)
+class _Batch:
+    """A batch of this rank.
+
+    Args:
+        epoch: from 0.
+        index: in the epoch.
+        read: waits for its loss; [None] on a rank that has none.
+    """
+
+    epoch: int
+    index: int
+    read: Callable[[], list[Any]]
+    is_spike: bool = False
+    mean: float | None = None
+    before: int = 0
+
+    @property
+    def loss(self) -> float | None:
+        [loss] = self.read()
+        return None if loss is None else float(loss)
+
+    def compare(self, losses: deque[float]) -> None:
+        self.before = len(losses)
+        self.mean = math.fsum(losses) / len(losses) if losses else None
+
+    def described(self) -> str:
+        beside = "" if self.mean is None else f", after a mean of {self.mean:.6g} over {self.before} batches"
+        return f"was {self.loss:.6g}{beside}"
+
+
+def _loss_of(outputs: Any) -> Tensor:
+    """The loss of a batch, or of an item where `training_step` counts them: one element on its device."""
+    loss, items = outputs, None
+    if isinstance(outputs, Mapping):
+        loss, items = outputs.get("loss"), outputs.get("num_items")
+    if not isinstance(loss, Tensor):
+        raise ConfigurationError(
+            f"SpikeDetection looks at the loss that training_step returns, which was {kind_of(loss)}: return a tensor, "
+            "or a dict with the key 'loss'."
+        )
+    loss, items = (_whole(value) for value in (loss.detach(), items))
+    if items is None:
+        return loss  # type: ignore[no-any-return]
+    # A batch without items has a loss of 0.
+    return loss / (items.masked_fill(items == 0, 1) if isinstance(items, Tensor) else items or 1)  # type: ignore[no-any-return]
+
+
+def _whole(value: Any) -> Any:
+    """On a mesh, a loss is a DTensor where its logits are split."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def _reading(loss: Tensor) -> Callable[[], list[float]]:
+    # A copy, as the user may change the loss in place.
+    return start_reading(loss.reshape(1).to(torch.float32 if loss.dtype != torch.float64 else loss.dtype, copy=True))
+
+
+def _one(value: Any) -> SavedState:
+    return SavedState({"loss": value}, "losses")
+
+
+def _plain(samples: list[Any] | None) -> list[Any] | None:
+    """Indices as JSON has them: numbers as they are, others as text."""
+    if samples is None:
+        return None
+    return [int(index) if isinstance(index, (int, Tensor)) else str(index) for index in samples]
+
+
+def _entries(path: Path) -> list[Any]:
+    """What the file of excluded batches holds; an empty list if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise ConfigurationError(
+            f"SpikeDetection cannot add to {path} ({error}): give another exclude_batches_path."
+        ) from error
+    if not isinstance(found, list):
+        raise ConfigurationError(
+            f"SpikeDetection cannot add to {path}, which holds {kind_of(found)}: give another exclude_batches_path."
+        )
+    return found
+
+
+def _write(path: Path, entries: list[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(json.dumps(entries, indent=4) + "\n", encoding="utf-8")
+    beside.replace(path)
