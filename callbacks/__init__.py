@@ -32,8 +32,9 @@ _HOMES = {
     "OnExceptionCheckpoint": "on_exception_checkpoint",
     "PreemptionCheckpoint": "preemption_checkpoint",
     "SpikeDetection": "spike_detection",
+    "ProgressBar": "progress_bar",
     "StochasticWeightAveraging": "stochastic_weight_averaging",
-    "TQDMProgressBar": "progress_bar",
+    "TQDMProgressBar": "tqdm_bar",
     "TensorBoardLogger": "tensorboard",
     "ThroughputMonitor": "throughput_monitor",
     "Timer": "timer",
@@ -70,13 +71,14 @@ if TYPE_CHECKING:
     from leyden.callbacks.peak_flops import measure_flops as measure_flops
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
-    from leyden.callbacks.progress_bar import TQDMProgressBar as TQDMProgressBar
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
+    from leyden.callbacks.progress_bar import ProgressBar as ProgressBar
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from leyden.callbacks.timer import Timer as Timer
+    from leyden.callbacks.tqdm_bar import TQDMProgressBar as TQDMProgressBar
     from leyden.callbacks.wandb_logger import WandbLogger as WandbLogger
     from leyden.callbacks.weight_averaging import EMAWeightAveraging as EMAWeightAveraging
     from leyden.callbacks.weight_averaging import WeightAveraging as WeightAveraging

@@ -1,14 +1,18 @@
-"""Keeps printed text above progress bars: a bar on the screen is cleared while something prints."""
+"""Keeps printed and logged text above progress bars: a bar on the screen is cleared while something writes."""
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+STREAMS = ("stdout", "stderr")
 
 
 class AboveBars:
-    """Replaces a terminal's `sys.stdout`, so that `print` and bars do not break each other.
+    """Stands in for a terminal's stream, so that what is written there and bars do not break each other.
 
     Args:
         stream: the terminal's stream, which handles everything else.
@@ -45,17 +49,64 @@ class AboveBars:
         return getattr(self._stream, name)
 
 
-def begin(bars: Callable[[], Sequence[Any]]) -> AboveBars | None:
-    """Replaces `sys.stdout` by an `AboveBars` if it is a terminal; returns None if it is not."""
-    stdout = sys.stdout
-    if stdout is None or isinstance(stdout, AboveBars) or not stdout.isatty():
-        return None
-    placed = AboveBars(stdout, bars)
-    sys.stdout = placed  # type: ignore[assignment]
-    return placed
+class Replaced:
+    """Streams in the place of `sys.stdout` and `sys.stderr`, and of those that handlers of `logging` write to.
+
+    Args:
+        places: for "stdout" or "stderr" the stream that belongs there, and what replaces it.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[Any, Any]]) -> None:
+        self._places = places
+        self._handlers: list[tuple[logging.StreamHandler[Any], Any, Any]] = []
+        for name, (_, new) in places.items():
+            setattr(sys, name, new)
+        for handler in _stream_handlers():
+            for old, new in places.values():
+                if handler.stream is old:
+                    handler.setStream(new)
+                    self._handlers.append((handler, old, new))
+                    break
+
+    def end(self) -> None:
+        """Restores the streams, except where something else has replaced them since."""
+        for name, (old, new) in self._places.items():
+            if getattr(sys, name) is new:
+                setattr(sys, name, old)
+        for handler, old, new in self._handlers:
+            if handler.stream is new:
+                handler.setStream(old)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Has `sys.stdout` and `sys.stderr` as they were: a bar that is made here draws on the terminal itself."""
+        placed = {name: (old, new) for name, (old, new) in self._places.items() if getattr(sys, name) is new}
+        for name, (old, _) in placed.items():
+            setattr(sys, name, old)
+        try:
+            yield
+        finally:
+            for name, (_, new) in placed.items():
+                setattr(sys, name, new)
 
 
-def end(placed: AboveBars | None) -> None:
-    """Restores the stream, unless something else has replaced `sys.stdout` since."""
-    if placed is not None and sys.stdout is placed:  # type: ignore[comparison-overlap]
-        sys.stdout = placed._stream
+def begin(bars: Callable[[], Sequence[Any]]) -> Replaced:
+    """Has everything that is written to a terminal appear above the bars, until `Replaced.end`."""
+    streams = {name: getattr(sys, name) for name in STREAMS}
+    return Replaced(
+        {
+            name: (stream, AboveBars(stream, bars))
+            for name, stream in streams.items()
+            if stream is not None and not isinstance(stream, AboveBars) and stream.isatty()
+        }
+    )
+
+
+def _stream_handlers() -> Iterator[logging.StreamHandler[Any]]:
+    """Yields the handlers of all loggers that write to a stream of their own."""
+    loggers = [logging.root, *(item for item in logging.root.manager.loggerDict.values())]
+    handlers = {id(item): item for logger in loggers for item in getattr(logger, "handlers", ())}
+    for handler in handlers.values():
+        # One without a stream of its own looks `sys.stderr` up.
+        if isinstance(handler, logging.StreamHandler) and "stream" in vars(handler):
+            yield handler

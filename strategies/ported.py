@@ -13,7 +13,7 @@ OURS: dict[str, str] = {
     "Strategy": "leyden.strategies.Strategy",
     "CombinedLoader": "leyden.CombinedLoader",
     "RichProgressBar": "leyden.callbacks.TQDMProgressBar",
-    "ProgressBar": "leyden.callbacks.progress_bar.ProgressBar",
+    "ProgressBar": "leyden.callbacks.ProgressBar",
     "RichModelSummary": "leyden.callbacks.ModelSummary",
     **{
         name: f"leyden.callbacks.{name}"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import io
+import logging
 import os
+import pickle
 import pty
 import re
 import struct
@@ -24,9 +26,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from leyden.callbacks import progress_bar
+from leyden.callbacks import CSVLogger, ProgressBar, TQDMProgressBar, paced_bar
 from leyden.callbacks.base import Callback
-from leyden.callbacks.progress_bar import TQDMProgressBar, format_number, is_interactive
+from leyden.callbacks.progress_bar import format_number
+from leyden.callbacks.tqdm_bar import draw, is_interactive
 from leyden.strategies.errors import ConfigurationError
 from leyden.trainer.trainer import Trainer
 
@@ -97,9 +100,9 @@ class Terminal:
 @pytest.fixture
 def every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws at every batch, however fast they are."""
-    monkeypatch.setattr(progress_bar, "DRAW_SECONDS", 0.0)
-    monkeypatch.setattr(progress_bar, "DRAW_SHARE", 0)
-    monkeypatch.setattr(progress_bar, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(paced_bar, "DRAW_SECONDS", 0.0)
+    monkeypatch.setattr(paced_bar, "DRAW_SHARE", 0)
+    monkeypatch.setattr(paced_bar, "LINE_SECONDS", 0.0)
 
 
 def numbers(lines: list[str], title: str) -> list[str]:
@@ -122,16 +125,14 @@ def test_every_stage_has_its_bar(tmp_path: Path, every_batch: None) -> None:
         run.test(Net(), DATA[:5], verbose=False)
         run.predict(Net(), DATA[:6])
     lines = terminal.drawn()
-    assert numbers(lines, "Sanity") == [f"{done}/4" for done in range(5)]
+    assert numbers(lines, "Sanity Checking") == [f"{done}/4" for done in range(5)]
     for epoch in ("Epoch 0/1", "Epoch 1/1"):
         assert numbers(lines, epoch) == [f"{done}/10" for done in range(11)]
     assert numbers(lines, "Validation")[:8] == [f"{done}/7" for done in range(8)]
-    assert numbers(lines, "Test") == [f"{done}/5" for done in range(6)]
-    assert numbers(lines, "Predict") == [f"{done}/6" for done in range(7)]
+    assert numbers(lines, "Testing") == [f"{done}/5" for done in range(6)]
+    assert numbers(lines, "Predicting") == [f"{done}/6" for done in range(7)]
     last = [line for line in lines if line.startswith("Epoch 1/1")][-1]
-    assert re.search(r"100%\|█+\| 10/10 \[.*it/s, loss=-?\d\.\d+, val=0\.500\]$", last) or re.search(
-        r"100%\|█+\| 10/10 \[.*it/s, val=0\.500, loss=-?\d\.\d+\]$", last
-    )
+    assert re.search(r"100%\|█+\| 10/10 \[.*it/s, loss=-?\d\.\d+, val=0\.500\]$", last), last
     assert not any("quiet" in line for line in lines)
 
 
@@ -179,7 +180,7 @@ def test_a_slow_terminal_is_drawn_less_often() -> None:
                 pass
 
     start = time.perf_counter()
-    assert progress_bar.draw(Slow(), 1) >= start + 0.02 + 0.02 * progress_bar.DRAW_SHARE
+    assert paced_bar.paced(draw, Slow(), 1) >= start + 0.02 + 0.02 * paced_bar.DRAW_SHARE
 
 
 def test_a_bar_resumes_in_mid_epoch(tmp_path: Path, every_batch: None) -> None:
@@ -207,6 +208,142 @@ def test_leave_keeps_each_epochs_bar(tmp_path: Path) -> None:
         assert len(made) == bars
 
 
+def test_a_bar_written_for_lightning_runs(tmp_path: Path, every_batch: None) -> None:
+    seen: list[Any] = []
+
+    class Lit(TQDMProgressBar):
+        """The overrides of its documentation, and members that its users read."""
+
+        def get_metrics(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            items = super().get_metrics(*args, **kwargs)
+            assert "v_num" in items
+            items.pop("v_num", None)
+            return items
+
+        def init_validation_tqdm(self) -> Any:
+            bar = super().init_validation_tqdm()
+            bar.set_description("running validation...")
+            return bar
+
+        def init_predict_tqdm(self) -> Any:
+            # With tqdm's own pace: it must still end where the prediction does.
+            return tqdm(desc="mine", position=2 * self.process_position, disable=self.is_disabled, leave=True)
+
+        @property
+        def test_description(self) -> str:
+            return "on trial"
+
+        def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+            super().on_train_epoch_start(trainer, *args)
+            self.train_progress_bar.set_description(f"round {trainer.current_epoch}")
+
+        def on_validation_batch_start(
+            self, trainer: Trainer, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        ) -> None:
+            super().on_validation_batch_start(trainer, module, batch, batch_idx, dataloader_idx)
+            if self.has_dataloader_changed(dataloader_idx):
+                total = self.total_val_batches_current_dataloader
+                seen.append((trainer.sanity_checking, dataloader_idx, total, self.val_progress_bar.total))
+
+        def on_test_batch_start(self, *args: Any) -> None:
+            seen.append((self.total_test_batches_current_dataloader, self.test_progress_bar.total))
+
+        def on_predict_batch_start(self, *args: Any) -> None:
+            seen.append((self.total_predict_batches_current_dataloader, self.predict_progress_bar.total))
+
+    bar, loaders = Lit(), [DataLoader(torch.ones(size, 2), batch_size=2) for size in (6, 8)]
+    run = trainer(tmp_path, bar, logger=CSVLogger(tmp_path), max_epochs=1, num_sanity_val_steps=2)
+    with Terminal() as terminal:
+        run.fit(Net(), DATA, loaders)
+        assert bar.trainer is run and bar.total_train_batches == 10
+        run.test(Net(), DATA[:1], verbose=False)
+        run.predict(Net(), DATA[:3])
+    assert seen == [
+        *[(True, 0, 2, 4), (True, 1, 2, 4), (False, 0, 3, 7), (False, 1, 4, 7)],
+        *[(1, 1), (3, 3), (3, 3), (3, 3)],
+    ]
+    lines = terminal.drawn()
+    assert numbers(lines, r"running validation\.\.\.")[-1] == "7/7" and numbers(lines, "on trial")[-1] == "1/1"
+    assert numbers(lines, "round 0")[-1] == "10/10" and numbers(lines, "mine")[-1] == "3/3"
+    assert any("loss=" in line for line in lines) and not any("v_num" in line for line in lines)
+
+
+def test_the_same_bar_runs_where_none_is_drawn(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    class Lit(TQDMProgressBar):
+        def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+            super().on_train_epoch_start(trainer, *args)
+            self.train_progress_bar.set_description("unseen")
+            self.train_progress_bar.set_postfix(unseen=1)
+
+        def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
+            super().on_validation_batch_end(*args, **kwargs)
+            self.val_progress_bar.update(1)
+
+    trainer(tmp_path, Lit(), logger=CSVLogger(tmp_path), max_epochs=1).fit(Net(), DATA, DATA)
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("Epoch 0/0  batch 10/10  step 10") and line.endswith(", v_num=0")
+
+
+def test_a_bar_of_ones_own_takes_the_place_of_the_default_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Percent(ProgressBar):
+        """The example of Lightning's documentation: it shadows `enable`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.enable = True  # type: ignore[assignment, method-assign]
+
+        def disable(self) -> None:
+            self.enable = False  # type: ignore[assignment, method-assign]
+
+        def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+            percent = (batch_idx / self.total_train_batches) * 100
+            sys.stdout.write(f"{percent:.01f} percent complete \r")
+
+    bar = Percent()
+    run = trainer(tmp_path, bar, max_epochs=1)
+    run.fit(Net(), DATA)
+    assert run.progress_bar_callback is bar
+    out = capsys.readouterr()
+    assert "90.0 percent complete \r" in out.out and "Epoch" not in out.err
+    copy = pickle.loads(pickle.dumps(TQDMProgressBar(refresh_rate=3)))
+    assert copy.refresh_rate == 3 and copy.train_progress_bar.disable
+    with pytest.raises(ConfigurationError, match="none before the first run"):
+        copy.trainer  # noqa: B018
+    with pytest.raises(ConfigurationError, match=r"enable_progress_bar=False, and callbacks holds a TQDMProgressBar"):
+        trainer(tmp_path, TQDMProgressBar(), enable_progress_bar=False)
+
+
+def test_what_is_logged_and_warned_appears_above_the_bars(
+    tmp_path: Path, every_batch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = logging.getLogger("tests.bar")
+
+    class Speaks(Net):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            log.warning("logged %d", batch_idx)
+            print("told", batch_idx, file=sys.stderr)
+
+        def on_validation_batch_end(self, *args: Any) -> None:
+            log.warning("validated")
+
+    with Terminal() as terminal:
+        handler = logging.StreamHandler()
+        monkeypatch.setattr(log, "handlers", [handler])
+        monkeypatch.setattr(log, "propagate", False)
+        before = sys.stderr
+        trainer(tmp_path, max_epochs=1, num_sanity_val_steps=1).fit(Speaks(), DATA, DATA[:2])
+        assert sys.stderr is before and handler.stream is before
+    lines = terminal.drawn()
+    # Whole lines, after each of which the bar is drawn again.
+    assert {f"{word} {batch}" for word in ("logged", "told") for batch in range(10)} <= set(lines)
+    assert lines.count("validated") == 3
+    after = [lines[index + 1] for index, line in enumerate(lines) if line.startswith("logged")]
+    assert len(after) == 10 and all(line.startswith("Epoch 0/0:") for line in after)
+
+
 def test_an_error_closes_the_bars(tmp_path: Path) -> None:
     class Fails(Net):
         def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -215,7 +352,7 @@ def test_an_error_closes_the_bars(tmp_path: Path) -> None:
     bar = TQDMProgressBar()
     with Terminal(), pytest.raises(RuntimeError, match="in validation"):
         trainer(tmp_path, bar, num_sanity_val_steps=0).fit(Fails(), DATA, DATA)
-    assert (bar._train_bar, bar._eval_bar) == (None, None)
+    assert not bar._bars
 
 
 def test_printing_leaves_the_bar_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +441,7 @@ def test_without_a_terminal_each_epoch_prints_a_line(tmp_path: Path, capfd: pyte
         assert (int(found[1]), int(found[2])) == (epoch, 10 * (epoch + 1))
         assert sorted(part.split("=")[0] for part in found[3].split(", ")) == ["loss", "val"]
     run.validate(Net(), DATA, verbose=False)
-    assert re.fullmatch(r"validation  batch 10/10  [\d.]+ it/s\n", capfd.readouterr().err)
+    assert re.fullmatch(r"Validation  batch 10/10  [\d.]+ it/s\n", capfd.readouterr().err)
 
 
 def test_without_a_length_lines_are_printed_within_the_epoch(

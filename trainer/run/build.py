@@ -156,22 +156,33 @@ def _add_defaults(callbacks: list[Callback], arguments: Arguments) -> None:
         from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint
 
         callbacks.append(PreemptionCheckpoint())
-    if arguments.enable_progress_bar:
-        from leyden.callbacks.progress_bar import ProgressBar, TQDMProgressBar
-
-        bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
-        if len(bars) > 1:
-            raise ConfigurationError(
-                f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which "
-                "would draw over each other: give one."
-            )
-        if not bars:
-            callbacks.append(TQDMProgressBar())
+    _add_progress_bar(callbacks, arguments)
     if arguments.enable_model_summary:
         from leyden.callbacks.model_summary import ModelSummary
 
         if not any(isinstance(callback, ModelSummary) for callback in callbacks):
             callbacks.append(ModelSummary())
+
+
+def _add_progress_bar(callbacks: list[Callback], arguments: Arguments) -> None:
+    if not arguments.enable_progress_bar and not callbacks:
+        return
+    from leyden.callbacks.progress_bar import ProgressBar
+
+    bars = [callback for callback in callbacks if isinstance(callback, ProgressBar)]
+    if len(bars) > 1:
+        raise ConfigurationError(
+            f"callbacks holds {len(bars)} progress bars ({', '.join(type(bar).__name__ for bar in bars)}), which would "
+            "draw over each other: give one."
+        )
+    if bars and not (arguments.enable_progress_bar or arguments.barebones or replay_of(arguments)):
+        raise ConfigurationError(
+            f"enable_progress_bar=False, and callbacks holds a {type(bars[0]).__name__}: choose one."
+        )
+    if not bars and arguments.enable_progress_bar:
+        from leyden.callbacks.tqdm_bar import TQDMProgressBar
+
+        callbacks.append(TQDMProgressBar())
 
 
 def unwrapped(model: Any) -> tuple[TrainModule, Any]:

@@ -1,0 +1,285 @@
+"""PacedProgressBar: when a bar is drawn, and the plain lines that a log gets in its place."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from leyden.callbacks.progress_bar import ProgressBar, format_metrics
+from leyden.strategies.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+DRAW_SECONDS = 0.1
+LINE_SECONDS = 30.0
+# The first line comes early, to show in a log that the run moves, and how fast.
+FIRST_LINE_SECONDS = 5.0
+# A slow terminal (ssh) may take long to draw. The bar then waits this many times as long, so drawing stays below 5 %.
+DRAW_SHARE = 20
+NEVER = math.inf
+
+
+class PacedProgressBar(ProgressBar, ABC):
+    """Base of the bars that Leyden brings: decides when to draw; a subclass says how.
+
+    A bar is drawn at most ten times a second, and metrics are read back from the device only then; in between, a batch
+    costs one reading of the clock. Where nothing can be redrawn (a log file, a batch job), plain lines take its place.
+
+    Args:
+        refresh_rate: redraw only at multiples of this many batches; 0 hides the bar.
+
+    Raises:
+        ConfigurationError: if `refresh_rate` is negative.
+    """
+
+    def __init__(self, refresh_rate: int = 1) -> None:
+        self._refresh_rate = self._whole_number("refresh_rate", refresh_rate)
+        self._is_plain = False
+        self._is_training = False
+        self._due = NEVER
+        """When the training bar may be drawn again, in `time.perf_counter` seconds; never outside a training."""
+        self._eval_due = NEVER
+        self._eval_done = 0
+        self._eval_total: int | None = None
+        self._eval_name = ""
+        self._eval_since = 0.0
+        self._line_since = 0.0
+        self._line_batch = 0
+        self._has_written = False
+        """True once a line was written in this run."""
+        self._names: dict[str, None] = {}
+        """The metrics that this run has shown."""
+
+    def _whole_number(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise ConfigurationError(f"{type(self).__name__}({name}={value!r}): give a whole number of 0 or more.")
+        return value
+
+    # how to draw
+    @abstractmethod
+    def _can_redraw(self) -> bool:
+        """True if a bar can be redrawn where it would be shown."""
+
+    @abstractmethod
+    def _open_training(self, trainer: Trainer) -> None:
+        """Makes the bar of a training."""
+
+    @abstractmethod
+    def _open_epoch(self, name: str, done: int, total: int | None) -> None:
+        """Begins an epoch in that bar."""
+
+    @abstractmethod
+    def _draw_training(self, done: int, metrics: dict[str, Any] | None) -> None:
+        """Draws that bar; None leaves its metrics as they are."""
+
+    @abstractmethod
+    def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
+        """Makes the bar of an evaluation: "sanity", "validation", "test" or "predict"."""
+
+    @abstractmethod
+    def _draw_evaluation(self, done: int) -> None:
+        """Draws the bar of the evaluation."""
+
+    @abstractmethod
+    def _close_evaluation(self) -> None:
+        """Removes the bar of the evaluation, if there is one."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Closes all bars, if there are some: the terminal is as it was before."""
+
+    # members
+    @property
+    def refresh_rate(self) -> int:
+        """The bar is redrawn only at multiples of this many batches."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if the bar is shown: on the first rank, and unless `refresh_rate` is 0."""
+        return self._enabled and self._refresh_rate > 0
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        self._has_written = False
+        self._names.clear()
+
+    # training
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin_training(trainer)
+        if self._is_training:
+            self._begin_epoch(trainer)
+
+    def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
+        # A subclass may leave out `on_train_start`, where Lightning's makes its bar.
+        self._begin_training(trainer)
+        if self._is_training:
+            self._begin_epoch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        if now < self._due or (batch_idx + 1) % self._refresh_rate:
+            return
+        self._show_training(trainer, module, batch_idx + 1)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
+        if self._is_training:
+            self._show_training(trainer, module, trainer.progress.batch)
+
+    def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self._end()
+
+    def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
+        self._end()
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._end()
+
+    # evaluation: one bar over all loaders
+    def on_validation_start(self, trainer: Trainer, module: TrainModule) -> None:
+        if trainer.sanity_checking:
+            self._begin_evaluation(trainer, "sanity", self.sanity_check_description, trainer.num_sanity_val_batches)
+        else:
+            self._begin_evaluation(trainer, "validation", self.validation_description, trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin_evaluation(trainer, "test", self.test_description, trainer.num_test_batches)
+
+    def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._begin_evaluation(trainer, "predict", self.predict_description, trainer.num_predict_batches)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self._eval_done += 1
+        if time.perf_counter() >= self._eval_due and not self._eval_done % self._refresh_rate:
+            self._show_evaluation()
+
+    def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
+        self.reset_dataloader_idx_tracker()
+        if self._eval_due == NEVER:
+            return
+        # In a fit the next line or redraw of the training bar shows the result.
+        if not self._is_plain or not (self._is_training or trainer.sanity_checking):
+            self._show_evaluation()
+        self._eval_due = NEVER
+        self._close_evaluation()
+        self._line_since += time.perf_counter() - self._eval_since
+        if self._is_training and not self._is_plain:
+            self._due = 0.0
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_test_end = on_predict_end = on_validation_end
+
+    # ------------------------------------------------------------------------------------------------------------------
+    def _begin_training(self, trainer: Trainer) -> None:
+        if self._is_training or self.is_disabled:
+            return
+        self._is_training, self._is_plain = True, not self._can_redraw()
+        if not self._is_plain:
+            self._open_training(trainer)
+
+    def _begin_epoch(self, trainer: Trainer) -> None:
+        done, now = trainer.progress.batch, time.perf_counter()
+        self._line_since, self._line_batch = now, done
+        if self._is_plain:
+            self._due = now + self._line_pause()
+        else:
+            self._due = 0.0
+            self._open_epoch(_epoch_name(trainer), done, whole(self.total_train_batches))
+
+    def _show_training(self, trainer: Trainer, module: TrainModule, done: int) -> None:
+        metrics = self._in_order(self.get_metrics(trainer, module))
+        if not self._is_plain:
+            self._due = paced(self._draw_training, done, metrics)
+            return
+        now, total = time.perf_counter(), whole(self.total_train_batches)
+        where = (_epoch_name(trainer), _batches(done, total), f"step {trainer.global_step}")
+        self._write(*where, _rate(done - self._line_batch, now - self._line_since), format_metrics(metrics))
+        self._line_since, self._line_batch, self._due = now, done, now + LINE_SECONDS
+
+    def _in_order(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Returns the metrics in the order in which they first came, so that each keeps its place."""
+        self._names.update(dict.fromkeys(metrics))
+        return {name: metrics[name] for name in self._names if name in metrics}
+
+    def _begin_evaluation(self, trainer: Trainer, stage: str, name: str, sizes: Any) -> None:
+        self._eval_due, self._eval_done, self._eval_name = NEVER, 0, name
+        if self.is_disabled:
+            return
+        if not self._is_training:
+            self._is_plain = not self._can_redraw()
+        totals = [whole(size) for size in sizes]
+        self._eval_total = None if None in totals else sum(total for total in totals if total is not None)
+        self._eval_since = time.perf_counter()
+        if self._is_plain:
+            self._eval_due = self._eval_since + self._line_pause()
+            return
+        if self._is_training:
+            self._draw_training(trainer.progress.batch, None)
+        self._open_evaluation(trainer, stage, self._eval_total)
+        self._eval_due = 0.0
+
+    def _show_evaluation(self) -> None:
+        if not self._is_plain:
+            self._eval_due = paced(self._draw_evaluation, self._eval_done)
+            return
+        now = time.perf_counter()
+        speed = _rate(self._eval_done, now - self._eval_since)
+        self._write(self._eval_name, _batches(self._eval_done, self._eval_total), speed)
+        self._eval_due = now + LINE_SECONDS
+
+    def _end(self) -> None:
+        self._due = self._eval_due = NEVER
+        self._is_training = False
+        self._close()
+
+    def _line_pause(self) -> float:
+        """Returns the seconds until the next line, fewer before the first line of a run."""
+        return LINE_SECONDS if self._has_written else min(FIRST_LINE_SECONDS, LINE_SECONDS)
+
+    def _write(self, *parts: str) -> None:
+        self._has_written = True
+        if sys.stderr is not None:
+            print("  ".join(part for part in parts if part), file=sys.stderr, flush=True)
+
+
+def paced(draw: Callable[..., None], *args: Any) -> float:
+    """Draws, and returns when to draw again, in `time.perf_counter` seconds."""
+    start = time.perf_counter()
+    draw(*args)
+    end = time.perf_counter()
+    return end + max(DRAW_SECONDS, DRAW_SHARE * (end - start))
+
+
+def in_notebook() -> bool:
+    """Returns True in a notebook's kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and "IPKernelApp" in getattr(shell, "config", {})
+
+
+def whole(size: Any) -> int | None:
+    """Returns a number of batches; None if it is unknown."""
+    return None if size is None or size == math.inf else int(size)
+
+
+def _epoch_name(trainer: Trainer) -> str:
+    last = trainer.max_epochs
+    return f"Epoch {trainer.current_epoch}" + (f"/{last - 1}" if last is not None and last > 0 else "")
+
+
+def _batches(done: int, total: int | None) -> str:
+    return f"batch {done}" if total is None else f"batch {done}/{total}"
+
+
+def _rate(batches: int, seconds: float) -> str:
+    return f"{batches / seconds:.1f} it/s" if batches and seconds > 0 else ""

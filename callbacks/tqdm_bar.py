@@ -1,0 +1,236 @@
+"""TQDMProgressBar, a callback that shows the progress of a run with tqdm."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from leyden.callbacks import above_bars
+from leyden.callbacks.paced_bar import PacedProgressBar, in_notebook
+from leyden.callbacks.progress_bar import format_metrics
+from leyden.strategies.errors import needs
+
+if TYPE_CHECKING:
+    from leyden.trainer.trainer import Trainer
+
+
+class TQDMProgressBar(PacedProgressBar):
+    """Shows a tqdm bar for the training epoch and one for evaluation; plain lines if there is no terminal.
+
+    A bar is redrawn at most ten times a second, and metrics are read back from the device only then; in between, a
+    batch costs one reading of the clock. What is printed and logged appears above the bars. Without a terminal (a log
+    file, a batch job), a line with epoch, step, speed and metrics is written at the end of each epoch and every 30 s,
+    the first one after 5 s.
+
+    Override `get_metrics` to choose the metrics, a `…_description` to rename a bar, and `init_…_tqdm` to make other
+    bars, of any class with tqdm's methods.
+
+    Args:
+        refresh_rate: redraw only at multiples of this many batches; 0 hides the bar.
+        process_position: lines to leave free above the bars, for several runs in one terminal.
+        leave: keep the bar of each epoch on the screen.
+
+    Raises:
+        ConfigurationError: if `refresh_rate` or `process_position` is negative.
+
+    Example:
+        >>> class WithoutVersion(TQDMProgressBar):
+        ...     def get_metrics(self, trainer, module):
+        ...         metrics = super().get_metrics(trainer, module)
+        ...         metrics.pop("v_num", None)
+        ...         return metrics
+        >>> bar = WithoutVersion(refresh_rate=10)
+        >>> # Trainer(callbacks=[bar])
+    """
+
+    BAR_FORMAT: ClassVar[str | None] = None
+    """How a bar is written, in tqdm's `bar_format`; None for tqdm's own form."""
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        super().__init__(refresh_rate)
+        self._position = self._whole_number("process_position", process_position)
+        self._leave = leave
+        self._bars: dict[str, Any] = {}
+        """The bars on the screen by stage: "train", and below it one of an evaluation."""
+        self._silent: Any = None
+        self._printing: above_bars.Replaced | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is copied and sent to other processes: no bars, which hold a lock and a file."""
+        return {**super().__getstate__(), "_bars": {}, "_silent": None, "_printing": None}
+
+    @property
+    def process_position(self) -> int:
+        """The lines left free above the bars."""
+        return self._position
+
+    # the bars: one that draws nothing where none is shown (outside its stage, in a log file, on other ranks)
+    @property
+    def train_progress_bar(self) -> Any:
+        """The bar of the training epochs."""
+        return self._bar("train")
+
+    @train_progress_bar.setter
+    def train_progress_bar(self, bar: Any) -> None:
+        self._bars["train"] = bar
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """The bar of the validation, or of the sanity check."""
+        return self._bar("sanity" if "sanity" in self._bars else "validation")
+
+    @val_progress_bar.setter
+    def val_progress_bar(self, bar: Any) -> None:
+        self._bars["sanity" if "sanity" in self._bars else "validation"] = bar
+
+    @property
+    def test_progress_bar(self) -> Any:
+        """The bar of the test."""
+        return self._bar("test")
+
+    @test_progress_bar.setter
+    def test_progress_bar(self, bar: Any) -> None:
+        self._bars["test"] = bar
+
+    @property
+    def predict_progress_bar(self) -> Any:
+        """The bar of the prediction."""
+        return self._bar("predict")
+
+    @predict_progress_bar.setter
+    def predict_progress_bar(self, bar: Any) -> None:
+        self._bars["predict"] = bar
+
+    def init_train_tqdm(self) -> Any:
+        """Makes the bar of the training epochs. Each epoch gives it its own description."""
+        return self._new_bar(self.train_description, leave=True)
+
+    def init_validation_tqdm(self) -> Any:
+        """Makes the bar of a validation, below the training bar if there is one."""
+        below = "train" in self._bars
+        return self._new_bar(self.validation_description, leave=not below, below=below)
+
+    def init_sanity_tqdm(self) -> Any:
+        """Makes the bar of the sanity check."""
+        return self._new_bar(self.sanity_check_description, leave=False)
+
+    def init_test_tqdm(self) -> Any:
+        """Makes the bar of a test."""
+        return self._new_bar(self.test_description, leave=True)
+
+    def init_predict_tqdm(self) -> Any:
+        """Makes the bar of a prediction."""
+        return self._new_bar(self.predict_description, leave=True)
+
+    def print(
+        self, *args: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool | None = None
+    ) -> None:
+        bar = next(reversed(self._bars.values()), None)
+        if bar is None or file not in (None, sys.stdout, sys.stderr):
+            super().print(*args, sep=sep, end=end, file=file, flush=flush)
+        else:
+            text = (" " if sep is None else sep).join(str(arg) for arg in args)
+            bar.write(text, file=sys.stdout if file is None else file, end="\n" if end is None else end)
+
+    # how PacedProgressBar draws ---------------------------------------------------------------------------------------
+    def _can_redraw(self) -> bool:
+        return is_interactive()
+
+    def _open_training(self, trainer: Trainer) -> None:
+        if "train" not in self._bars:
+            self._bars["train"] = self._made("train")
+        self._begin_printing()
+
+    def _open_epoch(self, name: str, done: int, total: int | None) -> None:
+        bar = self._bars["train"]
+        if self._leave and bar.n:
+            bar.close()
+            bar = self._bars["train"] = self._made("train")
+        bar.set_description_str(name, refresh=False)
+        bar.reset(total)
+        if done:
+            bar.initial = bar.n = bar.last_print_n = done
+            bar.refresh()
+
+    def _draw_training(self, done: int, metrics: dict[str, Any] | None) -> None:
+        bar = self._bars["train"]
+        if metrics is not None:
+            bar.set_postfix_str(format_metrics(metrics), refresh=False)
+        draw(bar, done)
+
+    def _open_evaluation(self, trainer: Trainer, stage: str, total: int | None) -> None:
+        self._bars[stage] = self._made(stage)
+        self._begin_printing()
+        self._bars[stage].reset(total)
+
+    def _draw_evaluation(self, done: int) -> None:
+        for bar in self._of_evaluation().values():
+            draw(bar, done)
+
+    def _close_evaluation(self) -> None:
+        for stage, bar in self._of_evaluation().items():
+            bar.close()
+            del self._bars[stage]
+        if "train" in self._bars:
+            # The speed of training does not include the time of an evaluation.
+            self._bars["train"].unpause()
+        self._end_printing()
+
+    def _close(self) -> None:
+        self._close_evaluation()
+        if "train" in self._bars:
+            self._bars.pop("train").close()
+        self._end_printing()
+
+    def _of_evaluation(self) -> dict[str, Any]:
+        return {stage: bar for stage, bar in self._bars.items() if stage != "train"}
+
+    def _made(self, stage: str) -> Any:
+        with nullcontext() if self._printing is None else self._printing.lifted():
+            return getattr(self, f"init_{stage}_tqdm")()
+
+    def _bar(self, stage: str) -> Any:
+        if stage in self._bars:
+            return self._bars[stage]
+        if self._silent is None:
+            from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+            self._silent = tqdm(disable=True)
+        return self._silent
+
+    def _new_bar(self, description: str, leave: bool, below: bool = False) -> Any:
+        return new_bar(2 * self._position + below, leave, desc=description, bar_format=self.BAR_FORMAT)
+
+    def _begin_printing(self) -> None:
+        """Has printed and logged text appear above the bars from now on."""
+        if self._printing is None:
+            self._printing = above_bars.begin(lambda: list(self._bars.values()))
+
+    def _end_printing(self) -> None:
+        if self._printing is not None and not self._bars:
+            self._printing.end()
+            self._printing = None
+
+
+def is_interactive() -> bool:
+    """Returns True if a bar can be redrawn: stderr is a terminal, or this is a notebook."""
+    return in_notebook() or (sys.stderr is not None and sys.stderr.isatty())
+
+
+def new_bar(position: int, leave: bool, **options: Any) -> Any:
+    """Makes a tqdm bar that is drawn only on request."""
+    with needs("tqdm", None, "TQDMProgressBar"):
+        from tqdm.auto import tqdm  # type: ignore[import-untyped, unused-ignore]
+    drawn = {"dynamic_ncols": True, "mininterval": 0, "miniters": 0, "delay": 1e-9}
+    return tqdm(total=None, position=position, leave=leave, **drawn, **options)
+
+
+def draw(bar: Any, done: int) -> None:
+    """Moves the bar to `done` batches and draws it."""
+    if done > bar.n:
+        bar.update(done - bar.n)
+        # One that the user has made may draw less often than it is asked to.
+        if getattr(bar, "last_print_n", done) == done:
+            return
+    bar.refresh()
