@@ -71,9 +71,9 @@ if TYPE_CHECKING:
     from leyden.callbacks.peak_flops import measure_flops as measure_flops
     from leyden.callbacks.prediction_writer import BasePredictionWriter as BasePredictionWriter
     from leyden.callbacks.preemption_checkpoint import PreemptionCheckpoint as PreemptionCheckpoint
+    from leyden.callbacks.progress_bar import ProgressBar as ProgressBar
     from leyden.callbacks.spike_detection import SpikeDetection as SpikeDetection
     from leyden.callbacks.spike_detection import TrainingSpikeException as TrainingSpikeException
-    from leyden.callbacks.progress_bar import ProgressBar as ProgressBar
     from leyden.callbacks.stochastic_weight_averaging import StochasticWeightAveraging as StochasticWeightAveraging
     from leyden.callbacks.tensorboard import TensorBoardLogger as TensorBoardLogger
     from leyden.callbacks.throughput_monitor import ThroughputMonitor as ThroughputMonitor
