@@ -18,6 +18,7 @@ _HOMES = {
     "DriftGuard": "drift_guard",
     "EarlyStopping": "early_stopping",
     "EMAWeightAveraging": "weight_averaging",
+    "GradNormMonitor": "grad_norm_monitor",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from leyden.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from leyden.callbacks.finetuning import BackboneFinetuning as BackboneFinetuning
     from leyden.callbacks.finetuning import BaseFinetuning as BaseFinetuning
+    from leyden.callbacks.grad_norm_monitor import GradNormMonitor as GradNormMonitor
     from leyden.callbacks.gradient_accumulation import GradientAccumulation as GradientAccumulation
     from leyden.callbacks.gradient_accumulation import GradientAccumulationScheduler as GradientAccumulationScheduler
     from leyden.callbacks.lambda_callback import LambdaCallback as LambdaCallback

@@ -422,6 +422,10 @@ class Strategy:
             return None
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
 
+    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Returns those of which this rank has a part that counts in a norm over all ranks."""
+        return list(parameters)
+
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> bool:
         """Steps one optimizer, with the keyword arguments; returns False if the gradient scaler skipped the step."""
         return self.precision.step(optimizer, closure, **kwargs)

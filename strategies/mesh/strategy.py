@@ -519,6 +519,9 @@ class MeshStrategy(FSDPStrategy):
             return super().clip_parameters(parameters, value, algorithm, norm_type)
         return self._pipeline.clip_norm(parameters, value, norm_type)
 
+    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return list(parameters) if self._pipeline is None else self._pipeline.counted(parameters)
+
     @property
     def refuses_compiled(self) -> str | None:
         if self.layout.pp == 1:

@@ -229,7 +229,7 @@ class PipelineSteps:
     # gradients --------------------------------------------------------------------------------------------------------
     def clip_norm(self, parameters: Sequence[Tensor], value: float, norm_type: float) -> Tensor:
         """Clips gradients to a total norm over all stages; returns the norm before, the same on every rank."""
-        counted = self._counted_here(parameters)
+        counted = [p for p in self.counted(parameters) if p.grad is not None]
         device = self._strategy.root_device
         # Stages may have other dtypes, or no gradient at all.
         norm = total_norm(counted, norm_type).to(device) if counted else torch.zeros((), device=device)
@@ -250,10 +250,10 @@ class PipelineSteps:
         """Makes a number the largest of those that the stages have, in place. Every rank of the pipeline calls it."""
         dist.all_reduce(number, dist.ReduceOp.MAX, group=self._group)
 
-    def _counted_here(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Those whose gradients this rank counts: what two stages share counts on the first."""
+    def counted(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Those of this rank's stages; what two stages share counts on the first."""
         again = {id(module._parameters[name]) for module, name in self._shared} if self.pipeline.rank else set()
-        return [p for p in parameters if p.grad is not None and id(p) not in again]
+        return [p for p in parameters if id(p) not in again and p not in self.holdings.absent]
 
     # what only one stage has ------------------------------------------------------------------------------------------
     def from_last(self, obj: T) -> T:

@@ -1,0 +1,273 @@
+"""GradNormMonitor, a callback that logs the norm of the gradients, before they are clipped and after."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from leyden.callbacks.base import Callback
+from leyden.strategies.errors import ConfigurationError, nearest
+from leyden.trainer.engine.engine import needs_closure
+
+if TYPE_CHECKING:
+    from leyden.strategies.base import Strategy
+    from leyden.trainer.module import TrainModule
+    from leyden.trainer.trainer import Trainer
+
+PER = ("total", "module", "parameter")
+
+
+class GradNormMonitor(Callback):
+    """Logs the norm of the gradients of each step that the Trainer logs: the total, and that of modules or parameters.
+
+    It is the norm before clipping, of unscaled gradients (precision 16-mixed), at the end of an accumulation window. Of
+    sharded gradients (FSDP, tensor and pipeline parallelism) it is the norm of the whole, which takes one small
+    all-reduce. The step does not wait for the device: the values are read together with what the module has logged.
+    Steps between two logged ones have no cost.
+
+    Names are Lightning's: `grad_2.0_norm_total`, and `grad_2.0_norm/layer.weight` for a parameter, or
+    `grad_2.0_norm/layer` for the module that has it; after clipping `grad_2.0_norm_clipped_total` and so on. With
+    several optimizers the total is that of all of them.
+
+    Args:
+        norm_type: p of the p-norm, above 0; `float("inf")` or "inf" for the largest absolute value.
+        per: "total", or also the norm of each "module" or "parameter".
+        max_depth: modules below this depth count with the one above them; 1 for the module's own children. None for no
+            limit.
+        after_clipping: also log the norms with which the optimizer steps; none for a step that a gradient scaler skips.
+        group_separator: between the kind of norm and a name.
+        prog_bar: show the totals in the progress bar.
+
+    Raises:
+        ConfigurationError: for invalid arguments; at the start of fit, for an engine that keeps gradients to itself
+            (DeepSpeed), and with `after_clipping` for an optimizer such as LBFGS, which clips within its step.
+
+    Example:
+        >>> monitor = GradNormMonitor(norm_type=2, per="module", max_depth=1)
+        >>> monitor.kind
+        'grad_2.0_norm'
+    """
+
+    def __init__(
+        self,
+        norm_type: float | str = 2.0,
+        per: Literal["total", "module", "parameter"] = "total",
+        max_depth: int | None = None,
+        after_clipping: bool = False,
+        group_separator: str = "/",
+        prog_bar: bool = False,
+    ) -> None:
+        try:
+            self.norm_type = float(norm_type)
+        except (TypeError, ValueError):
+            self.norm_type = math.nan
+        if isinstance(norm_type, bool) or not self.norm_type > 0:
+            raise ConfigurationError(f"GradNormMonitor(norm_type={norm_type!r}): give a number above 0, or 'inf'.")
+        if per not in PER:
+            raise ConfigurationError(f"GradNormMonitor(per={per!r}): {nearest(str(per), PER)}")
+        if max_depth is not None and (type(max_depth) is not int or max_depth < 1 or per != "module"):
+            raise ConfigurationError(
+                f"GradNormMonitor(per={per!r}, max_depth={max_depth!r}): give a depth from 1, with per='module'."
+            )
+        self.per, self.max_depth, self.after_clipping = per, max_depth, after_clipping
+        self.group_separator, self.prog_bar = group_separator, prog_bar
+        self._names: dict[int, str] = {}
+        self._parts: dict[tuple[int, int], _Parts] = {}
+        self._found: dict[tuple[str, int], tuple[list[str], Tensor]] = {}
+        """By kind and optimizer: names, and the sums of the p-th powers of their gradients."""
+        self._step = -1
+        """The step that they are of."""
+        self._handles: list[Any] = []
+
+    @property
+    def kind(self) -> str:
+        """What the names of the norms begin with."""
+        return f"grad_{self.norm_type}_norm"
+
+    def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        if stage == "fit" and trainer.strategy.drives_one:
+            raise ConfigurationError(
+                f"GradNormMonitor reads gradients before a step, and {trainer.strategy.name}'s engine keeps them: "
+                "leave the callback out."
+            )
+
+    def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._parts, self._found, self._step = {}, {}, -1
+        self._release()
+        if not self.after_clipping:
+            return
+        for optimizer in trainer.optimizers:
+            if needs_closure(optimizer):
+                raise ConfigurationError(
+                    f"GradNormMonitor(after_clipping=True): {type(optimizer).__name__} clips within its step, several "
+                    "times. Leave after_clipping out."
+                )
+            self._handles.append(optimizer.register_step_pre_hook(partial(self._note_clipped, trainer)))
+
+    def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
+        if self._is_due(trainer):
+            self._note(self.kind, trainer.strategy, optimizer, trainer.global_step + 1)
+
+    def _note_clipped(self, trainer: Trainer, optimizer: Optimizer, *_: Any) -> None:
+        if self._is_due(trainer):
+            self._note(f"{self.kind}_clipped", trainer.strategy, optimizer, trainer.global_step + 1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        # Not in the hook before the step: after that the other optimizers step, and gradients are clipped.
+        if not self._found or trainer.global_step != self._step or not trainer.window.closes:
+            return
+        totals, parts = self._values()
+        self._found = {}
+        self.log_dict(totals, on_step=True, on_epoch=False, prog_bar=self.prog_bar)
+        if parts:
+            self.log_dict(parts, on_step=True, on_epoch=False)
+
+    def teardown(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
+        self._release()
+
+    def _release(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        every = trainer.log_every_n_steps
+        return bool(every) and (trainer.global_step + 1) % every == 0
+
+    # norms ------------------------------------------------------------------------------------------------------------
+    def _note(self, kind: str, strategy: Strategy, optimizer: Optimizer, step: int) -> None:
+        if step != self._step:
+            self._found, self._step = {}, step
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        # A parameter group that a hook adds makes them more.
+        key = id(optimizer), len(parameters)
+        if key not in self._parts:
+            self._parts[key] = _Parts.of(strategy, parameters, self._name)
+        parts = self._parts[key]
+        self._found[kind, key[0]] = parts.names, parts.powers(strategy, self.norm_type)
+
+    def _name(self, parameter: Tensor, index: int) -> str:
+        return self._names.get(id(parameter), f"parameter {index}")
+
+    def _values(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Returns the totals, and the norms of parts, by the names under which they are logged."""
+        totals: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
+        for (kind, _), (names, powers) in self._found.items():
+            self._add(totals, f"{kind}_total", powers.max() if math.isinf(self.norm_type) else powers.sum())
+            for name, power in zip(names, powers, strict=True) if self.per != "total" else ():
+                self._add(parts, f"{kind}{self.group_separator}{self._owner(name)}", power)
+        return self._rooted(totals), self._rooted(parts)
+
+    def _add(self, sums: dict[str, Tensor], name: str, power: Tensor) -> None:
+        if name not in sums:
+            sums[name] = power
+        else:
+            sums[name] = torch.maximum(sums[name], power) if math.isinf(self.norm_type) else sums[name] + power
+
+    def _rooted(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+        if math.isinf(self.norm_type):
+            return sums
+        return {name: power ** (1.0 / self.norm_type) for name, power in sums.items()}
+
+    def _owner(self, name: str) -> str:
+        if self.per == "parameter":
+            return name
+        modules = name.split(".")[:-1]
+        # A parameter of the module itself keeps its name.
+        return ".".join(modules[: self.max_depth]) or name
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parameters of an optimizer, on this rank and on the others.
+
+    Args:
+        here: those that count on this rank.
+        names: of those on all ranks.
+        places: where those of this rank stand in `names`; None if there are no others.
+        weights: what this rank's part of each counts for: several ranks may hold the same one.
+    """
+
+    here: list[Tensor]
+    names: list[str]
+    places: Tensor | None
+    weights: Tensor | None
+
+    @classmethod
+    def of(cls, strategy: Strategy, parameters: Iterable[Tensor], name: Callable[[Tensor, int], str]) -> _Parts:
+        named = {id(parameter): name(parameter, index) for index, parameter in enumerate(parameters)}
+        here = strategy.counted(list(parameters))
+        own = [named[id(parameter)] for parameter in here]
+        if strategy.replicates or strategy.ranks.world_size == 1:
+            return cls(here, own, None, None)
+        sizes = {name: (_local(p).numel(), p.numel()) for name, p in zip(own, here, strict=True)}
+        held: dict[str, int] = {}
+        for others in strategy.ranks.all_gather_object(sizes):
+            for other, (part, _) in others.items():
+                held[other] = held.get(other, 0) + part
+        places = {other: place for place, other in enumerate(held)}
+        weights = [whole / max(held[own_name], 1) for own_name, (_, whole) in sizes.items()]
+        device = strategy.root_device
+        return cls(
+            here,
+            list(held),
+            torch.tensor([places[own_name] for own_name in own], dtype=torch.long, device=device),
+            torch.tensor(weights, dtype=_wide(device), device=device),
+        )
+
+    def powers(self, strategy: Strategy, norm_type: float) -> Tensor:
+        """Returns the sum of the p-th powers of each whole gradient, for p = ∞ its largest value; on the device."""
+        device = strategy.root_device
+        powers = _norms(self.here, norm_type, device)
+        is_largest = math.isinf(norm_type)
+        if not is_largest:
+            powers = powers**norm_type
+        if self.places is None or self.weights is None:
+            return powers
+        everywhere = torch.zeros(len(self.names), dtype=powers.dtype, device=device)
+        everywhere[self.places] = powers if is_largest else powers * self.weights
+        return strategy.ranks.reduce(everywhere, reduction="max" if is_largest else "sum")
+
+
+def _norms(parameters: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norms of this rank's gradients, 0 for those that there are not."""
+    zero = torch.zeros((), dtype=_wide(device), device=device)
+    found = [zero] * len(parameters)
+    alike: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.grad is None:
+            continue
+        grad = _local(parameter.grad.detach())
+        grad = grad.coalesce().values() if grad.is_sparse else grad
+        if grad.numel():
+            alike.setdefault((grad.device, grad.dtype), []).append((index, grad))
+    for (_, dtype), grads in alike.items():
+        own = [grad for _, grad in grads]
+        if dtype.is_complex:
+            norms = [torch.linalg.vector_norm(grad, norm_type) for grad in own]
+        else:
+            half = {} if dtype.itemsize > 2 else {"dtype": torch.float32}
+            norms = list(torch._foreach_norm(own, norm_type, **half))
+        for (index, _), norm in zip(grads, norms, strict=True):
+            found[index] = norm.to(device, zero.dtype, non_blocking=True)
+    return torch.stack(found) if found else zero.new_zeros(0)
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[no-any-return]
+
+
+def _wide(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
