@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +42,44 @@ class Indices(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor(index)
+
+
+class Broken(Dataset[Any]):
+    """Rows of random numbers; those with the given indices raise.
+
+    Args:
+        bad: the indices.
+        size: number of rows.
+        error: what they raise, with "cannot read 5".
+        width: of a row.
+        dtype: of a row.
+    """
+
+    def __init__(
+        self,
+        bad: set[int],
+        size: int = 26,
+        error: Callable[[str], Exception] = OSError,
+        width: int = 3,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.rows = torch.randn(size, width, generator=torch.Generator().manual_seed(1), dtype=dtype)
+        self.bad, self.error = bad, error
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        if index in self.bad:
+            raise self.error(f"cannot read {index}")
+        return self.rows[index]
+
+
+class BrokenTogether(Broken):
+    """The same, a batch in one go."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[index] for index in indices]
 
 
 class Stream(IterableDataset[Any]):

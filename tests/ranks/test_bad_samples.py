@@ -9,9 +9,10 @@ import pytest
 import torch
 from models import QUIET
 from ranks.world import run_world
+from samples import Broken
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from leyden import Trainer, TrainModule
 from leyden.strategies import MeshStrategy
@@ -25,20 +26,6 @@ CASES: list[tuple[set[int], dict[str, Any]]] = [
     (set(range(8, 16)) | {17}, {"accumulate_grad_batches": 2}),
 ]
 MANUAL: tuple[set[int], dict[str, Any]] = (set(range(12)) | {17}, {})
-
-
-class Broken(Dataset[Any]):
-    def __init__(self, bad: set[int]) -> None:
-        self.rows = torch.randn(29, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index in self.bad:
-            raise OSError(f"cannot read {index}")
-        return self.rows[index]
 
 
 class Module(TrainModule):
@@ -72,7 +59,7 @@ def trained(bad: set[int], size: int, kind: type[Module] = Module, **arguments: 
     trainer = Trainer(**settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(Broken(bad), size))
+        trainer.fit(module, DataLoader(Broken(bad, 29, dtype=torch.float64), size))
     progress = trainer.progress
     counts = [progress.samples, progress.bad_samples, progress.global_step, progress.stepped, progress.batches]
     weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in module.parameters()]
@@ -99,10 +86,17 @@ def tensor64(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def with_tp() -> None:
+def refused(own_loaders: bool) -> None:
+    if own_loaders:
+        trained({1}, 4, strategy="ddp", use_distributed_sampler=False)
     trained({1}, 4, strategy=MeshStrategy(tp=2, plan={"net.0": "colwise", "net.2": "rowwise"}))
 
 
-def test_ranks_that_load_the_same_samples_are_refused() -> None:
-    found = run_world(2, with_tp, may_fail=True)
-    assert any("where several ranks load the same samples" in str(error) for error in found), found
+@pytest.mark.parametrize(
+    ("own_loaders", "match"),
+    [(False, "where several ranks load the same samples"), (True, "skip' with use_distributed_sampler=False on")],
+    ids=["the same samples", "loaders of their own"],
+)
+def test_ranks_that_could_come_to_different_batches_are_refused(own_loaders: bool, match: str) -> None:
+    found = run_world(2, refused, own_loaders, may_fail=True)
+    assert any(match in str(error) for error in found), found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, MapDataPipe, Subset, get_worker_info
 
-from leyden.strategies.errors import add_note
+from leyden.strategies.errors import ConfigurationError, add_note, is_out_of_memory, kind_of
+from leyden.trainer.data.sample_rng import SampleRNG
 
 
 class Samples(Dataset[Any]):
@@ -15,7 +17,8 @@ class Samples(Dataset[Any]):
 
     Args:
         dataset: the user's.
-        keeps_bad: return a `BadSample` in the place of one that raises.
+        keeps_bad: return a `BadSample` in the place of one that raises. Where memory runs out, the error is raised all
+            the same: it is not the sample's fault.
 
     Example:
         >>> Samples([1, 2], keeps_bad=True)[2].reason
@@ -30,49 +33,79 @@ class Samples(Dataset[Any]):
         try:
             return self.dataset[index]
         except Exception as error:
-            if self._is_raised(f"sample {index}", error):
+            bad = self._bad([index], error)
+            if bad is None:
                 raise
-            return _bad(index, error)
+            return bad
 
     def __getitems__(self, indices: list[Any]) -> list[Any]:
-        together = getattr(self.dataset, "__getitems__", None)
-        if together:
-            return self._together(together, indices)
+        whole = _below_subsets(self.dataset)
+        if getattr(whole, "__getitems__", None):
+            return self._together(type(whole).__name__, self.dataset.__getitems__, indices)
         dataset, samples = self.dataset, []
         index: Any = None
         try:
             for index in indices:
                 samples.append(dataset[index])
         except Exception as error:
-            if self._is_raised(f"sample {index}", error):
+            bad = self._bad([index], error)
+            if bad is None:
                 raise
-            samples.append(_bad(index, error))
+            samples.append(bad)
             samples += [self[other] for other in indices[len(samples) :]]
         return samples
 
-    def _together(self, together: Callable[[list[Any]], list[Any]], indices: list[Any]) -> list[Any]:
-        """Loads a batch by the data set's own `__getitems__`, and sample by sample once that has failed."""
+    def _together(self, name: str, together: Callable[[list[Any]], list[Any]], indices: list[Any]) -> list[Any]:
+        """Loads a batch by the `__getitems__` of the class `name`, and sample by sample once that has failed."""
         try:
-            return together(indices)
+            samples = together(indices)
         except Exception as error:
-            if self._is_raised(f"one of the samples {', '.join(map(str, indices))}", error):
+            if self._bad(indices, error) is None:
                 raise
-        samples: list[Any] = []
+        else:
+            return self._checked(name, samples, len(indices))
+        samples = []
         for index in indices:
             try:
-                samples += together([index])
+                found = together([index])
             except Exception as error:
-                samples.append(_bad(index, error))
+                bad = self._bad([index], error)
+                if bad is None:
+                    raise
+                found = [bad]
+            samples += self._checked(name, found, 1)
         return samples
 
-    def _is_raised(self, what: str, error: Exception) -> bool:
-        """True if bad samples are not kept; then the error has a note."""
-        if self._keeps_bad:
-            return False
+    def _checked(self, name: str, samples: list[Any], count: int) -> list[Any]:
+        """Refuses what is no list of samples, of which none could be left out."""
+        if self._keeps_bad and not (isinstance(samples, list) and len(samples) == count):
+            found = f"a list of {len(samples)}" if isinstance(samples, list) else kind_of(samples)
+            raise ConfigurationError(
+                f"{name}.__getitems__ returned {found} for {count} {'index' if count == 1 else 'indices'}: "
+                "on_bad_sample='skip' needs a list with one sample for each. Return one, or leave on_bad_sample at "
+                "'raise'."
+            )
+        return samples
+
+    def _bad(self, indices: list[Any], error: Exception) -> BadSample | None:
+        """What stands for a sample that raised; None where its error is to be raised, which then has a note.
+
+        Raises:
+            RuntimeError: in the place of a StopIteration, which would end the epoch.
+        """
+        what = _named(self.dataset, indices)
+        if self._keeps_bad and not is_out_of_memory(error):
+            return BadSample(what, error)
         worker = get_worker_info()
         place = "" if worker is None else f", in worker {worker.id} of the loader"
-        add_note(error, f"leyden: the error came from {what} of {type(self.dataset).__name__}{place}.")
-        return True
+        what = what if len(indices) == 1 else f"one of the {what}"
+        if isinstance(error, StopIteration):
+            raise RuntimeError(
+                f"{what}{place} raised StopIteration, by which an iterator says that it has ended: give next() a "
+                "default, or catch it in __getitem__."
+            ) from error
+        add_note(error, f"leyden: the error came from {what}{place}.")
+        return None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "dataset":
@@ -80,20 +113,50 @@ class Samples(Dataset[Any]):
         return getattr(self.dataset, name)
 
 
+def _below_subsets(dataset: Any) -> Any:
+    """The data set that a Subset of a Subset … reads: torch's `Subset.__getitems__` calls its, or loads one by one."""
+    while getattr(type(dataset), "__getitems__", None) is Subset.__getitems__:
+        dataset = dataset.dataset
+    return dataset
+
+
+def _named(dataset: Any, indices: Sequence[Any]) -> str:
+    """Names samples by their index in the loader's data set, and in the one that a Subset of it reads.
+
+    Example:
+        >>> from torch.utils.data import Subset
+        >>> _named(Subset(Subset("abcdef", [1, 3, 5]), [2, 0]), [0])
+        'sample 0 of Subset (sample 5 of str)'
+    """
+    names: list[str] = []
+    while True:
+        if isinstance(dataset, SampleRNG):
+            dataset = dataset.dataset
+        shown = ", ".join(map(str, indices))
+        names.append(f"{'sample' if len(indices) == 1 else 'samples'} {shown} of {type(dataset).__name__}")
+        if getattr(type(dataset), "__getitem__", None) is not Subset.__getitem__:
+            break
+        try:
+            indices = [dataset.indices[index] for index in indices]
+        except Exception:
+            # It is this that has raised.
+            break
+        dataset = dataset.dataset
+    return names[0] if len(names) == 1 else f"{names[0]} ({names[-1]})"
+
+
 class BadSample:
-    """Stands in a batch for a sample that raised.
+    """Stands in a batch for a sample that raised. It has words only, so that a worker can send it.
 
     Args:
-        index: of the sample.
-        reason: what its loading raised.
+        what: the sample, by its index.
+        error: what its loading raised.
     """
 
-    def __init__(self, index: Any, reason: str) -> None:
-        self.index, self.reason = index, reason
-
-
-def _bad(index: Any, error: Exception) -> BadSample:
-    return BadSample(index, f"{type(error).__name__}: {error}")
+    def __init__(self, what: str, error: Exception) -> None:
+        self.what = what
+        self.reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        self.traceback = "".join(traceback.format_exception(error))
 
 
 class Sifted:
@@ -132,10 +195,14 @@ class Sift:
 
 
 def names_samples(loader: Any) -> bool:
-    """True for a DataLoader that reads a data set by index as torch does, so that the samples can be told apart."""
+    """True for a DataLoader that reads a data set by index as torch does, so that the samples can be told apart.
+
+    One whose `dataset` is a property is left alone: nothing else can be put in its place.
+    """
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
+        and "dataset" in vars(loader)
         and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
     )
 

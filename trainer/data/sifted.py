@@ -20,16 +20,17 @@ from leyden.trainer.data.sources import Composite, Source, State, source_of
 
 HOPELESS = 10
 """Global batches one after the other of which nothing is left, after which the data set is taken to be broken."""
+FIRST, MANY = 100, 0.1
+"""Samples that a run begins with, and the part of them that may raise before a second warning says so."""
 log = logging.getLogger("leyden")
 
 
-def sifting(loader: Any, ranks: DataRanks, foreign: bool) -> SiftingLoader:
+def sifting(loader: Any, ranks: DataRanks) -> SiftingLoader:
     """Returns a loader that leaves out the samples that raise.
 
     Args:
         loader: a DataLoader over an indexed data set, or this rank's share of one.
         ranks: the ranks that share it.
-        foreign: each rank's loader is its share already, as the user has sharded it.
 
     Raises:
         ConfigurationError: for any other loader.
@@ -39,17 +40,23 @@ def sifting(loader: Any, ranks: DataRanks, foreign: bool) -> SiftingLoader:
             "on_bad_sample='skip' needs one DataLoader with batches of a data set with __getitem__, and this is "
             f"{_described(loader)}: catch the error where the sample is made, or leave on_bad_sample at 'raise'."
         )
-    if ranks.size == 1 and not foreign and not isinstance(loader.batch_sampler, RankBatches):
+    if ranks.size == 1 and not isinstance(loader.batch_sampler, RankBatches):
         # Its positions are in samples, as those of every sharded loader.
         loader = shard_indices(loader, DataRanks())
     return SiftingLoader(with_collate(loader, Sift(loader.collate_fn)), ranks)
 
 
 def _described(loader: Any) -> str:
-    if isinstance(loader, DataLoader):
-        how = "without batches" if loader.batch_sampler is None else "with an __iter__ of its own"
-        return f"a DataLoader over {kind_of(loader.dataset)}" + ("" if not names_samples(loader) else f" {how}")
-    return kind_of(loader)
+    if not isinstance(loader, DataLoader):
+        return kind_of(loader)
+    how = ""
+    if "dataset" not in vars(loader):
+        how = " with `dataset` as a property"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        how = " with an __iter__ of its own"
+    elif names_samples(loader):
+        how = " without batches"
+    return f"{kind_of(loader)} over {kind_of(loader.dataset)}{how}"
 
 
 class SiftingLoader(Composite):
@@ -57,7 +64,7 @@ class SiftingLoader(Composite):
 
     Args:
         loader: with a `Sift` for its collate_fn.
-        ranks: the ranks that share it, or each have one of their own.
+        ranks: the ranks that share it.
     """
 
     def __init__(self, loader: DataLoader[Any], ranks: DataRanks) -> None:
@@ -96,6 +103,8 @@ class SiftedSource(Source):
         self._ranks = loader.ranks
         self._filler: Any = None
         self._has_warned, self._in_vain = False, 0
+        self._seen = self._lost = 0
+        """Of the first samples, on all ranks."""
 
     @property
     def finds_places(self) -> bool:
@@ -141,6 +150,7 @@ class SiftedSource(Source):
         total, absent, squares, lost = self._ranks.total([here, int(not here), here * here, lost])
         even = not absent and self._ranks.size * squares == total * total
         share = Share(here, total, absent > 0, even, rest=planned.rest if planned is not None else 0, lost=lost)
+        self._warn_of_many(share)
         self._check_hope(share)
         if here and self._ranks.size > 1:
             # For a step of other ranks of which this one has nothing.
@@ -149,15 +159,32 @@ class SiftedSource(Source):
 
     def _report(self, batch: Sifted) -> None:
         for bad in batch.bad:
-            log.info("sample %s is left out, since it raised %s", bad.index, bad.reason)
+            log.info("%s is left out, since it raised %s", bad.what, bad.reason)
         if batch.bad and not self._has_warned:
             self._has_warned = True
             first = batch.bad[0]
             warnings.warn(
-                f"sample {first.index} raised {first.reason}, and is left out of its batch (on_bad_sample='skip'). "
-                "Others are counted, and logged with their index by logging.getLogger('leyden') at the level INFO.",
+                f"{first.what} raised {first.reason}, and is left out of its batch (on_bad_sample='skip'). Others are "
+                "counted, and logged with their index by logging.getLogger('leyden') at the level INFO.",
                 stacklevel=2,
             )
+            log.warning("%s raised:\n%s", first.what, first.traceback)
+
+    def _warn_of_many(self, share: Share) -> None:
+        """Warns where a good part of the first samples has raised."""
+        if self._seen >= FIRST:
+            return
+        self._seen += share.total + share.lost
+        self._lost += share.lost
+        if self._lost <= MANY * max(self._seen, FIRST):
+            return
+        if self._ranks.rank == 0:
+            warnings.warn(
+                f"{self._lost} of the first {self._seen} samples raised and were left out (on_bad_sample='skip'): the "
+                "model trains on what is left of the data. The log has the traceback of the first one.",
+                stacklevel=2,
+            )
+        self._seen = FIRST
 
     def _check_hope(self, share: Share) -> None:
         """Raises once nothing but errors comes; all ranks know the same totals."""

@@ -4,6 +4,7 @@ main process is killed; one that dies is found, and a sample that raises is name
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.signal_handling import _error_if_any_worker_fails  # type: ignore[attr-defined]
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from leyden.strategies.errors import LeydenError
 from leyden.strategies.launch.environment import is_running
@@ -53,15 +55,22 @@ def iterator_of(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _started(loader: Iterable[Any]) -> Iterator[Any]:
-    if getattr(loader, "num_workers", 0) == 0 or not hasattr(loader, "worker_init_fn"):
+    # One that has a property of that name is left alone.
+    if getattr(loader, "num_workers", 0) == 0 or "worker_init_fn" not in getattr(loader, "__dict__", {}):
         return iter(loader)
     # torch's loader passes it to each worker that it starts here.
-    with _replaced(loader, "worker_init_fn", EndsWithParent(loader.worker_init_fn, survives=_answered_here())):
+    own = loader.worker_init_fn  # type: ignore[attr-defined]
+    with _replaced(loader, "worker_init_fn", EndsWithParent(own, survives=_answered_here())):
         iterator = iter(loader)
-    to_workers = getattr(iterator, "_index_queues", None)
-    if to_workers is not None:
-        _queues[iterator] = to_workers, iterator._worker_result_queue  # type: ignore[attr-defined]
+    if _has_workers(iterator):
+        _queues[iterator] = iterator._index_queues, iterator._worker_result_queue  # type: ignore[attr-defined]
     return iterator
+
+
+def _has_workers(item: object) -> bool:
+    """True for an iterator of torch's DataLoader, or of a subclass of it, that has worker processes."""
+    # By its type: to ask an object that somebody else made for its attributes could run anything.
+    return issubclass(type(item), _BaseDataLoaderIter) and {"_workers", "_index_queues"} <= vars(item).keys()
 
 
 @contextmanager
@@ -88,8 +97,9 @@ def died(error: BaseException) -> WorkerDied | None:
         try:
             return _died(error)
         except RuntimeError as late:
-            # From torch's handler of SIGCHLD.
-            error = late
+            # From torch's handler of SIGCHLD. Its traceback, which ends here, would keep this frame in a cycle, and
+            # the iterators with it.
+            error = late.with_traceback(None)
     return None
 
 
@@ -98,8 +108,10 @@ def _died(error: BaseException) -> WorkerDied | None:
     found = re.match(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)", text)
     if found is not None:
         pids = [int(pid) for pid in found[1].split(",")]
-        workers = [(iterator, *entry) for iterator in list(_queues) for entry in _numbered(iterator)]
-        ended = [(iterator, *entry) for iterator, *entry in workers if entry[1].pid in pids]
+        # Torch's error may come from anywhere, and a loader of the user's own may read others. Nobody else knows all of
+        # them.
+        iterators = [item for item in gc.get_objects() if _has_workers(item)]
+        ended = [(iterator, *entry) for iterator in iterators for entry in _numbered(iterator) if entry[1].pid in pids]
     elif (isinstance(error, CUT_OFF) or "ancdata" in text) and "in DataLoader worker process" not in text:
         workers = [
             (iterator, *entry) for iterator in _iterators_in(error.__traceback__) for entry in _numbered(iterator)
@@ -122,13 +134,13 @@ def _numbered(iterator: Any) -> list[tuple[int, Any]]:
 
 def _iterators_in(trace: TracebackType | None) -> list[Any]:
     """The iterators with workers in which an error was raised."""
-    found = []
+    found: dict[int, Any] = {}
     while trace is not None:
         owner = trace.tb_frame.f_locals.get("self")
-        if hasattr(owner, "_workers") and owner not in found:
-            found.append(owner)
+        if _has_workers(owner):
+            found[id(owner)] = owner
         trace = trace.tb_next
-    return found
+    return list(found.values())
 
 
 def _explained(number: int, count: int, pid: int, code: int | None) -> WorkerDied:

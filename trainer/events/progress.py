@@ -159,15 +159,17 @@ class Progress:
         """Goes back to the start of this epoch, whose loaders are not restored."""
         self.batch, self.phase = 0, "epoch_start"
 
-    def at_window_start(self, batch: int, samples: int) -> Progress:
+    def at_window_start(self, batch: int, samples: int, bad_samples: int) -> Progress:
         """Where the run stood at the start of the window that is open.
 
         Args:
             batch: index in the epoch of its first batch.
             samples: seen before it.
+            bad_samples: left out before it.
         """
+        counts = {"batch": batch, "samples": samples, "bad_samples": bad_samples}
         batches = self.batches - (self.batch - batch)
-        return dataclasses.replace(self, batch=batch, batches=batches, samples=samples, phase="settled", exact=False)
+        return dataclasses.replace(self, **counts, batches=batches, phase="settled", exact=False)  # type: ignore[arg-type]
 
     # as JSON ----------------------------------------------------------------------------------------------------------
     def continue_from(self, saved: Progress) -> None:

@@ -28,7 +28,6 @@ class Count:
 
     Attributes:
         shares: each batch comes with a `Share`, which knows the samples of all ranks.
-        window_samples: samples before the open window.
     """
 
     def __init__(self, progress: Progress, engine: Engine, heartbeat: Heartbeat) -> None:
@@ -38,7 +37,8 @@ class Count:
         self._readers = engine.strategy.data_size
         self._knows_size = True
         self.shares = False
-        self.window_samples = 0
+        self._at_window = (0, 0)
+        """Samples, and bad ones, before the open window of several batches."""
 
     def begin_loader(self, shares: bool) -> None:
         """Another loader is read, whose batches come with a `Share` or not."""
@@ -59,7 +59,18 @@ class Count:
 
     def begin_window(self) -> None:
         """Notes where a window of several batches begins."""
-        self.window_samples = self._progress.samples
+        self._at_window = self._progress.samples, self._progress.bad_samples
+
+    def at_window_start(self, batch: int, accumulates: bool) -> Progress:
+        """The progress at the start of the open window.
+
+        Args:
+            batch: index in the epoch of its first batch.
+            accumulates: it may have several; of a single one, nothing is counted while it is open.
+        """
+        progress = self._progress
+        counts = self._at_window if accumulates else (progress.samples, progress.bad_samples)
+        return progress.at_window_start(batch, *counts)
 
     def batch(self, batch: Any) -> None:
         """A batch is done (or, where the step draws by itself, drawn)."""

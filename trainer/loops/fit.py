@@ -493,8 +493,7 @@ class FitLoop:
         """The current progress, or that at the start of the open window, which a resume repeats."""
         if not self.engine.window.is_open:
             return self.progress
-        samples = self.count.window_samples if self.accumulation is not None else self.progress.samples
-        return self.progress.at_window_start(self.window_start, samples)
+        return self.count.at_window_start(self.window_start, self.accumulation is not None)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the loaders stand: in or between epochs, and for validation between passes.

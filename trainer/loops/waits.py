@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from leyden.trainer.data.combined import CombinedLoader
+from leyden.trainer.data.sources import Composite
+
 if TYPE_CHECKING:
     from leyden.trainer.run.state import Run
 
@@ -28,7 +31,7 @@ class Waits:
     """The time that a fit waits for training batches. The first rank of each machine warns, once.
 
     Batches are timed until there are enough to judge the loader by, in each epoch again. The rest come from the
-    loader's own iterator, with nothing in between.
+    loader's own iterator, with nothing in between. A batch that a validation follows does not count.
 
     Args:
         run: of the fit.
@@ -56,19 +59,19 @@ class Waits:
 
     def _measured(self, iterator: Iterator[Any]) -> Iterator[Any]:
         before: float | None = None
-        wait = 0.0
+        wait, progress, validations = 0.0, self._run.progress, -1
         try:
             for _ in range(FIRST):
                 yield next(iterator)
             while self._is_on and (self._batches < ENOUGH or self._total < SECONDS):
                 asked = perf_counter()
-                if before is not None:
+                if before is not None and progress.validations == validations:
                     self._total += asked - before
                     self._waited += wait
                     self._batches += 1
                 # Emptied as it is passed on: a name would keep the batch while the next one is loaded.
                 drawn = [next(iterator)]
-                before, wait = asked, perf_counter() - asked
+                before, wait, validations = asked, perf_counter() - asked, progress.validations
                 yield drawn.pop()
         except StopIteration:
             self._has_ended = True
@@ -82,31 +85,31 @@ class Waits:
             warnings.warn(
                 f"data took {self._waited / self._total:.0%} of the time of training over {self._batches} batches "
                 f"({self._waited / self._batches:.3g} of {self._total / self._batches:.3g} s each): "
-                f"{_fix(self._run.loaders.train_loader)}.",
+                f"{_fix(self._run.loaders.train_loader, self._run.strategy.ranks.local_size)}.",
                 stacklevel=2,
             )
         self._begin()
 
 
-def _fix(loader: Any) -> str:
+def _fix(loader: Any, ranks: int) -> str:
+    """What to do about a slow loader, on a machine whose cores so many ranks share."""
     workers, cores = _workers_of(loader), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
     if workers is None:
         return "load them ahead, as a DataLoader with num_workers does"
-    if not cores or workers < cores:
-        return f"raise num_workers (now {workers}{f', with {cores} cores' if cores else ''}) in the training loader"
-    return (
-        f"num_workers={workers} is as many as there are cores, so make samples cheaper to load, or store them prepared"
-    )
+    shared = f" for {ranks} ranks" if ranks > 1 else ""
+    if not cores or workers < cores // ranks:
+        known = f", with {cores} cores{shared}" if cores else ""
+        return f"raise num_workers (now {workers}{known}) in the training loader"
+    enough = f"is this rank's part of {cores} cores{shared}" if shared else "is as many as there are cores"
+    return f"num_workers={workers} {enough}, so make samples cheaper to load, or store them prepared"
 
 
 def _workers_of(loader: Any) -> int | None:
     """The workers of a loader, or of the one in it; of several the fewest. None if it has none to raise."""
-    parts = getattr(loader, "flattened", None)
-    if parts is not None:
-        known = [found for found in map(_workers_of, parts) if found is not None]
+    if isinstance(loader, CombinedLoader):
+        known = [found for found in map(_workers_of, loader.flattened) if found is not None]
         return min(known, default=None)
+    if isinstance(loader, Composite):
+        return _workers_of(getattr(loader, "loader", None))
     workers = getattr(loader, "num_workers", None)
-    if isinstance(workers, int):
-        return workers
-    inner = getattr(loader, "loader", None)
-    return None if inner is None else _workers_of(inner)
+    return workers if isinstance(workers, int) else None

@@ -111,9 +111,12 @@ class Loaders:
         if arguments.overfit_batches:
             loader = without_shuffle(loader)
         check_not_empty(loader, "train")
+        skips = arguments.on_bad_sample == "skip"
+        if skips:
+            self._check_skipping()
         loader = self._sharded(loader, True)
-        if arguments.on_bad_sample == "skip":
-            loader = self._sifting(loader)
+        if skips:
+            loader = sifting(loader, DataRanks.of(self._strategy) if self._strategy.data_size > 1 else DataRanks())
         cursor = LoaderCursor(loader, allow_replay=arguments.allow_replay, sample_rng=arguments.sample_rng)
         count = batches_of(arguments.limit_train_batches, cursor.length, "limit_train_batches")
         self.train_loader, self.cursor = loader, cursor
@@ -121,16 +124,20 @@ class Loaders:
         self.sizes["train"] = count
         return cursor, count if known else None
 
-    def _sifting(self, loader: Any) -> Any:
-        """The loader without the samples that raise."""
-        strategy, arguments = self._strategy, self._arguments
+    def _check_skipping(self) -> None:
+        """Refuses `on_bad_sample="skip"` where ranks could come to different batches."""
+        strategy = self._strategy
         if strategy.data_size != strategy.ranks.world_size:
             raise ConfigurationError(
                 f"on_bad_sample='skip' with strategy={strategy.name!r}, where several ranks load the same samples: an "
                 "error that only one of them meets would leave them with different batches. Leave it at 'raise'."
             )
-        ranks = DataRanks.of(strategy) if strategy.data_size > 1 else DataRanks()
-        return sifting(loader, ranks, foreign=not arguments.use_distributed_sampler)
+        if strategy.data_size > 1 and not self._arguments.use_distributed_sampler:
+            raise ConfigurationError(
+                "on_bad_sample='skip' with use_distributed_sampler=False on several ranks, whose own loaders may have "
+                "different numbers of batches, while they count each batch together: leave use_distributed_sampler at "
+                "True (a DistributedSampler of your own is kept), or on_bad_sample at 'raise'."
+            )
 
     def _sharded(self, loader: Any, trains: bool) -> Any:
         """This rank's share of a loader, where there are several ranks, or a global batch to keep."""

@@ -64,7 +64,8 @@ def closing_lines(
     took = timedelta(seconds=round(seconds))
     lines = [f"ended       {reason}, at step {progress.global_step} in epoch {progress.epoch}, after {took}"]
     if progress.bad_samples:
-        lines.append(f"left out    {progress.bad_samples} samples that raised")
+        bad = progress.bad_samples
+        lines.append(f"left out    {bad} sample{'s' if bad > 1 else ''} that raised")
     for callback in checkpoint_callbacks:
         if callback.monitor is not None and callback.best_model_path:
             score = callback.best_model_score

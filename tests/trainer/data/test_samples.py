@@ -8,28 +8,12 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Line
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from samples import Broken, BrokenTogether
+from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from leyden import Trainer
-
-
-class Pictures(Dataset[Any]):
-    """Sample 5 is broken."""
-
-    folder: str | None = None
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            raise OSError("truncated picture")
-        return torch.full((2,), float(index))
-
-
-class Together(Pictures):
-    def __getitems__(self, indices: list[int]) -> Any:
-        return [self[index] for index in indices]
+from leyden.strategies.errors import ConfigurationError
+from leyden.trainer.data.sample_rng import SampleRNG
 
 
 def notes_of(error: BaseException) -> str:
@@ -37,23 +21,68 @@ def notes_of(error: BaseException) -> str:
     return "\n".join(getattr(error, "__notes__", ()))
 
 
+def fit(dataset: Any, folder: Path, workers: int = 0, **arguments: Any) -> None:
+    loader = dataset if isinstance(dataset, DataLoader) else DataLoader(dataset, 2, num_workers=workers)
+    Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": folder, **arguments}).fit(Line(), loader)
+
+
+ALONE, TOGETHER = Broken({5}, 8, width=2), BrokenTogether({5}, 8, width=2)
+# Its sample 5 is the other's sample 9.
+PART = Subset(Subset(Broken({9}, 12, width=2), range(2, 12)), range(2, 10))
+PART_TOGETHER = Subset(BrokenTogether({9}, 12, width=2), range(4, 12))
+
+
 @pytest.mark.parametrize(
     ("dataset", "named"),
-    [(Pictures(), "sample 5 of Pictures"), (Together(), "one of the samples 4, 5 of Together")],
-    ids=["one by one", "together"],
+    [
+        (ALONE, "sample 5 of Broken"),
+        (TOGETHER, "one of the samples 4, 5 of BrokenTogether"),
+        (PART, "sample 5 of Subset (sample 9 of Broken)"),
+        (PART_TOGETHER, "one of the samples 4, 5 of Subset (samples 8, 9 of BrokenTogether)"),
+        (SampleRNG(ALONE), "sample 5 of Broken"),
+    ],
+    ids=["one by one", "together", "Subset of a Subset", "Subset, together", "SampleRNG"],
 )
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_error_of_a_sample_is_kept_and_names_it(
     dataset: Dataset[Any], named: str, workers: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path})
-    with pytest.raises(OSError, match="truncated picture") as caught:
-        trainer.fit(Line(), DataLoader(dataset, 2, num_workers=workers))
+    with pytest.raises(OSError, match="cannot read") as caught:
+        fit(dataset, tmp_path, workers)
     text = f"{caught.value}{notes_of(caught.value)}{capfd.readouterr().err}"
     assert f"the error came from {named}" + (", in worker 0 of the loader." if workers else ".") in text
     # The line of the data set, and the place in the run.
-    assert workers == 0 or 'raise OSError("truncated picture")' in text
+    assert workers == 0 or "raise self.error(" in text
     assert "epoch 0, batch 2" in text
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Broken, BrokenTogether])
+def test_a_stop_iteration_of_a_sample_does_not_end_the_epoch(kind: Any, workers: int, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=f"samples? (4, )?5 of {kind.__name__}.* raised StopIteration"):
+        fit(kind({5}, 8, StopIteration, width=2), tmp_path, workers)
+
+
+class Private(DataLoader[Any]):
+    """Its data set is a property."""
+
+    @property
+    def dataset(self) -> Any:
+        return self._own
+
+    @dataset.setter
+    def dataset(self, value: Any) -> None:
+        # A DataLoader refuses plain assignment after its constructor.
+        vars(self)["_own"] = value
+
+
+def test_a_loader_whose_data_set_is_a_property_is_left_alone(tmp_path: Path) -> None:
+    fit(Private(Broken(set(), 8, width=2), 2), tmp_path)
+    with pytest.raises(OSError, match="cannot read 5") as caught:
+        fit(Private(ALONE, 2), tmp_path)
+    assert "the error came from" not in notes_of(caught.value)
+    with pytest.raises(ConfigurationError, match="this is a Private over a Broken with `dataset` as a property"):
+        fit(Private(ALONE, 2), tmp_path, on_bad_sample="skip")
 
 
 def opens(worker_id: int) -> None:
@@ -62,7 +91,9 @@ def opens(worker_id: int) -> None:
     info.dataset.folder = "opened"
 
 
-class Folder(Pictures):
+class Folder(Broken):
+    folder: str | None = None
+
     def __getitem__(self, index: int) -> Any:
         return torch.ones(2) if self.folder == "opened" else torch.zeros(2)
 
@@ -75,6 +106,6 @@ def test_a_worker_init_fn_finds_the_users_data_set(tmp_path: Path) -> None:
             seen.append(float(batch.mean()))
             return super().training_step(batch, batch_idx)
 
-    loader = DataLoader(Folder(), 4, num_workers=1, worker_init_fn=opens)
+    loader = DataLoader(Folder(set(), 8), 4, num_workers=1, worker_init_fn=opens)
     Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path}).fit(Module(), loader)
     assert seen == [1.0, 1.0] and type(loader.dataset) is Folder

@@ -10,34 +10,14 @@ import pytest
 import torch
 from models import QUIET
 from same import differences
-from samples import Stream
+from samples import Broken, BrokenTogether, Stream
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from leyden import Trainer, TrainModule
-from leyden.callbacks import ModelCheckpoint
+from leyden.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from leyden.strategies.errors import ConfigurationError, LeydenError
-
-
-class Broken(Dataset[Any]):
-    """Rows of random numbers; those with the given indices raise."""
-
-    def __init__(self, bad: set[int], size: int = 26) -> None:
-        self.rows = torch.randn(size, 3, generator=torch.Generator().manual_seed(1))
-        self.bad = bad
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        if index in self.bad:
-            raise OSError(f"cannot read {index}")
-        return self.rows[index]
-
-
-class BrokenTogether(Broken):
-    def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        return [self[index] for index in indices]
+from leyden.trainer.checkpoint.reader import CheckpointReader
 
 
 class Module(TrainModule):
@@ -56,7 +36,7 @@ class Module(TrainModule):
 
 
 def fit(data: Any, folder: Path, workers: int = 0, shuffle: bool = True, **arguments: Any) -> tuple[Module, Trainer]:
-    module = Module()
+    module = arguments.pop("module", None) or Module()
     torch.manual_seed(9)
     ckpt_path = arguments.pop("ckpt_path", None)
     settings = {**QUIET, "max_epochs": 2, "default_root_dir": folder, "on_bad_sample": "skip", **arguments}
@@ -106,6 +86,58 @@ def test_training_equals_a_loop_over_the_good_samples(kind: Any, workers: int, t
     assert trainer.progress.bad_samples == 6 and trainer.progress.samples == 46 and trainer.global_step == 14
 
 
+@pytest.mark.parametrize("kind", [Broken, BrokenTogether], ids=["one by one", "together"])
+def test_a_subset_leaves_out_single_samples_and_names_them_by_both_indices(
+    kind: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "leyden")
+    data = kind({3, 4, 17})
+    module, _ = fit(Subset(Subset(data, range(25, -1, -1)), range(25, -1, -1)), tmp_path)
+    plain = by_hand(data)
+    assert module.sizes == plain.sizes
+    assert not differences(dict(module.state_dict()), dict(plain.state_dict()))
+    name = f"sample 17 of Subset (sample 17 of {kind.__name__}) is left out"
+    assert sum(name in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.cuda.OutOfMemoryError])
+@pytest.mark.parametrize(("kind", "workers"), [(Broken, 0), (Broken, 1), (BrokenTogether, 0)])
+def test_a_sample_for_which_memory_runs_out_is_no_bad_sample(
+    error: Any, kind: Any, workers: int, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match="cannot read 5"):
+        fit(kind({5}, error=error), tmp_path, workers)
+
+
+def test_a_sample_that_raises_stop_iteration_is_left_out(tmp_path: Path) -> None:
+    _, trainer = fit(Broken({5}, error=StopIteration), tmp_path, max_epochs=1)
+    assert (trainer.progress.samples, trainer.progress.bad_samples, trainer.global_step) == (25, 1, 7)
+
+
+class AsTensor(Broken):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return self.rows[indices]
+
+
+class TooFew(Broken):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self.rows[index] for index in indices if index not in self.bad]
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (AsTensor(set()), "AsTensor.__getitems__ returned a Tensor for 4 indices"),
+        (TooFew({2}), "TooFew.__getitems__ returned a list of 3 for 4 indices"),
+        (Subset(TooFew({2}), range(26)), "TooFew.__getitems__ returned a list of 3 for 4 indices"),
+    ],
+    ids=["a tensor", "too few", "Subset"],
+)
+def test_what_is_no_list_of_samples_is_refused(data: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=found):
+        fit(data, tmp_path, shuffle=False)
+
+
 def test_without_a_bad_sample_nothing_changes(tmp_path: Path) -> None:
     module, _ = fit(Broken(set()), tmp_path)
     plain, _ = fit(Broken(set()), tmp_path, on_bad_sample="raise")
@@ -138,19 +170,81 @@ def test_a_resume_continues_behind_a_bad_sample_and_keeps_the_count(workers: int
     assert second.progress.bad_samples == 6
 
 
+class Certain(Module):
+    """Without dropout: what an interrupted window has drawn is not restored."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+        self.fails = fails
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.fails and len(self.sizes) == 5:
+            raise ArithmeticError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_window_that_an_error_cut_counts_its_bad_samples_once(tmp_path: Path) -> None:
+    """Sample 2 is in the first window, 13 and 14 are in the one that the resume repeats."""
+    data, settings = Broken({2, 13, 14}), {"shuffle": False, "accumulate_grad_batches": 3, "max_epochs": 1}
+    whole, straight = fit(data, tmp_path / "whole", module=Certain(), **settings)
+    with pytest.raises(ArithmeticError):
+        fit(data, tmp_path, module=Certain(fails=True), callbacks=OnExceptionCheckpoint(tmp_path), **settings)
+    saved = CheckpointReader(tmp_path / "on_exception").progress()
+    assert (saved["batch"], saved["samples"], saved["bad_samples"]) == (3, 11, 1)
+    module, trainer = fit(data, tmp_path, module=Certain(), ckpt_path=tmp_path / "on_exception", **settings)
+    assert trainer.progress.bad_samples == straight.progress.bad_samples == 3
+    assert trainer.progress.samples == straight.progress.samples == 23
+    assert not differences(dict(module.state_dict()), dict(whole.state_dict()))
+
+
+def test_a_loader_of_the_users_own_on_one_rank_is_sifted_and_resumed(tmp_path: Path) -> None:
+    data, settings = Broken({3, 4, 17}), {"use_distributed_sampler": False}
+    whole, _ = fit(data, tmp_path / "whole", **settings)
+    plain = by_hand(data)
+    assert not differences(dict(whole.state_dict()), dict(plain.state_dict()))
+    checkpoint = ModelCheckpoint(dirpath=tmp_path / "saved", every_n_train_steps=5, save_top_k=-1)
+    _, first = fit(data, tmp_path, max_steps=5, callbacks=checkpoint, enable_checkpointing=True, **settings)
+    module, _ = fit(data, tmp_path, ckpt_path=first.last_checkpoint, **settings)
+    assert not differences(dict(module.state_dict()), dict(whole.state_dict()))
+
+
 def test_the_first_bad_sample_is_warned_of_and_all_are_logged_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level("INFO", "leyden")
     trainer = Trainer(**{**QUIET, "max_epochs": 1, "default_root_dir": tmp_path, "on_bad_sample": "skip"})
-    with pytest.warns(UserWarning, match="sample 3 raised OSError: cannot read 3, and is left out") as caught:
+    with pytest.warns(UserWarning, match="sample 3 of Broken raised OSError: cannot read 3, and is left") as caught:
         trainer.fit(Module(), DataLoader(Broken({3, 17}), 4))
     assert sum("left out" in str(warning.message) for warning in caught) == 1
-    assert [record.args for record in caplog.records if record.name == "leyden"] == [
-        (3, "OSError: cannot read 3"),
-        (17, "OSError: cannot read 17"),
-    ]
+    first, trace, second = [record for record in caplog.records if record.name == "leyden"]
+    assert first.getMessage() == "sample 3 of Broken is left out, since it raised OSError: cannot read 3"
+    assert second.getMessage() == "sample 17 of Broken is left out, since it raised OSError: cannot read 17"
+    assert trace.levelname == "WARNING" and "raise self.error(" in trace.getMessage()
     assert "left out    2 samples that raised" in capsys.readouterr().out
+    with pytest.warns(UserWarning):
+        trainer.fit(Module(), DataLoader(Broken({3}), 4))
+    assert "left out    1 sample that raised" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("bad", "found"),
+    [
+        (range(0, 110, 11), None),
+        (range(0, 120, 9), ["11 of the first 92 samples raised"]),
+        (range(1, 12), ["11 of the first 12 samples raised"]),
+        (range(104, 124), None),
+    ],
+    ids=["a tenth", "more", "at once", "later"],
+)
+def test_many_bad_samples_among_the_first_are_warned_of_once(
+    bad: range, found: list[str] | None, tmp_path: Path
+) -> None:
+    trainer = Trainer(**{**QUIET, "max_epochs": 2, "default_root_dir": tmp_path, "on_bad_sample": "skip"})
+    with pytest.warns(UserWarning) as caught:
+        trainer.fit(Module(), DataLoader(Broken(set(bad), 200), 4))
+    messages = [str(warning.message) for warning in caught if "of the first" in str(warning.message)]
+    assert [message.partition(" and")[0] for message in messages] == (found or [])
 
 
 def test_a_data_set_that_only_raises_ends_the_run(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from programs import run_program
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, TensorDataset
 
 from leyden import Trainer
+from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.data.workers import WorkerDied, died
 
 
@@ -116,6 +117,25 @@ def test_a_worker_that_dies_is_named_with_its_number_its_end_and_the_fix(
     text = str(caught.value)
     assert text.startswith("worker 1 of 2 of a DataLoader (pid ") and message in text and "resume='auto'" in text
     assert "/dev/shm" in text or sys.platform == "darwin"
+
+
+class Nested:
+    """A loader of a user's own: its second one makes the worker die while its first one is read."""
+
+    def __init__(self, end: Callable[[], Any]) -> None:
+        self.loader = self
+        self.parts = DataLoader(Mortal(end), 4, num_workers=2), [torch.ones(1, 2)] * 64
+
+    def __iter__(self) -> Any:
+        for loaded, here in zip(*self.parts, strict=False):
+            yield loaded + here
+
+
+def test_a_worker_of_a_loader_in_another_one_is_named_too(tmp_path: Path) -> None:
+    for loader in (Nested(kill), CombinedLoader([Nested(kill), [torch.ones(1, 2)] * 16])):
+        trainer = Trainer(accelerator="cpu", barebones=True, max_epochs=1, default_root_dir=tmp_path)
+        with pytest.raises(WorkerDied, match="worker 1 of 2 of a DataLoader .* was killed by SIGKILL"):
+            trainer.fit(Line(), loader)
 
 
 def test_another_error_has_no_dead_worker() -> None:

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from models import QUIET, Line
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from leyden import Trainer
+from leyden.trainer.data.combined import CombinedLoader
 from leyden.trainer.loops import waits
 
 
@@ -72,6 +73,26 @@ def test_a_loader_that_takes_a_good_part_of_the_time_is_named_once(
         "data took 40% of the time of training over 50 batches (0.4 of 1 s each): raise num_workers (now 0, with "
         "8 cores) in the training loader."
     )
+
+
+def test_the_cores_are_shared_by_the_ranks_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits.os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=2)
+    assert waits._fix(loader, 2) == "raise num_workers (now 2, with 8 cores for 2 ranks) in the training loader"
+    assert waits._fix(loader, 4).startswith("num_workers=2 is this rank's part of 8 cores for 4 ranks, so make samples")
+    both = CombinedLoader([DataLoader(TensorDataset(torch.ones(4, 2)), num_workers=3), loader])
+    assert waits._fix(both, 1) == "raise num_workers (now 2, with 8 cores) in the training loader"
+
+
+class Validated(Module):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.time.now += 100
+
+
+def test_a_validation_inside_the_epoch_is_no_part_of_a_steps_time(time: Time, tmp_path: Path) -> None:
+    settings = {**QUIET, "max_epochs": 1, "default_root_dir": tmp_path, "val_check_interval": 10}
+    with pytest.warns(UserWarning, match=r"data took 40% .* over 50 batches \(0\.4 of 1 s each\)"):
+        Trainer(**settings).fit(Validated(time, 0.6), DataLoader(Slow(time, 0.4), 1), [torch.ones(1, 2)])
 
 
 @pytest.mark.parametrize(
