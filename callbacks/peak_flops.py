@@ -8,20 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Dense rates of the makers' data sheets, in 1e12 floating-point operations per second; without sparsity. The first name
-# that the device's name contains counts. A device computes float32 at the rate of "tf32" where torch allows it.
+# Dense rates, in 1e12 floating-point operations per second (half of what a data sheet gives with sparsity), of tensor
+# cores where a device has them for the dtype, float64 included. The first name that the device's name contains counts.
+# A device computes float32 at the rate of "tf32" where torch allows it.
+# Sources: NVIDIA's data sheets of GB200 NVL72 and HGX B200 (a single GPU's rates), GH200 Grace Hopper Superchip, H200,
+# H100, A100, A40, A30, L40S, L40, L4, V100 and T4.
 _TERA: tuple[tuple[str, dict[str, float]], ...] = (
+    ("gb200", {"float64": 40, "float32": 80, "tf32": 1250, "bfloat16": 2500, "float16": 2500}),
     ("b200", {"float64": 37, "float32": 75, "tf32": 1125, "bfloat16": 2250, "float16": 2250}),
-    ("h200", {"float64": 34, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989}),
-    ("h100 pcie", {"float64": 26, "float32": 51, "tf32": 378, "bfloat16": 756, "float16": 756}),
-    ("h100 nvl", {"float64": 30, "float32": 60, "tf32": 417.5, "bfloat16": 835, "float16": 835}),
-    ("h100", {"float64": 34, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989}),
-    ("a100", {"float64": 9.7, "float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312}),
+    ("gh200", {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989}),
+    ("h200 nvl", {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835, "float16": 835}),
+    ("h200", {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989}),
+    ("h100 pcie", {"float64": 51, "float32": 51, "tf32": 378, "bfloat16": 756, "float16": 756}),
+    ("h100 nvl", {"float64": 60, "float32": 60, "tf32": 417.5, "bfloat16": 835, "float16": 835}),
+    ("h100", {"float64": 67, "float32": 67, "tf32": 494.5, "bfloat16": 989, "float16": 989}),
+    ("a100", {"float64": 19.5, "float32": 19.5, "tf32": 156, "bfloat16": 312, "float16": 312}),
     ("a40", {"float32": 37.4, "tf32": 74.8, "bfloat16": 149.7, "float16": 149.7}),
-    ("a30", {"float64": 5.2, "float32": 10.3, "tf32": 82, "bfloat16": 165, "float16": 165}),
+    ("a30", {"float64": 10.3, "float32": 10.3, "tf32": 82, "bfloat16": 165, "float16": 165}),
     ("l40s", {"float32": 91.6, "tf32": 183, "bfloat16": 362, "float16": 362}),
     ("l40", {"float32": 90.5, "tf32": 90.5, "bfloat16": 181, "float16": 181}),
     ("l4", {"float32": 30.3, "tf32": 60, "bfloat16": 121, "float16": 121}),
+    ("v100 pcie", {"float64": 7, "float32": 14, "float16": 112}),
     ("v100", {"float64": 7.8, "float32": 15.7, "float16": 125}),
     ("t4", {"float32": 8.1, "float16": 65}),
 )
@@ -34,13 +41,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
         >>> peak_flops(torch.device("cpu"), torch.float32) is None
         True
     """
-    if device.type != "cuda":
-        return None
-    return peak_of(torch.cuda.get_device_name(device), dtype, torch.get_float32_matmul_precision() != "highest")
+    return peak_of(torch.cuda.get_device_name(device), dtype, _allows_tf32()) if device.type == "cuda" else None
+
+
+def _allows_tf32() -> bool:
+    """True where torch may round float32 products on a GPU to TF32, whichever of its settings says so.
+
+    `torch.set_float32_matmul_precision` and `allow_tf32` set `fp32_precision` too; to read them where `fp32_precision`
+    was set is an error.
+    """
+    return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
 
 
 def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
-    """Returns the peak rate of a device by its name.
+    """Returns the peak rate of a device by its name; None where it is not known, as for a slice of a GPU (MIG).
 
     Args:
         name: as torch or nvidia-smi gives it.
@@ -52,10 +66,12 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
         989000000000000.0
     """
     key = str(dtype).removeprefix("torch.")
-    words = f"{name.lower().replace('-', ' ')} "
+    # "l4" is no L40, and "a30" no A3000.
+    words = f" {name.lower().replace('-', ' ')} "
+    if " mig " in words:
+        return None
     for device, rates in _TERA:
-        # "l4" is no L40, and "a30" no A3000.
-        if f" {device} " in f" {words}":
+        if f" {device} " in words:
             rate = rates.get("tf32" if key == "float32" and tf32 else key, rates.get(key))
             return None if rate is None else rate * 1e12
     return None

@@ -29,8 +29,8 @@ class ThroughputMonitor(Callback):
     Rates are of the last `window_size` batches, once there are so many; `time`, `batches`, `samples` and `lengths` are
     totals, in seconds and counts, which a resumed fit takes up again. Names begin with the stage: `train/time`,
     `train/device/samples_per_sec` (of this rank) and `train/samples_per_sec` (of all ranks, as many as rank 0 each).
-    Values are logged at the steps that the Trainer logs, at every `log_every_n_steps`-th batch of an evaluation, and
-    are in `trainer.callback_metrics`.
+    Values are logged at the steps that the Trainer logs (or at the next one for which rank 0 has a sample), at every
+    `log_every_n_steps`-th batch of an evaluation, and are in `trainer.callback_metrics`.
 
     A module with `flops_per_batch` (the operations of forward and backward, see `measure_flops`; a number, or a
     function of the batch) also has `flops_per_sec`, and `mfu` where the device's peak rate is known: the share of it
@@ -84,6 +84,8 @@ class ThroughputMonitor(Callback):
         self._stages = {stage: _Counted(window_size) for stage in STAGES}
         self._clock = _Clock()
         self._peak: float | None = None
+        self._row = 0
+        """The step of the last row of training."""
 
     def state_dict(self) -> dict[str, Any]:
         totals = self._stages["train"].totals
@@ -111,6 +113,7 @@ class ThroughputMonitor(Callback):
         # A fit that goes on keeps its totals.
         totals = self._stages["train"].totals if trainer.global_step else _Totals()
         self._stages["train"] = _Counted(self.window_size, totals)
+        self._row = trainer.global_step
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._clock.begin()
@@ -132,8 +135,9 @@ class ThroughputMonitor(Callback):
     ) -> None:
         self._clock.mark("optimizer")
         self._count("train", module, batch, self._clock.take())
-        if trainer.window.closes and trainer.global_step % trainer.log_every_n_steps == 0:
-            self._log(trainer, "train", trainer.global_step)
+        if trainer.window.closes and self._due(trainer, trainer.global_step, self._row):
+            self._row = trainer.global_step
+            self._log(trainer, "train", self._row)
 
     # evaluation -------------------------------------------------------------------------------------------------------
     def on_validation_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
@@ -165,7 +169,7 @@ class ThroughputMonitor(Callback):
         self._clock.mark("forward")
         self._count(stage, module, batch, self._clock.take())
         batches = self._stages[stage].totals.batches
-        if batches % trainer.log_every_n_steps == 0:
+        if self._due(trainer, batches, batches - 1):
             # Beside the steps of a fit; else by its own batches, which no other step counts.
             self._log(trainer, stage, trainer.global_step if stage == "validate" else batches)
 
@@ -178,6 +182,14 @@ class ThroughputMonitor(Callback):
             0 if self.length_fn is None else self.length_fn(batch),
             flops(batch) if callable(flops) else flops,
         )
+
+    def _due(self, trainer: Trainer, now: int, before: int) -> bool:
+        """True if a row is due by now that was not yet due before.
+
+        A rank may have had no sample at the row's own step (its hooks are not called then): the row comes at the next.
+        """
+        every = trainer.log_every_n_steps
+        return every > 0 and now // every > before // every
 
     def _log(self, trainer: Trainer, stage: str, step: int) -> None:
         values = self._values(trainer, self._stages[stage])

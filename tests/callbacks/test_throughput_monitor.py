@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import csv
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models import QUIET, Squares
+from programs import run_program
+from samples import Broken
+from torch.utils.data import DataLoader
 
 from leyden import Trainer
 from leyden.callbacks import CSVLogger, ModelCheckpoint, ThroughputMonitor, measure_flops, throughput_monitor
@@ -123,6 +127,20 @@ def test_a_window_of_several_batches_is_logged_at_its_step_and_every_batch_count
     assert {step: row["train/batches"] for step, row in rows(tmp_path).items()} == {1: 2, 2: 4, 3: 6}
 
 
+@pytest.mark.parametrize(("every", "steps"), [(2, [3, 4, 6]), (1, [1, 3, 4, 5, 6]), (0, [])])
+def test_a_row_whose_step_rank_0_misses_comes_at_the_next_one(every: int, steps: list[int], tmp_path: Path) -> None:
+    """Of the second batch nothing is left, so its hooks are not called."""
+    own, loader = Squares(torch.nn.Linear(3, 1)), DataLoader(Broken(set(range(4, 8)), 24), 4)
+    settings = {**QUIET, "logger": CSVLogger(tmp_path), "max_epochs": 1, "default_root_dir": tmp_path}
+    trainer = Trainer(**settings, callbacks=[ThroughputMonitor(len)], log_every_n_steps=every, on_bad_sample="skip")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(own, loader)
+    assert (list(rows(tmp_path)) if steps else []) == steps
+    if steps:
+        assert rows(tmp_path)[6]["train/batches"] == 5
+
+
 def test_a_resume_takes_the_totals_up(tmp_path: Path) -> None:
     checkpoint = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=4, save_top_k=-1)
     monitor = ThroughputMonitor(len)
@@ -163,6 +181,53 @@ def test_devices_are_known_by_their_names() -> None:
     assert peak_of("Tesla T4", torch.bfloat16) is None
     assert peak_of("Tesla V100-SXM2-16GB", torch.float32, tf32=True) == 15.7e12
     assert peak_of("NVIDIA A3000", torch.float16) is None
+    assert peak_of("NVIDIA GH200 480GB", torch.bfloat16) == 989e12
+    assert peak_of("NVIDIA GB200", torch.bfloat16) == 2500e12 and peak_of("NVIDIA B200", torch.bfloat16) == 2250e12
+    assert peak_of("NVIDIA H200 NVL", torch.bfloat16) == 835e12
+    # A slice of a GPU has a part of its rate.
+    assert peak_of("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 19.5),
+        ("NVIDIA A30", 10.3),
+        ("NVIDIA H100 80GB HBM3", 67),
+        ("NVIDIA H100 PCIe", 51),
+        ("NVIDIA H200", 67),
+        ("NVIDIA GB200", 40),
+        ("Tesla V100-PCIE-16GB", 7),
+    ],
+)
+def test_float64_has_the_rate_of_tensor_cores_where_there_is_one(name: str, tera: float) -> None:
+    assert peak_of(name, torch.float64) == pytest.approx(tera * 1e12)
+
+
+SETTINGS = {
+    "pass": False,
+    "torch.set_float32_matmul_precision('high')": True,
+    "torch.backends.cuda.matmul.allow_tf32 = True": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'tf32'": True,
+    "torch.backends.fp32_precision = 'tf32'": True,
+    "torch.backends.cuda.matmul.fp32_precision = 'ieee'": False,
+}
+
+
+def test_tf32_is_found_by_each_of_torchs_settings() -> None:
+    """Each in a process of its own: they cannot be mixed, nor set back."""
+    program = f"""
+import os, torch
+from leyden.callbacks.peak_flops import _allows_tf32
+for line in {list(SETTINGS)}:
+    if os.fork() == 0:
+        exec(line)
+        print(_allows_tf32(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = run_program(["-c", program])
+    assert done.stdout.split() == [str(allows) for allows in SETTINGS.values()], done.stderr
 
 
 def test_operations_are_counted_forward_and_backward() -> None:
