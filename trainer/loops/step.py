@@ -201,8 +201,8 @@ class AutomaticStep(Step):
         if not window.closes:
             return
         if window.index >= 0:
-            # No backward was known to be the window's last. Sharded gradients are only reduced by one.
-            if self.strategy.replicates:
+            # No backward was known to be the window's last. Sharded gradients and DeepSpeed's need one.
+            if self.strategy.replicates and not self.strategy.drives_one:
                 self.strategy.sync_gradients()
             else:
                 self._run_shadow(filler, batch_idx)

@@ -1,0 +1,64 @@
+"""on_bad_sample="skip" under DeepSpeed: the weights of one process with batches twice as large."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from models import QUIET
+from ranks.world import run_world
+from samples import Broken
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils.data import DataLoader
+
+from leyden import Trainer, TrainModule
+from leyden.strategies.deepspeed.strategy import DeepSpeedStrategy
+
+pytestmark = pytest.mark.timeout(300)
+# Nothing is left on rank 1; of the global batch that opens a window of three; of the one that closes it; of all three.
+CASES: list[set[int]] = [{4, 5, 6, 7, 9}, set(range(8)), set(range(16, 24)) | {1}, set(range(24))]
+
+
+class Module(TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+def trained(bad: set[int], size: int, **arguments: Any) -> tuple[list[Any], list[int]]:
+    module = Module()
+    settings = {**QUIET, "max_epochs": 2, "on_bad_sample": "skip", "accumulate_grad_batches": 3, **arguments}
+    trainer = Trainer(**settings)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(Broken(bad, 48), size))
+        weights = [value.tolist() for value in trainer.strategy.full_state_dict(module, rank0_only=False).values()]
+    progress = trainer.progress
+    return weights, [progress.samples, progress.bad_samples, progress.global_step, progress.stepped, progress.batches]
+
+
+def on_ranks() -> list[Any]:
+    return [
+        [trained(bad, 4, strategy=DeepSpeedStrategy(stage=stage)) for bad in (CASES if stage == 2 else CASES[2:])]
+        for stage in (0, 1, 2, 3)
+    ]
+
+
+def test_two_ranks_train_as_one_process_on_what_is_left() -> None:
+    alone = [trained(bad, 8) for bad in CASES]
+    for stages in run_world(2, on_ranks):
+        for found in stages:
+            for (weights, counts), (expected, expected_counts) in zip(found, alone[-len(found) :], strict=True):
+                assert counts == expected_counts
+                for weight, other in zip(weights, expected, strict=True):
+                    assert_close(torch.tensor(weight), torch.tensor(other), rtol=1e-5, atol=1e-6)
