@@ -24,7 +24,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,8 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp 2": lambda: DDPStrategy(start_method="fork"),
     "fsdp 2": lambda: FSDPStrategy(start_method="fork"),
 }
+COUNTS = ("kills", "runs", "differences", "stuck", "behind", "orphans")
+"""What is printed of each kind of run. All but the first two are defects."""
 PATIENCE = 30
 """Seconds after which a process that still runs was left behind."""
 
@@ -222,26 +224,19 @@ def reap(job: int) -> tuple[int, int]:
             time.sleep(0.005)
 
 
-@dataclass
-class Tally:
-    """What came of the kills of one kind of run."""
-
-    kills: int = 0
-    runs: int = 0
-    differences: int = 0
-    stuck: int = 0
-    behind: int = 0
-    orphans: int = 0
-    notes: list[str] = field(default_factory=list)
-
-
 class Trial:
-    """Kills runs of one kind, in folders of their own."""
+    """Kills runs of one kind, in folders of their own.
+
+    Attributes:
+        counts: by the names of `COUNTS`.
+        notes: what was wrong with a run.
+    """
 
     def __init__(self, strategy: str, asynchronous: bool, root: Path, rng: random.Random) -> None:
         self._strategy, self._asynchronous, self._root, self._rng = strategy, asynchronous, root, rng
         self._ranks = (0,) if strategy == "single" else (0, 1)
-        self.tally = Tally()
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self.notes: list[str] = []
         folder = self._folder("straight")
         began = time.monotonic()
         code, _ = reap(launch(lambda: self._count(folder), folder / "output"))
@@ -262,27 +257,27 @@ class Trial:
 
     def run(self) -> None:
         """One run that is killed up to three times, and then left alone."""
-        folder = self._folder(f"{self.tally.runs}")
-        self.tally.runs += 1
+        folder = self._folder(f"{self.counts['runs']}")
+        self.counts["runs"] += 1
         for number in range(self._rng.choice((1, 1, 2, 3))):
             if not self._killed(folder, resumes=number > 0):
                 break
         code, orphans = reap(launch(lambda: self._train(folder, None), folder / "output"))
-        self.tally.orphans += orphans
+        self.counts["orphans"] += orphans
         problem = f"ended with {code}" if code else ""
         if code:
-            self.tally.stuck += 1
+            self.counts["stuck"] += 1
         else:
             if not same(ending(folder), self._whole):
-                self.tally.differences += 1
+                self.counts["differences"] += 1
                 problem = "differs"
             left = [path.name for path in (folder / "checkpoints").iterdir() if staging.is_staging(path.name)]
             left += [path.name for path in (folder / "tmp").iterdir()]
             if left:
-                self.tally.behind += 1
+                self.counts["behind"] += 1
                 problem = f"{problem} left {left}"
         if problem:
-            self.tally.notes.append(f"{folder.name}: {problem}: {(folder / 'output').read_text()[-1500:]}")
+            self.notes.append(f"{folder.name}: {problem}: {(folder / 'output').read_text()[-1500:]}")
         shutil.rmtree(folder)
 
     def _train(self, folder: Path, point: Point | None) -> None:
@@ -305,8 +300,8 @@ class Trial:
                 except ProcessLookupError:
                     continue
         code, orphans = reap(job)
-        self.tally.orphans += orphans
-        self.tally.kills += code != 0
+        self.counts["orphans"] += orphans
+        self.counts["kills"] += code != 0
         return code != 0
 
 
@@ -339,20 +334,17 @@ def main() -> None:
     kinds = [(name, beside) for name in STRATEGIES if args.only in (None, name) for beside in (False, True)]
     rng = random.Random(args.seed)
     bad = 0
-    print(
-        "run".ljust(24), *(title.rjust(12) for title in ("kills", "runs", "differences", "stuck", "behind", "orphans"))
-    )
+    print("run".ljust(24), *(title.rjust(12) for title in COUNTS))
     for strategy, asynchronous in kinds:
         with tempfile.TemporaryDirectory() as root:
             trial = Trial(strategy, asynchronous, Path(root), rng)
-            tally = trial.tally
-            while tally.kills < args.kills / len(kinds):
+            counts = trial.counts
+            while counts["kills"] < args.kills / len(kinds):
                 trial.run()
         name = f"{strategy}{', asynchronous' if asynchronous else ''}"
-        counts = (tally.kills, tally.runs, tally.differences, tally.stuck, tally.behind, tally.orphans)
-        print(name.ljust(24), *(str(count).rjust(12) for count in counts), flush=True)
-        print(*tally.notes[:5], sep="\n", end="\n" if tally.notes else "")
-        bad += tally.differences + tally.stuck + tally.behind + tally.orphans
+        print(name.ljust(24), *(str(counts[title]).rjust(12) for title in COUNTS), flush=True)
+        print(*trial.notes[:5], sep="\n", end="\n" if trial.notes else "")
+        bad += sum(counts[title] for title in COUNTS[2:])
     sys.exit(bool(bad))
 
 
